@@ -40,8 +40,8 @@ from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.evaluation.compare import compare
 from rabbitllm.evaluation.divergence import Summary, at_positions, summary_of
+from rabbitllm.evaluation.quality import answers_of, text_of, windows
 from rabbitllm.evaluation.report import number
-from rabbitllm.evaluation.texts import answers_of, text_of, windows
 from rabbitllm.generation.scoring import ScoredText
 
 WINDOW, TOKENS, PROBLEMS = 128, 4096, 400

@@ -20,7 +20,7 @@ from benchmarks.scale_pace import Pass, pass_over
 from benchmarks.scale_shape import DENSE, Drawn, draw, shape_of, shape_of_config
 from rabbitllm.engine.budgets import default_budget
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.estimate.pace import Strain
+from rabbitllm.estimate.pass_estimator import Strain
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CONTEXT = 24

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from benchmarks.scale_facts import Host
 from benchmarks.scale_shape import TWO_BYTES, Drawn, Shape, Unit, fits_disk
-from rabbitllm.estimate.pace import UnitTime, pass_seconds
+from rabbitllm.estimate.pass_estimator import UnitTime, pass_seconds
 from rabbitllm.estimate.routing import RoutedWork
 
 PROMPT, ANSWER = 512, 32

@@ -3,7 +3,7 @@
 A Llama with random weights, all of it streamed, behind `rabbitllm serve` in a process of its own; so many clients at
 once send requests with prompts of their own, ten times over. One request goes before, since the buffers that layers are
 read into take memory when they are first used. After each load, when nothing runs and free memory has
-been given back (`server/freed_memory.py`), the anonymous memory of the process is compared with that before the first
+been given back (`server/server.py`), the anonymous memory of the process is compared with that before the first
 load, less what the cache of beginnings holds then.
 
     python -m benchmarks.serve_memory [--loads 10] [--clients 64] [--scale medium]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import html
 import sys
 import threading
 import time
@@ -17,8 +18,53 @@ from typing import Any, Protocol
 from rabbitllm.base.forks import in_child
 from rabbitllm.base.words import Row, text_of
 from rabbitllm.display.form import DisplayForm, form_of, size_of
-from rabbitllm.display.notebook import COLUMNS, NotebookOutput
 from rabbitllm.display.terminal import Terminal
+
+# An output of a notebook's cell that is replaced as things go on.
+
+COLUMNS = 100
+
+
+class NotebookOutput:
+    """One output, which appears in the cell that runs when something is first shown.
+
+    Args:
+        interval: seconds between two texts, at least; the last one is always shown.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._handle: Any = None
+        self._shown = ""
+        self._next = 0.0
+
+    def show(self, text: str, now: float) -> None:
+        """Put a text in place of what is there, unless that was a moment ago."""
+        if now >= self._next:
+            self._next = now + self._interval
+            self._put(text)
+
+    def _put(self, text: str) -> None:
+        if text == self._shown:
+            return
+        self._shown = text
+        if self._handle is None:
+            from IPython.display import display
+
+            self._handle = display(_bundle(text), raw=True, display_id=True)
+        else:
+            self._handle.update(_bundle(text), raw=True)
+
+    def close(self, last: str) -> None:
+        """Leave one line, or nothing."""
+        if self._handle is not None or last:
+            self._put(last)
+
+
+def _bundle(text: str) -> dict[str, str]:
+    lines = html.escape(text)
+    return {"text/plain": text, "text/html": f'<pre style="margin:0; line-height:1.3">{lines}</pre>'}
+
 
 REFRESH_SECONDS = 0.2
 NOTEBOOK_SECONDS = 0.5

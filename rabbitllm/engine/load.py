@@ -17,30 +17,73 @@ from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.costs import cache_room, held_bytes
 from rabbitllm.engine.devices import Device, resolve_devices
 from rabbitllm.engine.embedding_rows import can_bring_rows
-from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.engine.expert_source import ExpertSource, packed_by
 from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.first_use import check_rows_before, wait_before
 from rabbitllm.engine.fused_choice import FusedChoice
-from rabbitllm.engine.fused_units import fused_experts, fused_units
 from rabbitllm.engine.load_plan import SCALES_IN_PLACE, make_load_plan, only_a_part, refuse_too_little_memory
 from rabbitllm.engine.part import PartChooser
 from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.pinned_memory import keep_units
 from rabbitllm.engine.placement import READY, Placement, Tier
+from rabbitllm.engine.quantized_weight import StoredMatrix
 from rabbitllm.engine.read_ahead import ReadAhead
 from rabbitllm.engine.row_products import RowProducts
 from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_way
 from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
-from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.engine.unit_source import Packs, UnitSource, source_of
 from rabbitllm.engine.units import input_embedding
-from rabbitllm.engine.weights import check_unused
+from rabbitllm.engine.weights import WeightMap, check_unused
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.quant.compression import check_compression
+from rabbitllm.quant.compression import Quantized, check_compression
+from rabbitllm.quant.fused_products import FusedMatrix
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
+
+# What a device without host memory multiplies from its codes, where its trial says so (`fused_choice.py`).
+
+
+def fused_units(
+    sources: Mapping[str, UnitSource],
+    placement: Placement,
+    devices: Mapping[str, Device],
+    weights: WeightMap,
+    store: WeightFiles,
+    choice: FusedChoice,
+) -> dict[str, UnitSource]:
+    """Units that other devices than the host make for each use, multiplied from their codes where that is sooner.
+
+    What is resident was made once, and stays so: any number of inputs is then multiplied at once.
+    """
+    found = {}
+    for placed in placement.units:
+        device = devices[placed.device]
+        if not device.shares_host_memory and placed.tier not in (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE):
+            packs = _packs_on(device, choice)
+            found[placed.unit] = source_of(sources[placed.unit].unit, weights, store, packs)
+    return found
+
+
+def fused_experts(
+    experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], choice: FusedChoice
+) -> list[ExpertSource]:
+    """The same for experts; those on the host are as they were."""
+    places = {placed.unit: devices[placed.device] for placed in placement.experts}
+    return [
+        source if places[source.name].shares_host_memory else packed_by(source, _packs_on(places[source.name], choice))
+        for source in experts
+    ]
+
+
+def _packs_on(device: Device, choice: FusedChoice) -> Packs:
+    def packs(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
+        return FusedMatrix if choice.pays(device, form, dtype) else None
+
+    return packs
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,15 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rabbitllm.errors import QualityError
 from rabbitllm.evaluation.divergence import Summary, at_positions, summary_of
-from rabbitllm.evaluation.states import States
-from rabbitllm.generation.scoring import Room, ScoredText
+from rabbitllm.generation.scoring import Room, ScoredText, score
+from rabbitllm.generation.scoring.forward import ScoringForward
+from rabbitllm.storage.durable import NamelessFile
+
+# Hidden states of positions, from one pass of a model over texts: kept in a file, and made logits of slice by slice.
+#
+# Logits of all positions would be larger than most weights: 2,048 positions of a vocabulary of 150,000 take 1.2 GB in
+# float32. What the head makes them of takes 2,048 * 4,096 * 2 bytes, 17 MB.
+
+
+class States:
+    """What predicts the continuations of some texts, in a file without a name.
+
+    Args:
+        model: a causal model as `AutoModel.from_pretrained` returns it.
+        texts: with the indices 0, 1, …
+        folder: an existing one for the file; None for the system's.
+    """
+
+    def __init__(self, model: Any, texts: Sequence[ScoredText], folder: Path | None = None) -> None:
+        self._model = model
+        self._texts = texts
+        self._begins = [0, *accumulate(len(text.continuation) for text in texts)]
+        self._file = NamelessFile(folder)
+        self._shape: tuple[int, torch.dtype, torch.device] | None = None
+
+    def __enter__(self) -> States:
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        self._file.close()
+
+    @property
+    def positions(self) -> int:
+        """Of all continuations."""
+        return self._begins[-1]
+
+    def fill(self, room: Room, say: Callable[[str], None]) -> None:
+        """Take the texts through the model.
+
+        Raises:
+            RabbitLLMError: as `score` does, or the error of the first text that has one.
+        """
+        for done, one in enumerate(score(self._model, self._texts, room, keep=self._put), 1):
+            if one.error is not None:
+                raise one.error
+            say(f"{done:,} of {len(self._texts):,} windows")
+
+    def _put(self, index: int, states: torch.Tensor) -> None:
+        self._shape = states.shape[-1], states.dtype, states.device
+        whole = states.cpu().contiguous().view(torch.uint8)
+        if whole.numel():
+            self._file.write_at(whole.numpy().reshape(-1).data, self._begins[index] * whole.shape[-1])
+
+    @contextlib.contextmanager
+    def with_head(self) -> Iterator[Callable[[int, int], torch.Tensor]]:
+        """What gives logits (positions, vocabulary) of positions from, to; inside the context."""
+        forward = ScoringForward(self._model)
+        with forward.installed():
+            yield lambda begin, end: forward.logits(self._read(begin, end))
+
+    def _read(self, begin: int, end: int) -> torch.Tensor:
+        if self._shape is None:
+            raise QualityError("There are no hidden states yet, of which logits could be made.")
+        hidden, dtype, device = self._shape
+        whole = torch.empty((end - begin, hidden * dtype.itemsize), dtype=torch.uint8)
+        self._file.read_at(whole.numpy().reshape(-1).data, begin * whole.shape[-1])
+        return whole.view(dtype).to(device)
+
 
 LOGITS_BYTES = 32 << 20
 """Of the logits of one model that are computed at a time, as float32; some ten times as much is needed for a moment."""

@@ -6,7 +6,7 @@ miniz (https://github.com/pytorch/pytorch, third_party/miniz-3.0.2/miniz.c and c
 Readers disagree about which end-of-directory record counts, which of two names, what precedes the first entry. So all
 of a file must be accounted for: entry follows entry from byte 0, each is a local header, its data and, where a flag
 says so, a data descriptor; then the central directory; then the end records; then nothing. It follows that the place of
-every entry's data is known from the central directory alone, and `zip_local_headers.py` compares each with its local
+every entry's data is known from the central directory alone, and `torch_zip.py` compares each with its local
 header. Python's `zipfile` is not used: it looks for the directory, and skips what it does not understand.
 
 Checksums are not compared: torch writes zeros for them if asked to (`torch.serialization.set_crc32_options`).

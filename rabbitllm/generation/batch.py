@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from rabbitllm.base.forks import ForkGuard
+from rabbitllm.base.terminal import size
 from rabbitllm.errors import BatchError, OptionError
 from rabbitllm.generation.admission import AdmissionQueue
-from rabbitllm.generation.answer import check_generates
-from rabbitllm.generation.answerable import check_answerable
+from rabbitllm.generation.answer import check_generates, context_of
+from rabbitllm.generation.cache_memory import CacheMemory
 from rabbitllm.generation.filing import Begins
 from rabbitllm.generation.generation import Generation
 from rabbitllm.generation.joint_pass import JointPasses
@@ -33,6 +34,42 @@ from rabbitllm.generation.picking import TokenBudget, take_part, too_many
 from rabbitllm.generation.request import BatchStats, Event, FinishReason, Request
 from rabbitllm.generation.request_handle import RequestHandle
 from rabbitllm.generation.text_caches import TextCaches
+
+# Whether any pass could ever answer a request.
+
+
+def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
+    """
+    Args:
+        request: what is asked for.
+        model: that is asked.
+        memory: for its KV cache.
+
+    Raises:
+        OptionError: the prompt is empty or no token is to be generated; the request is longer than the model's
+            context; the prompt has a token that is not in the vocabulary; or its KV cache needs more memory than
+            there is.
+    """
+    tokens = len(request.prompt)
+    if not tokens or request.max_new_tokens < 1:
+        raise OptionError("An empty prompt, or no token to generate.", "Give at least one of each.")
+    known = model.get_input_embeddings().num_embeddings
+    if not all(0 <= token < known for token in request.prompt):
+        raise OptionError(f"The prompt has a token that the model does not know; it has {known:,}.")
+    context = context_of(model)
+    if context is not None and tokens + request.max_new_tokens > context:
+        raise OptionError(
+            f"The prompt has {tokens:,} tokens and {request.max_new_tokens:,} may follow; the model's context is "
+            f"{context:,}.",
+            "Shorten the prompt, or ask for fewer tokens.",
+        )
+    needed = memory.bytes_for(tokens + 1)
+    if needed > memory.limit:
+        raise OptionError(
+            f"The prompt's KV cache needs {size(needed)}; {size(memory.limit)} may be used.",
+            "Shorten the prompt, or give the server more memory for it.",
+        )
+
 
 __all__ = ["FAILED", "Batch", "Limits", "RequestHandle"]
 

@@ -7,20 +7,91 @@ not decided here (`splitter/shard_loop.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
 from rabbitllm.ray.cluster import Node
-from rabbitllm.ray.fill import fill_from
 from rabbitllm.ray.node_check import check_machines
-from rabbitllm.ray.turns import Part, next_part
-from rabbitllm.splitter.lease import Lease, granted, revoke
+from rabbitllm.splitter.filler import Filler
+from rabbitllm.splitter.lease import Lease, LeaseCheck, granted, revoke
+from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.shard_executor import Filled
+from rabbitllm.splitter.shard_fetcher import ShardFetcher
 from rabbitllm.splitter.sums import ShardChecksums
-from rabbitllm.splitter.work import SplitWork
+from rabbitllm.splitter.work import ROOM, SplitWork
+from rabbitllm.telemetry.profiler import Profiler
+
+# What a worker does with one shard: puts it into the layer files that are waiting for it, and makes that durable.
+#
+# Runs in a process of its own, which may be killed at any moment: done again, it writes the same bytes to the same
+# places. Knows no cluster.
+
+
+def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> ShardChecksums:
+    """Fill unfinished layer files from a shard.
+
+    Args:
+        shard: which.
+        work: the part of a split that is about this shard (`SplitWork.of_shard`).
+        lease: asked before every few MB; without it nothing more is written.
+        threads: that read, quantize and write.
+
+    Returns:
+        The checksums of the shard's tensors. All of its bytes are durable.
+
+    Raises:
+        ClusterError: the lease is gone.
+        CorruptShardError, HubError, MissingShardError: see `Filler.fill`.
+    """
+    looks = LeaseCheck(lease)
+    looks.check()
+    profiler = Profiler(enabled=False)
+    layers = list(work.plan.layouts)
+    targets: dict[str, FillTarget] = {}
+    mover = Mover(threads, work.quantize_on, profiler, looks.check, fitted=work.fitted)
+    fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], looks.check)
+    try:
+        filler = Filler(work, mover, profiler)
+        for _, arriving in fetcher.shards([shard]):
+            filler.fill(shard, arriving, targets, layers)
+        mover.sync(targets.values())
+        return mover.sums.take_with_sources(filler.forms_of(shard, layers))
+    finally:
+        fetcher.close()
+        mover.close()
+        for target in targets.values():
+            target.close()
+
+
+# Which shard may be begun next, while others are in work. Pure.
+
+Part = tuple[PlannedShard, SplitWork]
+
+
+def next_part(waiting: Sequence[Part], in_work: Iterable[Part], *, apart: bool) -> Part | None:
+    """The first part that may be begun; None if all have to wait for one that is in work.
+
+    Args:
+        waiting: in the order to begin with them.
+        in_work: those that have been begun and not been taken up.
+        apart: no two parts that fill the same layer file. Network file systems promise one machine to see what another
+            wrote only once it opens the file after the other has closed it (close-to-open, nfs(5)); until then each
+            may write back its own state of a page in which both have bytes.
+    """
+    if not apart:
+        return waiting[0] if waiting else None
+    taken: set[str] = set()
+    for _, work in in_work:
+        taken |= work.plan.layouts.keys()
+    return next((part for part in waiting if _is_free(part, taken)), None)
+
+
+def _is_free(part: Part, taken: Collection[str]) -> bool:
+    return not any(layer in taken for layer in part[1].plan.layouts)
+
 
 CPUS_A_TASK = 2
 """Processors that Ray sets aside for a shard, and threads that work on it."""

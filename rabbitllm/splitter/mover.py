@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from rabbitllm.base.progress import BytesDone, BytesFetched, tell
-from rabbitllm.errors import CorruptShardError
+from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.strided import read_run
 from rabbitllm.quant.compression import (
@@ -27,16 +30,47 @@ from rabbitllm.quant.compression import (
     StoredForm,
     constants,
     quantize_blocks,
+    settled,
 )
 from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.moves import CHUNK_BYTES, Move
-from rabbitllm.splitter.settling import settled_parts
 from rabbitllm.splitter.sums import Sums
 from rabbitllm.storage import durable
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 from rabbitllm.store.layer_file import LayerLayout
 from rabbitllm.store.order import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SYNC, WRITE, Profiler
+
+# Scales that waited in a scratch file until all of them were there: read from it, and quantized. Writes nothing.
+
+
+def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, memoryview]]:
+    """What a tensor's stored parts are made of once its scales are quantized, a run at a time.
+
+    Args:
+        form: the tensor.
+        scratch: the file of its layer in which its scales have waited, all of them.
+
+    Yields:
+        Which part, how many bytes into it, and the run.
+
+    Raises:
+        IncompleteSplitError: the file ends too early.
+    """
+    with PositionalFile(scratch) as file:
+
+        def read(first: int, count: int) -> npt.NDArray[np.float32]:
+            run = bytearray(count * SCALE_BYTES)
+            if file.read_into(memoryview(run), form.source.offset + first * SCALE_BYTES) != len(run):
+                raise IncompleteSplitError(
+                    f"{scratch} ends before the scales of {form.of.name!r} do.",
+                    "If every shard of the source is still there (or it is on the hub), delete that folder and "
+                    "call again. Otherwise keep it: it may hold the only copy of some tensors.",
+                )
+            return np.frombuffer(run, np.float32)
+
+        yield from settled(form, read)
+
 
 SPARE_BUFFERS = 2
 """Buffers of a stream beyond one a thread, so that the reader need not wait for the slowest."""

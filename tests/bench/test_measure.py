@@ -6,8 +6,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rabbitllm.bench.measure import BenchRequest, Measured, measure
-from rabbitllm.bench.memory import peak_memory
+from rabbitllm.bench.measure import BenchRequest, Measured, measure, peak_memory
 from rabbitllm.bench.record import as_record
 from rabbitllm.bench.report import shares
 from tests.support.builders import build_checkpoint

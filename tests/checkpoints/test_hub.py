@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from rabbitllm import prepare
 from rabbitllm.base import progress
 from rabbitllm.base.options import SplitOptions
-from rabbitllm.checkpoints import fetch, hub, remote_header
+from rabbitllm.checkpoints import fetch, hub
 from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, cached_snapshot, download_all, open_repository
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
@@ -106,7 +106,7 @@ def test_headers_come_by_ranges(
     from rabbitllm.formats.safetensors_file import read_header
 
     for first_read, requests in ((10_000, 1), (100, 2)):
-        monkeypatch.setattr(remote_header, "FIRST_READ_BYTES", first_read)
+        monkeypatch.setattr(hub, "FIRST_READ_BYTES", first_read)
         for shard in shards:
             local_hub.forget_requests()
             facts = repository.facts(shard)
@@ -211,7 +211,7 @@ def test_damaged_body_is_thrown_away_and_the_same_call_goes_on(
     local_hub.forget_requests()
     assert layer_files(split(REPO)) == expected
     first = sum(request.bytes_sent for request in local_hub.requests if request.file == shards[0])
-    assert first <= remote_header.FIRST_READ_BYTES  # its header, not its body again
+    assert first <= hub.FIRST_READ_BYTES  # its header, not its body again
 
 
 # What is in the user's cache already
@@ -529,7 +529,7 @@ def test_streamed_split_has_the_bytes_of_any_other(
     assert staged == []
     for shard in shards:  # its header for the plan, and its body once
         size = (tmp_path / "hub" / REPO / shard).stat().st_size
-        assert size <= local_hub.body_bytes(shard) <= size + min(size, remote_header.FIRST_READ_BYTES)
+        assert size <= local_hub.body_bytes(shard) <= size + min(size, hub.FIRST_READ_BYTES)
 
 
 def test_streamed_tensors_at_odd_places(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from rabbitllm.checkpoints.remote_header import FIRST_READ_BYTES
+from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError

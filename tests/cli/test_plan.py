@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import rabbitllm
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.checkpoints import local
-from rabbitllm.checkpoints.remote_header import FIRST_READ_BYTES
+from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
 from rabbitllm.estimate.report import duration, show

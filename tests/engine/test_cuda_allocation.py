@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.engine.cuda_allocation import taken
 from rabbitllm.engine.placement import Budget
-from rabbitllm.engine.placing import place
+from rabbitllm.engine.placing import place, taken
 from tests.engine.test_placement_of_experts import mixture
 
 MIB = 1 << 20

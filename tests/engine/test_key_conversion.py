@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from rabbitllm.engine.key_conversion import KeyRenaming, in_load_order
+from rabbitllm.engine.weights import KeyRenaming, in_load_order
 from tests.support.builders import FAMILIES, build_checkpoint, read_tensors
 
 PIECES = st.sampled_from(["model", "layers", "experts", "0", "1", "10", "2", "shard_2", "shard_11", "w1", "", "01"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rabbitllm.engine.pass_ledger import PassLedger
+from rabbitllm.engine.pass_line import PassLedger
 from rabbitllm.telemetry.passes import PassInput
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.estimate.pace import Strain, UnitTime, pass_seconds
+from rabbitllm.estimate.pass_estimator import Strain, UnitTime, pass_seconds
 
 SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
 ALONE = st.lists(st.builds(UnitTime, st.just("cpu"), SECONDS, SECONDS), min_size=1, max_size=12)

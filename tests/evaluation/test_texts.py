@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import rabbitllm.demo
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import OptionError, QualityError
-from rabbitllm.evaluation.texts import answers_of, bundled_text, is_trained_here, text_of, windows
+from rabbitllm.evaluation.quality import answers_of, bundled_text, is_trained_here, text_of, windows
 from tests.support.builders import make_tokenizer
 
 DEMO_MODEL = Path(rabbitllm.demo.__file__).parent / "model"

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.errors import CorruptShardError
+from rabbitllm.formats.torch_zip import check_local_headers
 from rabbitllm.formats.zip_directory import MAX_DIRECTORY_BYTES, ZipEntry, read_entries
-from rabbitllm.formats.zip_local_headers import check_local_headers
 from tests.support.torch_files import Member, archive, changed, pack, zip64_extra
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from rabbitllm.generation.cache_parts import put_together, taken_apart
 from rabbitllm.generation.room import append
-from rabbitllm.generation.swap_space import SHARE, SwapSpace, usual_folder
+from rabbitllm.generation.swap_space import SHARE, SwapSpace, put_together, taken_apart, usual_folder
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.folders import folder_at
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import numba
 import pytest
 
-from rabbitllm.quant import bfloat_kernels, fitted_kernels, kernel_sources, panel_kernels
+from rabbitllm.quant import bfloat_kernels, compiling, fitted_kernels, panel_kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +91,7 @@ def test_what_a_kernel_is_made_with_renews_it(tmp_path: Path, monkeypatch: pytes
 
     def of_a_new_process(factor: int) -> tuple[int, bool, int, bool]:
         (package / "numbers.py").write_text(f"FACTOR = {factor}\n")
-        kernel_sources.digest_of.cache_clear()
+        compiling.digest_of.cache_clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "made_with"]:
             monkeypatch.delitem(sys.modules, name)
         importlib.invalidate_caches()
@@ -108,7 +108,7 @@ def test_what_a_kernel_is_made_with_renews_it(tmp_path: Path, monkeypatch: pytes
 
 def test_all_that_goes_into_a_kernel_is_told() -> None:
     def sources(module: ModuleType) -> set[str]:
-        return {name.removeprefix("rabbitllm.quant.") for name in kernel_sources.sources_of(module.__name__)}
+        return {name.removeprefix("rabbitllm.quant.") for name in compiling.sources_of(module.__name__)}
 
     assert sources(panel_kernels) >= {"panel_kernels", "packed_codes", "code_tables", "vectors", "row_team"}
     assert sources(bfloat_kernels) >= {"bfloat_kernels", "vectors", "row_team", "compiling"}
@@ -131,7 +131,7 @@ def test_imports_in_any_form_are_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module(f"{name}.not_there")
     importlib.import_module(f"{name}.one")
-    found = kernel_sources.sources_of(f"{name}.one")
+    found = compiling.sources_of(f"{name}.one")
     assert set(found) == {name, *(f"{name}.{one}" for one in ("one", "two", "three", "four", "five"))}
     (package / "five.py").unlink()
-    assert kernel_sources.digest_of(f"{name}.one") is None
+    assert compiling.digest_of(f"{name}.one") is None

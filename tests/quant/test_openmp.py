@@ -14,7 +14,7 @@ import pytest
 import torch
 from numba import types
 
-from rabbitllm.quant.openmp import torchs_team
+from rabbitllm.quant.row_team import torchs_team
 from rabbitllm.quant.vectors import asked, lanes
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
@@ -48,7 +48,7 @@ def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int)
 import torch
 from rabbitllm.quant import packed_products
 from tests.quant.test_packed_products import inputs, matrix
-from rabbitllm.quant.openmp import torchs_team
+from rabbitllm.quant.row_team import torchs_team
 from rabbitllm.quant.packed_products import Matrix, kernel_for
 packed_products.WORTH_A_THREAD = 1 << 10
 torch.set_num_threads(8)

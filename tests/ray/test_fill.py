@@ -13,7 +13,7 @@ from huggingface_hub import hf_hub_download
 from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import ClusterError, IncompleteSplitError
-from rabbitllm.ray.fill import fill_from
+from rabbitllm.ray.ray_shard_executor import fill_from
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lease import LEASE_NAME, Lease, granted, revoke
 from rabbitllm.splitter.plan import PlannedShard

@@ -9,8 +9,8 @@ import pytest
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.ray.turns import Part, next_part
-from rabbitllm.splitter.at_once import disk_use_at_once
+from rabbitllm.ray.ray_shard_executor import Part, next_part
+from rabbitllm.splitter.disk_budget import disk_use_at_once
 from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.work import SplitWork

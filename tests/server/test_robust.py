@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.generation.batch import Limits
-from rabbitllm.server.connections import Connection
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding
+from rabbitllm.server.server import Connection
 from tests.server.serving import NAME, PATIENCE, Running, running
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -9,7 +9,7 @@ import pytest
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.quant.compression import SCALE_BYTES
-from rabbitllm.splitter.settling import settled_parts
+from rabbitllm.splitter.mover import settled_parts
 from tests.support.plans import plan_of, shard_of
 
 

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 import rabbitllm
 from rabbitllm import prepare
 from rabbitllm.base import progress
-from rabbitllm.checkpoints import remote_header
+from rabbitllm.checkpoints import hub as hub_module
 from rabbitllm.errors import (
     CheckpointError,
     CorruptShardError,
@@ -366,8 +366,8 @@ def test_planning_fetches_no_weights(
     legacy: bool,
 ) -> None:
     monkeypatch.setattr("rabbitllm.formats.torch_legacy.READS", (8 << 10, 12 << 10, 32 << 10))
-    monkeypatch.setattr(remote_header, "FIRST_READ_BYTES", 8 << 10)
-    monkeypatch.setattr(remote_header, "TAIL_READ_BYTES", 8 << 10)
+    monkeypatch.setattr(hub_module, "FIRST_READ_BYTES", 8 << 10)
+    monkeypatch.setattr(hub_module, "TAIL_READ_BYTES", 8 << 10)
     files = torch_files(cut(llama_tensors(**LARGE), 3 if index else 1))
     chosen = files if index else {"model.pth": tied(*files.values())}
     served = write_torch(tmp_path / "hub" / REPO, chosen, index=index, legacy=legacy)

@@ -8,9 +8,8 @@ import pytest
 
 from rabbitllm.generation.packed_families import PACKABLE
 from rabbitllm.generation.scoring import Room
-from rabbitllm.generation.scoring.filled_families import FILLABLE, can_be_filled_up
 from rabbitllm.generation.scoring.micro_batches import TextLayout
-from rabbitllm.generation.scoring.plan import form_of
+from rabbitllm.generation.scoring.plan import FILLABLE, can_be_filled_up, form_of
 from tests.generation.scoring.beside_plain import alone, assert_alike, scored, texts_for
 from tests.generation.test_packed_families import ALONE, checkpoint
 from tests.support.tiny_models import load, split

@@ -12,7 +12,7 @@ import torch
 
 from rabbitllm.formats.recognise import Weights, recognise_file
 from rabbitllm.formats.torch_zip import pickle_of
-from rabbitllm.models.inspection.opcodes import list_pickles
+from rabbitllm.models.inspection.files import list_pickles
 from rabbitllm.models.inspection.records import Pickles
 from tests.formats.test_torch_zip import views
 from tests.support.torch_files import Member, archive, changed, pack, tensor_pickle
