@@ -6,7 +6,10 @@ BIN := $(VENV)/bin
 SECONDS ?= 60
 JOBS ?= 1
 
-.PHONY: demo test test-long matrix fuzz lint clean
+# the tests of one room of the package: make test-room ROOM=engine
+ROOM ?= engine
+
+.PHONY: demo test test-room test-long matrix fuzz lint clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +22,9 @@ demo: $(VENV)/.installed
 # a process a core, each with whole files of tests, in the order that tests/conftest.py gives them
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+test-room: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 tests/$(ROOM)
 
 # the libraries that the ecosystem's tests are about, half a gigabyte of them; `make test` leaves those tests out
 $(VENV)/.ecosystem: $(VENV)/.installed
