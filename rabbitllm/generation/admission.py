@@ -106,7 +106,7 @@ class AdmissionQueue:
     # in the batch's thread -------------------------------------------------------------------------------------------
 
     def wait(self) -> bool:
-        """Wait until a request is waiting or running; False once the queue is closed and empty."""
+        """Wait while there are no requests or the queue is held; False once it is closed and empty."""
         with self._change:
             while self._holders or not (self.running or self._waiting):
                 if self._closing is not None and not self._holders:

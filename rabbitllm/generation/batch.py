@@ -39,7 +39,7 @@ from rabbitllm.generation.text_caches import TextCaches
 
 
 def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
-    """Check that the model and the memory for KV caches suffice for a request.
+    """Check that a request can be answered at all.
 
     Args:
         request: the request.

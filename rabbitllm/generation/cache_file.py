@@ -224,7 +224,7 @@ class CacheFile:
         return text.now.keys[:, :, :end], text.now.values[:, :, :end]
 
     def put_back(self, cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Free the memory of a layer after its attention, and write it if its tail is full.
+        """Move a layer out of memory after its attention, writing it if its tail is full; or return it to memory.
 
         Args:
             cache, number: see `brings`.

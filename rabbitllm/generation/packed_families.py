@@ -31,7 +31,7 @@ PACKABLE = frozenset(
 )
 """Model types (transformers 5.23), tested in `tests/generation/test_packed_families.py`."""
 WITH_IMAGES = frozenset({"gemma3", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Model types around a text model of `PACKABLE`; passes with images are not packed, since their arguments are unknown."""
+"""Model types around a text model of `PACKABLE`; calls with images are not packed: their arguments are unknown."""
 _BY_LONGEST = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the largest position in a pass."""
 _EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits", "alibi")

@@ -22,7 +22,7 @@ from rabbitllm.quant.bfloat_products import CHUNK_ELEMENTS
 LEAST_TOKENS = 16
 """Minimum prompt tokens in a pass, however little memory there is."""
 MANY_TOKENS = 512
-"""Tokens of a part; with more, products are hardly faster, so larger parts are not needed for speed."""
+"""Lower bound of `PassCost.max_tokens`, however large blocks are: products of more tokens are hardly faster."""
 GOOD_TOKENS, GOOD_PARTS = 256, 8
 """Tokens of a part that uses the processor well, and the number of parts that make a pass worth reading the weights."""
 CARRIED = 6

@@ -271,7 +271,7 @@ class SwapSpace:
 
 
 def usual_folder() -> Path | None:
-    """The default folder of the files: a writable one for temporary files that is not in memory; None if there is none."""
+    """The default folder of the files: a writable one for temporary files, not in memory; None if there is none."""
     for path in (Path(tempfile.gettempdir()), Path("/var/tmp")):
         if path.is_dir() and (folder := folder_at(path)).writable and not folder.in_memory:
             return path
