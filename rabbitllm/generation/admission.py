@@ -146,5 +146,5 @@ class AdmissionQueue:
                 self._waiting.remove(handle)
 
     def took(self, seconds: float) -> None:
-        """Note the duration of a request, from which `BusyError` estimates when to try again."""
+        """Record the duration of a request, from which `BusyError` estimates when to try again."""
         self._lately = 0.8 * self._lately + 0.2 * seconds

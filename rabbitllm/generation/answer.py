@@ -157,7 +157,7 @@ def check_generates(model: Any) -> None:
     """Refuse a model of a class that generates no text: a base model, an encoder, a classifier.
 
     Raises:
-        OptionError: it is one.
+        OptionError: the model is of such a class.
     """
     if not model.can_generate():
         raise OptionError(

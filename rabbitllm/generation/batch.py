@@ -35,8 +35,6 @@ from rabbitllm.generation.request import BatchStats, Event, FinishReason, Reques
 from rabbitllm.generation.request_handle import RequestHandle
 from rabbitllm.generation.text_caches import TextCaches
 
-# Whether any pass could ever answer a request.
-
 
 def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
     """Check that a request can be answered at all.

@@ -8,9 +8,9 @@ So one pass over the weights serves more sequences than memory has room for. A s
 It is written whole when more than `TAIL_TOKENS` of its tokens are in memory. Only layers that keep every token are in
 the file; sliding windows are small.
 
-If a layer cannot be written (a full disk), its sequence is lost and has to be computed again. The current pass stays
+If a layer cannot be written (a full disk), its sequence is lost and has to be recomputed. The current pass remains
 correct, since its attention has used the data already. The file has no name, so that no other user of the machine can
-read the prompts in it. Called in the batch's thread; other threads read ahead.
+read the text of users from it. Called in the batch's thread; other threads read ahead.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Image:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether it begins on a block and is of whole blocks."""
+        """Whether its memory is aligned to blocks and made of whole blocks."""
         return self.whole.data_ptr() % DIRECT_ALIGNMENT == 0 and len(self.whole) % DIRECT_ALIGNMENT == 0
 
     @property

@@ -128,7 +128,7 @@ class Generation:
         ids = torch.tensor([self.ids], device=self._model.device)
         pad = self._model.tokenizer.pad_token_id
         given: dict[str, Any] = {
-            "max_new_tokens": self.room + 1,  # this ends it, not `generate`
+            "max_new_tokens": self.room + 1,  # `made` ends it, not `generate`
             "num_beams": 1,
             "num_return_sequences": 1,
             "use_cache": True,

@@ -7,7 +7,7 @@ members go through it as one matrix. Everything else, above all attention, is co
 is padded, and no data can get from one sequence into another.
 
     a pass   members come in ── unit ── meet ── linear: one product ── meet ── … ── unit ── … ── members are out
-    a member comes in with the inputs of its forward, and is out when it comes in again after that, or ends
+    a member comes in with the inputs of its forward, and is out when it waits for the next pass or has ended
 
 If the model allows it (`packed_families.py`), members do not go through the layers by themselves: their rows are
 packed into one forward (`carriers.py`, `packed.py`), whose outputs are returned to them where they came in. Members
@@ -180,7 +180,7 @@ class JointPasses:
 
         return call
 
-    # in the hub -----------------------------------------------------------------------------------------------
+    # in the hub ------------------------------------------------------------------------------------------------------
 
     def _go_on(self, member: Member, answer: Any) -> None:
         """Run a member until it waits again or ends."""

@@ -50,7 +50,7 @@ class MeetingPoint:
     @contextlib.contextmanager
     def replaced(self, forward: Callable[..., None]) -> Iterator[None]:
         """Replace the module's forward, so that its hooks run around another one."""
-        before = self.module.__dict__.get("forward")  # a linear layer's may be replaced already
+        before = self.module.__dict__.get("forward")  # that of a linear layer may already be replaced
         self.module.forward = forward
         try:
             yield
@@ -92,7 +92,7 @@ class Member(greenlet):  # type: ignore[misc]
 
     def _run(self, answer: Any = None) -> None:
         work = self._work
-        del self._work  # it may refer to this
+        del self._work  # it may refer to this member
         try:
             work()
         except Left:

@@ -22,7 +22,7 @@ def bounded_template() -> Iterator[None]:
     Raises:
         ValueError: a template took too long, made too much, or calls itself without end.
     """
-    from rabbitllm.generation import template_limits  # with jinja
+    from rabbitllm.generation import template_limits  # imports jinja
 
     template_limits.install()
     mine = template_limits.MINE

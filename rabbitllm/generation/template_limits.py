@@ -264,7 +264,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         MINE.budget.step()
         value, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(value, str | bytes | int):
-            if name == "join" and args:  # may be read once only
+            if name == "join" and args:  # may be an iterator
                 args = ([*args[0]], *args[1:])
                 MINE.budget.spend(_estimate(name, args[0], [value]))
             else:

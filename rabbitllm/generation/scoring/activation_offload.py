@@ -1,8 +1,8 @@
 """Activation offload: bounds the device memory of waiting micro-batches by offloading to host memory and a file.
 
 The bytes of a tensor are copied out and its storage is emptied. Before its micro-batch continues, the same storage is
-filled again, so that all references to it stay valid. Micro-batches take turns in a fixed order, so that the one used
-last is needed last. The first ones stay in memory; the others are offloaded after every turn and read back one turn
+filled again, so that all references to it remain valid. Micro-batches take turns in a fixed order, so that the one used
+last is needed last. The first ones remain in memory; the others are offloaded after every turn and read back one turn
 ahead.
 
     on the device   |#######|        up to `near` bytes
