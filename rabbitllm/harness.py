@@ -1,8 +1,8 @@
-"""A model for lm_eval's harness whose likelihoods are computed together: one pass over the weights for all of a task's.
+"""A model for lm_eval's harness that computes all log-likelihoods of a task in one pass over the weights.
 
-lm_eval's own `HFLM` makes a pass for every batch, in which a streamed model reads all of its weights. Here everything
-that it is asked for at a time goes through `rabbitllm.generation.scoring`, layer by layer, and shared prefixes of texts
-are computed once. All else, as tokens and generation, is `HFLM`'s own. Knows no tasks.
+lm_eval's own `HFLM` makes a pass for every batch, in which a streamed model reads all of its weights. Here all requests
+of a call go through `rabbitllm.generation.scoring`, layer by layer, and shared prefixes are computed once. The rest,
+such as tokenization and generation, is inherited from `HFLM`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _Answer = tuple[float, bool]
 
 
 class OnePassLM(HFLM):  # type: ignore[misc]
-    """What lm_eval asks.
+    """An `HFLM` that scores in one pass.
 
     Args:
-        model: a causal model as `AutoModel.from_pretrained` returns it; nothing else may use it meanwhile.
-        tokenizer: None for the model's.
-        room: what may be taken for texts between two layers, and whether they share products.
-        **options: of `HFLM`.
+        model: a causal model as `AutoModel.from_pretrained` returns it; must not be used elsewhere meanwhile.
+        tokenizer: the tokenizer; None for the model's.
+        room: limits and options of scoring.
+        **options: options of `HFLM`.
 
     Raises:
         MissingPackageError: lm_eval is not installed.
@@ -49,15 +49,15 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[_Answer]:
-        """The likelihood of each continuation, and whether it is the greedy one, in the order of the requests.
+        """The log-likelihood of each continuation, and whether it is the greedy one, in the order of the requests.
 
         Args:
-            requests: what a cache knows each by, or None; tokens of a context, and of what follows.
-            disable_tqdm: show no progress.
-            override_bs: of batches, of which there are none here.
+            requests: for each the key in lm_eval's cache or None, the tokens of the context, and of the continuation.
+            disable_tqdm: show no progress bar.
+            override_bs: batch size; ignored.
 
         Raises:
-            RabbitLLMError: a request that cannot be scored, or weights that cannot be read.
+            RabbitLLMError: a request cannot be scored, or the weights cannot be read.
         """
         from tqdm import tqdm
 
@@ -79,7 +79,11 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         return [found[number] for number in range(len(requests))]
 
     def _text(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> ScoredText:
-        """Cut as `HFLM` does it: the beginning is dropped, and `max_length` tokens before the last one are kept."""
+        """Cut a request as `HFLM` does: keep the last `max_length + 1` tokens.
+
+        Raises:
+            OptionError: the continuation alone is longer than `max_length`.
+        """
         if len(continuation) > self.max_length:
             raise OptionError(
                 f"A continuation has {len(continuation):,} tokens; the harness may look at {self.max_length:,}.",

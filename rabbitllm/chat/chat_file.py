@@ -1,4 +1,4 @@
-"""Conversations as files: JSON that people can read, written whole or not at all, and checked before it is believed.
+"""Conversations as JSON files, written atomically and checked when read.
 
     {
      "format": "rabbitllm chat",
@@ -11,8 +11,8 @@
      ]
     }
 
-`messages` begins with a system prompt or not; then user and assistant take turns, and an assistant has the last word.
-`stopped` is left out where an answer came to its end. Other keys are ignored. Knows no models and no terminal.
+`messages` may begin with a system prompt; then user and assistant alternate, and the last message is the assistant's.
+`stopped` is left out for a complete answer. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from rabbitllm.storage import durable
 FORMAT = "rabbitllm chat"
 VERSION = 1
 MAX_BYTES = 32 << 20
-"""Of a file; a conversation that fills a context of a million tokens has about 5 MB."""
+"""Maximum size of a file; a conversation that fills a context of a million tokens has about 5 MB."""
 _SOUND = "Name a file that /save wrote; nothing was changed."
 
 
 @dataclass(frozen=True, slots=True)
 class SavedChat:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-        model: whom the conversation was with, as the user named it.
-        conversation: what was said.
+        model: model of the conversation, as the user named it.
+        conversation: the conversation.
     """
 
     model: str
@@ -51,7 +51,7 @@ class SavedChat:
 
 
 def encode(saved: SavedChat) -> bytes:
-    """The text of a file, UTF-8."""
+    """The bytes of a file, UTF-8."""
     conversation = saved.conversation
     messages: list[dict[str, Any]] = []
     if conversation.system is not None:
@@ -66,18 +66,18 @@ def encode(saved: SavedChat) -> bytes:
 
 
 def decode(raw: bytes, name: str) -> SavedChat:
-    """What the bytes of a file say.
+    """Parse the bytes of a file.
 
     Args:
-        raw: all of them.
-        name: of the file, for messages.
+        raw: all bytes of the file.
+        name: name of the file, for messages.
 
     Raises:
-        ChatFileError: they are no conversation; says what was found and where.
+        ChatFileError: they are no valid conversation.
     """
     try:
         table = decode_json(raw)
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are such
+    except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
         raise ChatFileError(f"{name} is not valid JSON: {harmless(str(error))}.", _SOUND) from None
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise ChatFileError(f'{name} is no saved conversation: it lacks "format": "{FORMAT}".', _SOUND)
@@ -115,7 +115,7 @@ def _conversation(messages: Any, name: str) -> Conversation:
 
 
 def _message(message: Any, where: str) -> tuple[str, str, bool]:
-    """Role, content, and whether it was stopped."""
+    """Check a message; returns its role, its content, and whether it was stopped."""
     if not isinstance(message, dict):
         raise ChatFileError(f"In place of {where} is a {type(message).__name__}; expected an object.", _SOUND)
     role, content, stopped = message.get("role"), message.get("content"), message.get("stopped", False)
@@ -136,7 +136,7 @@ def read(path: Path) -> SavedChat:
     """The conversation in a file.
 
     Raises:
-        ChatFileError: there is none.
+        ChatFileError: the file cannot be read, or is no conversation.
     """
     shown = harmless(str(path))
     try:
@@ -158,10 +158,10 @@ def read(path: Path) -> SavedChat:
 
 
 def write(path: Path, saved: SavedChat) -> None:
-    """Write a conversation; a file of that name is replaced if it holds one too, and only when the new one is whole.
+    """Write a conversation atomically; an existing file is replaced only if it is a saved conversation.
 
     Raises:
-        ChatFileError: the file there is something else, or nothing can be written there.
+        ChatFileError: the existing file is something else, or the file cannot be written.
     """
     shown = harmless(str(path))
     if path.exists() or path.is_symlink():

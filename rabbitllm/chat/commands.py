@@ -1,4 +1,4 @@
-"""What a line means: a command, or something to say to the model. Carries out nothing."""
+"""Parses the commands of a chat."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "/help": ("", "this list"),
     "/exit": ("", "leave; Ctrl-D does it too"),
 }
-"""Command -> its argument, in brackets if it may be left out, and what it does."""
+"""Command -> its argument, in brackets if optional, and its help text."""
 QUOTES = '"""'
-"""What several lines begin and end with."""
+"""Mark at the beginning and end of a message of several lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Command:
 
 
 def command_of(line: str) -> Command | None:
-    """The command that a line is; None if it is for the model.
+    """The command on a line; None if the line is a message for the model.
 
     Raises:
-        ChatError: no such command, or it lacks its argument, or has one that it does not take.
+        ChatError: an unknown command, a missing argument, or an unexpected one.
     """
     if not line.startswith("/"):
         return None
@@ -52,10 +52,10 @@ def command_of(line: str) -> Command | None:
 
 
 def count_of(argument: str) -> int:
-    """The number that /drop was given; 1 by default.
+    """The number in the argument of /drop; 1 by default.
 
     Raises:
-        ChatError: it is none, or below 1.
+        ChatError: the argument is no number, or below 1.
     """
     if not argument:
         return 1

@@ -1,7 +1,7 @@
-"""The conversation at a terminal, or over a pipe: reads lines, shows answers as they come, carries out commands.
+"""The chat loop at a terminal or over a pipe: reads lines, shows answers as they are generated, executes commands.
 
-On a terminal there is a prompt, and Ctrl-C stops an answer. Over a pipe each line is a message, answers alone go to
-stdout, and everything else to stderr. Decides nothing of what is computed.
+On a terminal there is a prompt, and Ctrl-C stops an answer. Over a pipe each line is a message, only answers go to
+stdout, and everything else to stderr.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from rabbitllm.generation.generation_stream import print_text
 from rabbitllm.generation.session import BY_THE_CONTEXT, BY_THE_LIMIT, BY_THE_USER, ChatAnswer, Session
 from rabbitllm.generation.work import PLACES, AnswerWork
 
-# What /stats shows, as text. Measures nothing.
+# The output of /stats.
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """All answers together.
+    """Totals of all answers.
 
     Attributes:
-        answers: how many.
-        tokens, prompt_tokens, kept_tokens, seconds, work: sums of what `ChatAnswer` has.
-        further_tokens, further_seconds: generated after each first token, and how long that took.
+        answers: number of answers.
+        tokens, prompt_tokens, kept_tokens, seconds, work: sums of the attributes of `ChatAnswer`.
+        further_tokens, further_seconds: number of tokens after each first one, and their time.
     """
 
     answers: int = 0
@@ -52,7 +52,7 @@ class Totals:
     work: AnswerWork = field(default_factory=AnswerWork)
 
     def plus(self, answer: ChatAnswer) -> Totals:
-        """With one more."""
+        """The totals with one more answer."""
         return Totals(
             self.answers + 1,
             self.tokens + answer.tokens,
@@ -66,18 +66,18 @@ class Totals:
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second after the first ones; None where there was no further one."""
+        """Tokens per second after the first of each answer; None if there were no further ones."""
         return self.further_tokens / self.further_seconds if self.further_tokens and self.further_seconds else None
 
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The KV cache as it is now.
+    """The current state of the KV cache.
 
     Attributes:
         kept: whether it is kept between answers.
-        tokens: in it.
-        nbytes: that it takes.
+        tokens: number of tokens in it.
+        nbytes: its size in bytes.
         context: tokens that the model has room for; None without a limit.
     """
 
@@ -90,14 +90,14 @@ class CacheState:
 def show_stats(
     console: Console, last: ChatAnswer | None, totals: Totals, cache: CacheState, in_place: Mapping[str, int]
 ) -> None:
-    """Print them.
+    """Print the output of /stats.
 
     Args:
-        console: where to.
+        console: console to print to.
         last: the last answer; None before the first.
-        totals: of all answers.
-        cache: as it is now.
-        in_place: "device tier" -> bytes that each pass uses where they are.
+        totals: totals of all answers.
+        cache: current state of the KV cache.
+        in_place: "device tier" -> bytes of weights that each pass uses without copying them.
     """
     if last is None:
         put_fact(console, "answers", "none yet")
@@ -131,20 +131,20 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-# Messages from lines: one a line, or several lines between triple quotes. Knows no terminal.
+# Reads messages: a line each, or several lines between triple quotes.
 
 PROMPT = ">>> "
 CONTINUATION = "... "
 
 
 def read_message(read_line: Callable[[str], str]) -> str:
-    """The next message or command, without white space around it; an empty one for an empty line.
+    """Read the next message or command; an empty line is an empty message.
 
-    Quotes stand at the beginning of the first line, and at the end of the last, which may be the same. Input that ends
-    before them ends the message.
+    A message of several lines has `QUOTES` at the beginning of its first line and at the end of its last one, which may
+    be the same line. It also ends at the end of the input.
 
     Args:
-        read_line: a prompt -> a line without its end.
+        read_line: shows a prompt and returns a line without its end.
 
     Raises:
         EOFError: there is no further line.
@@ -165,20 +165,20 @@ def read_message(read_line: Callable[[str], str]) -> str:
 
 
 PATIENCE = 0.4
-"""Seconds until it is shown what an answer waits for."""
+"""Seconds until the progress of the first pass is shown."""
 HOW_TO_LEAVE = "/exit or Ctrl-D leaves"
 _FIRST_LINE = f"/help lists the commands, {QUOTES} begins several lines, Ctrl-C stops an answer, Ctrl-D leaves"
 
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """Where a conversation takes place.
+    """The input and output of a conversation.
 
     Attributes:
-        read_line: a prompt -> a line without its end; raises EOFError after the last.
-        answers: what answers are written to.
-        notes: for everything else.
-        interactive: whether a user types the lines.
+        read_line: shows a prompt and returns a line without its end; raises EOFError after the last.
+        answers: file that answers are written to.
+        notes: console for everything else.
+        interactive: whether input and output are a terminal.
     """
 
     read_line: Callable[[str], str]
@@ -188,10 +188,10 @@ class Surface:
 
 
 def standard_surface() -> Surface:
-    """This process's stdin and stdout."""
+    """The surface on this process's stdin and stdout."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
-        with contextlib.suppress(ImportError):  # gives `input` a history and editing, where there is one
+        with contextlib.suppress(ImportError):  # gives `input` history and editing, where available
             import readline  # noqa: F401
     else:
         _tolerate_any_bytes(sys.stdin)
@@ -204,18 +204,18 @@ def standard_surface() -> Surface:
 
 
 def _tolerate_any_bytes(stream: Any) -> None:
-    with contextlib.suppress(AttributeError, ValueError):  # a stream that is no text file
+    with contextlib.suppress(AttributeError, ValueError):  # the stream is no text file
         stream.reconfigure(errors="replace")
 
 
 class ChatLoop:
-    """A conversation under way.
+    """Runs a conversation.
 
     Args:
-        session: what answers.
-        surface: where to talk.
-        model: its name, for files and the first line.
-        conversation: what was said before.
+        session: session that generates the answers.
+        surface: input and output.
+        model: name of the model, for files.
+        conversation: conversation to continue.
     """
 
     def __init__(self, session: Session, surface: Surface, model: str, conversation: Conversation) -> None:
@@ -228,10 +228,10 @@ class ChatLoop:
         self.conversation = conversation
 
     def run(self, in_place: dict[str, int] | None = None) -> bool:
-        """Talk until the other side leaves; whether everything that was asked for was done.
+        """Run until the input ends or /exit; returns whether there were no errors.
 
         Args:
-            in_place: for /stats; see `show_stats`.
+            in_place: see `show_stats`.
         """
         self._in_place = in_place or {}
         if self._surface.interactive:
@@ -258,7 +258,7 @@ class ChatLoop:
                 self._refuse(str(error))
             except BrokenPipeError:  # the reader has closed the pipe
                 raise
-            except (OSError, RuntimeError, MemoryError) as error:  # torch's own want of memory among them
+            except (OSError, RuntimeError, MemoryError) as error:  # includes torch's out-of-memory errors
                 self._session.forget()
                 self._refuse(
                     f"{type(error).__name__}: {harmless(str(error), 500)}\n  What to do: /save keeps what was said."
@@ -266,7 +266,7 @@ class ChatLoop:
         return not self._failed
 
     def _take(self, message: str) -> bool:
-        """Do what a message asks for; whether to go on."""
+        """Handle a message or command; returns whether to continue."""
         if not message.strip():
             return True
         command = command_of(message) if "\n" not in message else None
@@ -374,7 +374,7 @@ class ChatLoop:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[tuple[Callable[[int, int], None], Callable[[], None]]]:
-        """What to call at each unit of the first pass, and when text comes: shows how far the pass is."""
+        """Show the progress of the first pass; yields callbacks for each of its units and for the first text."""
         status = self._surface.notes.status("")
         began = time.monotonic()
         showing = False
@@ -405,7 +405,10 @@ def _path(argument: str) -> Path:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed since; the second time it interrupts at once. Only in the main thread."""
+    """Catch Ctrl-C inside the context; yields a function that returns whether it was pressed.
+
+    The second Ctrl-C interrupts at once. Has an effect only in the main thread.
+    """
     pressed = False
 
     def on_interrupt(number: int, frame: Any) -> None:

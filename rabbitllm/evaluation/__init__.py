@@ -1,1 +1,1 @@
-"""`rabbitllm quality`: what compression costs in answer quality, told from next-token distributions."""
+"""`rabbitllm quality`: the loss of quality by compression, measured on next-token distributions."""

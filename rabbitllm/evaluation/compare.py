@@ -1,4 +1,4 @@
-"""Two loaded models side by side: one pass over the weights of each, then their heads in turns. Loads nothing."""
+"""Compares two loaded models: one pass over the weights of each, then their heads alternately."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.generation.scoring.forward import ScoringForward
 from rabbitllm.storage.durable import NamelessFile
 
-# Hidden states of positions, from one pass of a model over texts: kept in a file, and made logits of slice by slice.
+# Hidden states of all positions, from one pass of a model over texts: kept in a file, and turned into logits by slices.
 #
 # Logits of all positions would be larger than most weights: 2,048 positions of a vocabulary of 150,000 take 1.2 GB in
-# float32. What the head makes them of takes 2,048 * 4,096 * 2 bytes, 17 MB.
+# float32. The hidden states take 2,048 * 4,096 * 2 bytes, 17 MB.
 
 
 class States:
-    """What predicts the continuations of some texts, in a file without a name.
+    """The hidden states that predict the continuations of texts, in a nameless file.
 
     Args:
         model: a causal model as `AutoModel.from_pretrained` returns it.
-        texts: with the indices 0, 1, …
-        folder: an existing one for the file; None for the system's.
+        texts: texts with the indices 0, 1, …
+        folder: existing folder of the file; None for the system's.
     """
 
     def __init__(self, model: Any, texts: Sequence[ScoredText], folder: Path | None = None) -> None:
@@ -46,7 +46,7 @@ class States:
 
     @property
     def positions(self) -> int:
-        """Of all continuations."""
+        """Number of tokens of all continuations."""
         return self._begins[-1]
 
     def fill(self, room: Room, say: Callable[[str], None]) -> None:
@@ -68,7 +68,7 @@ class States:
 
     @contextlib.contextmanager
     def with_head(self) -> Iterator[Callable[[int, int], torch.Tensor]]:
-        """What gives logits (positions, vocabulary) of positions from, to; inside the context."""
+        """Yield a function from the begin and end of positions to their logits, (positions, vocabulary)."""
         forward = ScoringForward(self._model)
         with forward.installed():
             yield lambda begin, end: forward.logits(self._read(begin, end))
@@ -83,7 +83,7 @@ class States:
 
 
 LOGITS_BYTES = 32 << 20
-"""Of the logits of one model that are computed at a time, as float32; some ten times as much is needed for a moment."""
+"""Size of the float32 logits of one model that are computed at a time; the peak is about ten times as much."""
 
 
 def compare(
@@ -97,13 +97,13 @@ def compare(
 
     Args:
         model: a causal model as `AutoModel.from_pretrained` returns it.
-        reference: another one, or the same.
-        texts: whose continuations are the positions; with the indices 0, 1, …
-        room: what may be taken for hidden states.
-        say: told what is being done.
+        reference: the reference model, which may be the same one.
+        texts: texts with the indices 0, 1, …; the tokens of their continuations are the positions.
+        room: limits and options of scoring.
+        say: called with a description of each step.
 
     Raises:
-        QualityError: the models know different numbers of tokens, or there are no positions.
+        QualityError: the models have vocabularies of different sizes, or there are no positions.
         RabbitLLMError: as `rabbitllm.generation.scoring.score` does.
     """
     room = room or Room()

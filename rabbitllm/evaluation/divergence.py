@@ -1,14 +1,13 @@
-"""How far one next-token distribution is from another: for each position, and of all. Pure; knows no models.
+"""The divergence of next-token distributions: at each position, and summarized.
 
-Of logits of the reference, P, and of what is compared with it, Q, at each position
+For the distributions of the reference, P, and of the compared model, Q, at each position
 
     divergence  sum over the vocabulary of p * ln(p / q), in nats (Kullback and Leibler, "On Information and
-                Sufficiency", 1951); 0 where both are the same, never negative
-    loss        -ln of the probability of the token that the text goes on with; the exponential of its mean is the
-                perplexity
-    agrees      whether both find the same token most likely
+                Sufficiency", 1951); 0 if both are the same, never negative
+    loss        -ln of the probability of the next token of the text; the exponential of its mean is the perplexity
+    agrees      whether the same token is most likely in both
 
-In float64: a divergence of 1e-6 is a sum of terms that cancel each other nearly.
+Computed in float64: a divergence of 1e-6 is a sum of terms that nearly cancel.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ PERCENTILE = 99
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Numbers of some positions, each tensor (positions,).
+    """Measures at some positions; each tensor is (positions,).
 
     Attributes:
         divergence: float64, nats.
-        loss: of the compared one; float64, nats.
-        reference_loss: of the reference.
+        loss: loss of the compared model; float64, nats.
+        reference_loss: loss of the reference; float64, nats.
         agrees: bool.
     """
 
@@ -41,14 +40,14 @@ class Positions:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Of all positions; nats.
+    """The divergence over all positions, in nats.
 
     Attributes:
-        mean: of the divergences.
-        error: standard error of the mean, as if positions were independent of each other.
-        median: of them.
-        percentile: that 99 in 100 do not exceed.
-        largest: of them.
+        mean: mean.
+        error: standard error of the mean, as if positions were independent.
+        median: median.
+        percentile: 99th percentile.
+        largest: maximum.
     """
 
     mean: float
@@ -60,14 +59,14 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of all positions.
+    """The comparison over all positions.
 
     Attributes:
-        positions: how many.
-        divergence: of the compared one from the reference.
-        perplexity: of the compared one.
-        reference_perplexity: of the reference.
-        agreement: the share of positions at which both find the same token most likely.
+        positions: number of positions.
+        divergence: divergence of the compared model from the reference.
+        perplexity: perplexity of the compared model.
+        reference_perplexity: perplexity of the reference.
+        agreement: share of positions at which the same token is most likely in both.
     """
 
     positions: int
@@ -82,12 +81,12 @@ def at_positions(reference: torch.Tensor, compared: torch.Tensor, targets: torch
 
     Args:
         reference: (positions, vocabulary), of any floating dtype.
-        compared: the same.
-        targets: (positions,) int64: the tokens that follow.
+        compared: logits of the compared model, of the same shape.
+        targets: (positions,) int64, the next tokens.
     """
     true, other = (torch.log_softmax(logits.double(), -1) for logits in (reference, compared.to(reference.device)))
     weights = true.exp()
-    # what has no probability adds nothing, even where its logarithm is -inf on both sides
+    # tokens with probability 0 add nothing, even if both logarithms are -inf
     terms = torch.where(weights > 0, weights * (true - other), 0.0)
     column = targets.to(reference.device)[:, None]
     return Positions(
@@ -99,7 +98,7 @@ def at_positions(reference: torch.Tensor, compared: torch.Tensor, targets: torch
 
 
 def summary_of(parts: Sequence[Positions]) -> Summary:
-    """All positions in a few numbers; at least one position."""
+    """Summarize all positions, of which there must be at least one."""
     divergence = torch.cat([part.divergence for part in parts]).sort().values
     loss, reference_loss, agrees = (
         torch.cat([getattr(part, name) for part in parts]).double().mean().item()

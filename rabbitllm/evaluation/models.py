@@ -1,6 +1,6 @@
-"""What the two names of a comparison mean, and the models loaded: neither takes the memory that the other one needs.
+"""Finds and loads the two models of a comparison, each with a share of the memory.
 
-The reference is taken out of whole shards, or of a split that is there; nothing is written for it.
+The reference is read from whole shards or from an existing split; nothing is written for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rabbitllm.store.layer_store import directory_name, read_manifest
 from rabbitllm.store.model_name import meant
 
 SHARE = 3
-"""By default one part in so many of free memory is for the weights of each model. A pass reads each weight once, so
-that resident weights gain nothing. The rest is for micro-batches that wait."""
+"""By default 1 / `SHARE` of free memory is for the weights of each model. A pass reads each weight once, so resident
+weights gain nothing. The rest is for waiting micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model, as it is asked for.
+    """The name and options of a model to load.
 
     Attributes:
         name: a folder, a split directory or a repository.
         compression: None for none, or for that of a split directory.
-        revision: of a repository.
+        revision: revision of a repository.
     """
 
     name: str
@@ -57,10 +57,11 @@ class NamedModel:
 
 
 def the_model(name: str, compression: str | None, loading: Loading, *, alone: bool = False) -> NamedModel:
-    """What is compared; without a compression, that of a split that is here.
+    """The compared model; the default compression is that of an existing split.
 
     Raises:
-        QualityError: it would be compared with itself, and `compression` does not ask for that.
+        QualityError: with `alone`, it is uncompressed without a request by `compression`, and would be compared with
+            itself.
     """
     chosen = compression_here(name, loading.folder) if compression is None else compression
     if alone and compression is None and chosen in (None, "none"):
@@ -75,10 +76,10 @@ def the_model(name: str, compression: str | None, loading: Loading, *, alone: bo
 
 
 def the_reference(model: NamedModel, against: Any, loading: Loading) -> NamedModel:
-    """What it is compared with: what the user says, else the same model uncompressed.
+    """The reference: the model that the user names, else the same model uncompressed.
 
     Raises:
-        QualityError: a split directory does not say where its original is.
+        QualityError: the uncompressed model of a split directory cannot be found.
     """
     if against is not None:
         return NamedModel(str(against), None, loading.revision)
@@ -102,17 +103,17 @@ def the_reference(model: NamedModel, against: Any, loading: Loading) -> NamedMod
 
 
 def loaded(named: NamedModel, loading: Loading, *, split: bool) -> Any:
-    """The model.
+    """Load a model.
 
     Args:
-        named: which.
-        loading: how.
+        named: name of the model.
+        loading: how to load it.
         split: whether it may be split first.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained` does.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading must not mix with the result
         return AutoModel.from_pretrained(
             named.name,
             compression=named.compression,
@@ -130,7 +131,7 @@ def loaded(named: NamedModel, loading: Loading, *, split: bool) -> Any:
 
 
 def _shares(device: str | None) -> dict[int | str, int | str]:
-    """What one model's weights may take of each device."""
+    """Device -> bytes that the weights of one model may take."""
     found: dict[int | str, int | str] = {"cpu": available_ram() // SHARE}
     for one in resolve_devices(device, parse_max_memory(None)):
         if one.name != "cpu":

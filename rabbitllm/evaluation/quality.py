@@ -1,7 +1,7 @@
-"""`rabbitllm.quality`: what a compressed model loses against the uncompressed one, as a record. Shows nothing.
+"""`rabbitllm.quality`: measures the loss of a compressed model against the uncompressed one.
 
-Of both, next-token distributions on the same text: one pass over the weights of each, layer by layer, so that models
-are compared that fit nowhere. Of models that were trained here, answers to held-out problems too.
+Compares their next-token distributions on the same text, by one pass over the weights of each, layer by layer, so that
+neither has to fit into memory. Models with the bundled tokenizer also answer held-out problems.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rabbitllm.generation.answer import context_of
 from rabbitllm.generation.scoring import ScoredText
 from rabbitllm.store.layer_store import read_manifest
 
-# What distributions are compared on: windows of a text, or the held-out problems of the models that were trained here.
+# The texts of a comparison: windows of a text, or held-out problems for models with the bundled tokenizer.
 #
-# A window begins with the tokenizer's beginning-of-sequence token, where it has one and puts it there itself, and is
-# predicted from its second token on. Of a problem its answer is predicted, and the end behind it.
+# A window begins with the beginning-of-sequence token if the tokenizer adds one, and is predicted from its second token
+# on. Of a problem the answer and the end token are predicted.
 
 LEAST_POSITIONS = 16
-"""Of which numbers say anything at all."""
+"""Minimum number of predicted tokens."""
 
 
 def bundled_text() -> str:
@@ -40,10 +40,10 @@ def bundled_text() -> str:
 
 
 def text_of(path: Path) -> str:
-    """A file's text.
+    """The text of a file.
 
     Raises:
-        OptionError: it cannot be read, or is no UTF-8.
+        OptionError: it cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -52,16 +52,16 @@ def text_of(path: Path) -> str:
 
 
 def windows(tokenizer: Any, text: str, *, window: int, tokens: int) -> list[ScoredText]:
-    """Windows of a text, from its beginning on, one after the other.
+    """Consecutive windows of a text, from its beginning.
 
     Args:
-        tokenizer: of the models.
-        text: any.
-        window: tokens of each, at most.
-        tokens: to be predicted, at most.
+        tokenizer: tokenizer of the models.
+        text: any text.
+        window: maximum tokens of a window.
+        tokens: maximum number of predicted tokens.
 
     Raises:
-        OptionError: impossible numbers.
+        OptionError: `window` or `tokens` is too small.
         QualityError: the text is too short.
     """
     if window < 2 or tokens < LEAST_POSITIONS:
@@ -89,7 +89,7 @@ def windows(tokenizer: Any, text: str, *, window: int, tokens: int) -> list[Scor
 
 
 def answers_of(tokenizer: Any, problems: Sequence[Problem]) -> list[ScoredText]:
-    """Problems with their right answers, and the end of each."""
+    """Problems with their correct answers and the end token, to be scored."""
     prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
     answers = tokenizer([f" {problem.answer}" for problem in problems])["input_ids"]
     return [
@@ -99,7 +99,7 @@ def answers_of(tokenizer: Any, problems: Sequence[Problem]) -> list[ScoredText]:
 
 
 def is_trained_here(tokenizer: Any) -> bool:
-    """Whether a tokenizer is that of the bundled model, so that its problems mean something to the model."""
+    """Whether a tokenizer is that of the bundled model, whose problems such a model can answer."""
     written = files("rabbitllm.demo").joinpath("model", "tokenizer.json").read_text(encoding="utf-8")
     bundled = json.loads(written)
     special = {one["content"]: one["id"] for one in bundled["added_tokens"]}
@@ -107,11 +107,11 @@ def is_trained_here(tokenizer: Any) -> bool:
 
 
 WINDOW, TOKENS, PROBLEMS = 512, 4096, 400
-"""Defaults: tokens of a window, tokens to be predicted, and held-out problems to be answered."""
+"""Defaults: tokens of a window, predicted tokens, and held-out problems."""
 DTYPE = "float32"
 """The default dtype of the computation: the rounding of bfloat16 would be as large as the loss of 8bit."""
 BATCH = 50
-"""Problems that are answered at a time."""
+"""Number of problems that are answered at a time."""
 PROBLEMS_TEXT, BUNDLED_TEXT = "held-out problems", "the bundled text"
 
 
@@ -120,10 +120,10 @@ class Side:
     """One of the two models.
 
     Attributes:
-        name: as it was given.
-        compression: None, or what its folder says.
-        nbytes: of its weights, as they are stored.
-        right: held-out problems that it answers exactly; None where it was not asked.
+        name: name as given.
+        compression: its compression, or None.
+        nbytes: bytes of its stored weights.
+        right: number of held-out problems that it answers exactly; None if there were none.
     """
 
     name: str
@@ -134,16 +134,16 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What came of it.
+    """The result of a comparison.
 
     Attributes:
-        model: what is compared.
-        reference: what it is compared with.
-        text: what distributions are compared on, in words.
-        windows: of it.
-        dtype: that was computed in.
-        summary: of all positions.
-        problems: held-out problems that were asked; 0 where none were.
+        model: the compared model.
+        reference: the reference.
+        text: name of the text of the comparison.
+        windows: number of windows or problems in it.
+        dtype: dtype of the computation.
+        summary: comparison over all positions.
+        problems: number of held-out problems to answer; 0 for none.
     """
 
     model: Side
@@ -155,7 +155,7 @@ class Quality:
     problems: int
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values: sizes in bytes, divergences in nats."""
+        """The result as plain values: sizes in bytes, divergences in nats."""
         divergence = asdict(self.summary.divergence)
         return {
             "model": _side(self.model, self.summary.perplexity),
@@ -199,23 +199,23 @@ def quality(
     """Compare a model's next-token distributions with those of the uncompressed one; see docs/QUALITY.md.
 
     Args:
-        model: what `AutoModel.from_pretrained` would load, which splits it first if need be; or what that returned.
-        against: the same of the reference, for which nothing is written; None for the same model uncompressed, in its
-            shards, its split, or on the hub.
-        text: a file of UTF-8 text; by default the held-out problems for a model that was trained here, else a text that
-            comes with the package.
-        compression: of the model; None for that of a split that is here.
-        window: tokens that are read together; 512, or what the model's context has.
-        tokens: to be predicted, at most.
-        problems: further questions for models that were trained here; a multiple of 4, 0 for none. None for 400 where
-            no text is given, else for none.
-        device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code, verify_checksums: as of
+        model: name or path for `AutoModel.from_pretrained`, which splits the model first if needed; or a loaded model.
+        against: the reference, named or loaded in the same way, for which nothing is written; None for the same model
+            uncompressed, in its shards, its split, or on the hub.
+        text: a file of UTF-8 text; by default the held-out problems for a model with the bundled tokenizer, else a text
+            that comes with the package.
+        compression: compression of the model; None for that of an existing split.
+        window: tokens of a window; None for 512, or the model's context if that is smaller.
+        tokens: maximum number of predicted tokens.
+        problems: number of held-out problems to answer, for models with the bundled tokenizer; a multiple of 4, 0 for
+            none. None for 400 without a text, else for none.
+        device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code, verify_checksums: as in
             `AutoModel.from_pretrained`, for both; by default each takes a third of free memory for its weights.
-        dtype: to compute in, for both; None for the config's.
-        say: told what is being done.
+        dtype: dtype of the computation, for both; None for the config's.
+        say: called with a description of each step.
 
     Raises:
-        QualityError: the two cannot be compared, the text is too short, or nothing says where the original is.
+        QualityError: the two cannot be compared, the text is too short, or the uncompressed model cannot be found.
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
     folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
@@ -247,7 +247,7 @@ def quality(
 
 
 def _reference(own: NamedModel | None, against: Any, loading: Loading) -> tuple[NamedModel | None, Any]:
-    """What is compared with: its name where it has one, and the model."""
+    """The reference: its name if it was given by name, and the loaded model."""
     if against is not None and not isinstance(against, str | os.PathLike):
         return None, against
     if against is None and own is None:
@@ -272,10 +272,10 @@ def _problems(count: int) -> list[Problem]:
 
 
 def _tokenizer_of(reference: Any, model: Any) -> Any:
-    """The tokenizer of both.
+    """The common tokenizer of both models.
 
     Raises:
-        QualityError: they have none, or different ones.
+        QualityError: one of them has no tokenizer, or their vocabularies differ.
     """
     first, second = reference.tokenizer, model.tokenizer
     if first is None or second is None:
@@ -292,7 +292,7 @@ def _tokenizer_of(reference: Any, model: Any) -> Any:
 
 
 def _right(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> int:
-    """Problems that a model answers exactly."""
+    """How many problems a model answers exactly."""
     right = 0
     for begin in range(0, len(problems), BATCH):
         some = problems[begin : begin + BATCH]

@@ -1,4 +1,4 @@
-"""What was compared as text for people, laid out for 80 columns. Decides nothing."""
+"""Prints a comparison, laid out for 80 columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIDES = (Column(""), Column("compression"), Column("weights", True), Column("pe
 
 
 def show(quality: Quality, console: Console) -> None:
-    """Print it."""
+    """Print a comparison."""
     summary = quality.summary
     put(console, Text(harmless(quality.model.name), "bold"))
     console.print()
@@ -43,7 +43,7 @@ def show(quality: Quality, console: Console) -> None:
 
 
 def number(value: float) -> str:
-    """Four digits that count, without an exponent where it can be read without."""
+    """A number with four decimals; below 0.01 with three significant digits, below 0.0001 with an exponent."""
     if value == 0:
         return "0"
     return f"{value:.4f}" if value >= 0.01 else f"{value:.2e}" if value < 1e-4 else f"{value:.3g}"

@@ -1,1 +1,1 @@
-"""Many generations on one model, in passes that they share: each layer's weights are brought once for all of them."""
+"""Many generations on one model in shared passes: each layer's weights are loaded once for all of them."""

@@ -1,7 +1,7 @@
-"""The request queue and the running requests, shared by all threads; the queue can be held, and closed for good.
+"""The request queue and the running requests, shared by all threads; the queue can be held and closed.
 
-Any thread may add a request. Only the batch's thread starts and removes requests, so that it may read `running` at any
-time. Knows no model, and decides neither which request begins nor which is preempted.
+Any thread may add a request. Only the batch's thread starts and removes requests, so it may read `running` at any
+time. The batch decides which requests are admitted and preempted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class AdmissionQueue:
     """Holds the waiting and the running requests.
 
     Args:
-        most_running: requests, at most.
-        most_waiting: requests, at most; those that can begin at once do not count.
+        most_running: maximum number of running requests.
+        most_waiting: maximum number of waiting requests; those that can begin at once do not count.
 
     Attributes:
-        running: in the order in which they began.
+        running: requests in the order in which they began.
     """
 
     def __init__(self, most_running: int, most_waiting: int) -> None:
@@ -35,8 +35,8 @@ class AdmissionQueue:
         self._most_waiting = most_waiting
         self.running: list[RequestHandle] = []
         self._waiting: deque[RequestHandle] = deque()
-        self._lately = 1.0  # seconds that a request took
-        self._closing: float | None = None  # when what is not finished is cancelled
+        self._lately = 1.0  # moving average of the seconds that a request took
+        self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._holders = 0
         self._change = own_lock(threading.Condition())
 
@@ -53,7 +53,7 @@ class AdmissionQueue:
             if self._closing is not None:
                 raise ClosedError("No more requests are taken on.", "Start the server again.")
             free = max(self._most_running - len(self.running), 0)
-            if len(self._waiting) >= self._most_waiting + free:  # requests with a free place begin at once
+            if len(self._waiting) >= self._most_waiting + free:  # requests with a free slot begin at once
                 after = retry_after(len(self._waiting), self._most_running, self._lately)
                 raise BusyError(
                     f"{len(self._waiting):,} requests wait already, as many as may.",
@@ -64,7 +64,7 @@ class AdmissionQueue:
             self._change.notify_all()
 
     def wake(self) -> None:
-        """Something about a request has changed."""
+        """Wake the batch's thread because the state of a request has changed."""
         with self._change:
             self._change.notify_all()
 
@@ -82,7 +82,7 @@ class AdmissionQueue:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """No request is added or removed while the context is open."""
+        """Add and remove no request while the context is open."""
         with self._change:
             yield
 
@@ -90,7 +90,7 @@ class AdmissionQueue:
         """Accept no more requests.
 
         Args:
-            seconds: after which unfinished requests are cancelled; None for never.
+            seconds: time after which unfinished requests are cancelled; None for never.
         """
         with self._change:
             until = time.monotonic() + seconds if seconds is not None else float("inf")
@@ -99,14 +99,14 @@ class AdmissionQueue:
 
     @property
     def waiting(self) -> list[RequestHandle]:
-        """Those that have not begun, in their order."""
+        """The waiting requests, in their order."""
         with self._change:
             return list(self._waiting)
 
     # in the batch's thread -------------------------------------------------------------------------------------------
 
     def wait(self) -> bool:
-        """Until there is something to do; False when the end has come."""
+        """Wait while there are no requests or the queue is held; False once it is closed and empty."""
         with self._change:
             while self._holders or not (self.running or self._waiting):
                 if self._closing is not None and not self._holders:
@@ -115,7 +115,7 @@ class AdmissionQueue:
         return True
 
     def unwanted(self) -> list[tuple[RequestHandle, FinishReason]]:
-        """Requests that are cancelled or past their deadline, and why they end."""
+        """Requests that are cancelled or past their deadline, each with its finish reason."""
         now = time.monotonic()
         with self._change:
             closing = self._closing is not None and now >= self._closing
@@ -146,5 +146,5 @@ class AdmissionQueue:
                 self._waiting.remove(handle)
 
     def took(self, seconds: float) -> None:
-        """Note the duration of a request, from which `BusyError` estimates when to try again."""
+        """Record the duration of a request, from which `BusyError` estimates when to try again."""
         self._lately = 0.8 * self._lately + 0.2 * seconds

@@ -1,7 +1,7 @@
-"""One generation: ids in, text as it comes, and a record of what it took. Knows models; prints nothing itself.
+"""One generation: takes ids, passes on text as it is generated, and returns an `Answer` with its timing.
 
-Greedy unless the caller says otherwise. Stops at the model's own end tokens and the tokenizer's. An interrupt ends it
-where it is, and what came until then is the answer.
+Greedy by default. Stops at the end tokens of the model and of the tokenizer. On an interrupt the answer is the text
+generated until then.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation.generation_stream import TextStream
 
 END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
-"""Why a text ends."""
+"""The finish reasons of an answer."""
 MAX_TOKENS = 512
-"""To generate where the caller does not say."""
+"""Default number of tokens to generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Sampling:
     """How tokens are chosen.
 
     Attributes:
-        temperature: 0 for the likeliest one each time; None for that too, unless `top_p` is given.
-        top_p: choose among the likeliest that have this probability together.
-        seed: for the same text again.
+        temperature: 0 for greedy decoding; None is greedy too, unless `top_p` is given.
+        top_p: choose among the likeliest tokens whose probabilities add up to this.
+        seed: seed of the random numbers.
     """
 
     temperature: float | None = None
@@ -46,11 +46,11 @@ class Sampling:
 
     @property
     def samples(self) -> bool:
-        """Whether chance has a part in it."""
+        """Whether tokens are sampled, not chosen greedily."""
         return self.temperature != 0 and (self.temperature is not None or self.top_p is not None)
 
     def arguments(self) -> dict[str, Any]:
-        """For `generate`."""
+        """Arguments for `generate`."""
         if not self.samples:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         given = {"temperature": self.temperature, "top_p": self.top_p}
@@ -59,15 +59,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a prompt.
+    """The answer to a prompt.
 
     Attributes:
-        text: without special tokens.
+        text: the generated text, without special tokens.
         tokens: ids that were generated, special ones included.
-        prompt_tokens: how many went in.
+        prompt_tokens: number of tokens of the prompt.
         finish: `END`, `LENGTH` or `INTERRUPTED`.
-        first_seconds: until the first token was there; None without any.
-        seconds: until the last token was there.
+        first_seconds: time to the first token; None if none was generated.
+        seconds: time to the last token.
     """
 
     text: str
@@ -79,7 +79,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first token; None for fewer than two."""
+        """Decode rate after the first token; None for fewer than two tokens."""
         if self.first_seconds is None or len(self.tokens) < 2 or self.seconds <= self.first_seconds:
             return None
         return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
@@ -93,19 +93,19 @@ def answer(
     write: Callable[[str], object],
     first: Callable[[], object] = lambda: None,
 ) -> Answer:
-    """Generate.
+    """Generate an answer to a prompt.
 
     Args:
         model: a causal language model with its `tokenizer`.
         ids: the prompt, int64 of shape (1, tokens).
-        max_tokens: to generate.
+        max_tokens: maximum number of tokens to generate.
         sampling: how tokens are chosen.
-        write: is given the text, piece by piece; what it raises goes through.
+        write: called with each piece of the text; its exceptions are passed on.
         first: called once, before the first piece.
 
     Raises:
         OptionError: the model generates no text.
-        OSError: what `write` raises.
+        OSError: `write` raised it.
     """
     import torch
 
@@ -135,8 +135,8 @@ def answer(
             eos_token_id=ends or None,
             pad_token_id=pad,
             streamer=stream,
-            num_beams=1,  # which a checkpoint may recommend otherwise, and which cannot be streamed
-            tokenizer=model.tokenizer,  # for texts that the checkpoint's settings end at
+            num_beams=1,  # a checkpoint may recommend more, which cannot be streamed
+            tokenizer=model.tokenizer,  # for stop strings in the checkpoint's generation config
             **sampling.arguments(),
         )
     except KeyboardInterrupt:
@@ -157,7 +157,7 @@ def check_generates(model: Any) -> None:
     """Refuse a model of a class that generates no text: a base model, an encoder, a classifier.
 
     Raises:
-        OptionError: it is one.
+        OptionError: the model is of such a class.
     """
     if not model.can_generate():
         raise OptionError(
@@ -167,7 +167,7 @@ def check_generates(model: Any) -> None:
 
 
 def end_tokens(model: Any) -> list[int]:
-    """The tokens that end a text: those of the model's generation config, and its tokenizer's own.
+    """The tokens that end a text: those of the model's generation config and of its tokenizer.
 
     Raises:
         OptionError: the model has no tokenizer, or none that could be read.
@@ -184,16 +184,16 @@ def end_tokens(model: Any) -> list[int]:
 
 
 def context_of(model: Any) -> int | None:
-    """Tokens that a prompt and what follows it may have together; None if the model sets no limit."""
+    """Tokens that a prompt and its answer may have together; None if the model sets no limit."""
     found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
 def most_new_tokens(model: Any, prompt_tokens: int, asked: int | None) -> int:
-    """How many tokens may follow a prompt: as many as asked for, else `MAX_TOKENS` or what the context leaves.
+    """How many tokens may follow a prompt: `asked`, by default `MAX_TOKENS` limited by the rest of the context.
 
     Raises:
-        OptionError: the model was not made for so many.
+        OptionError: prompt and answer exceed the model's context.
     """
     context = context_of(model)
     if context is None:

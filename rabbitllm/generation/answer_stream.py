@@ -1,4 +1,4 @@
-"""The text of an answer as it comes, which may end before the model ends it. Knows no models and no caches."""
+"""The text of an answer as it is generated, cut at the first of some stop strings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rabbitllm.generation.generation_stream import TextStream
 
 
 class AnswerStream(TextStream):
-    """A text stream that says when the prompt is in the cache, and ends its text before certain marks.
+    """A text stream that reports when the prompt is in the cache, and ends its text before a stop string.
 
     Args:
         tokenizer, write: see `TextStream`.
-        prompt_done: called when the first token comes.
-        ends: what ends the text; what could be the beginning of one is held back until more is known.
+        prompt_done: called before the first token is decoded.
+        ends: stop strings; text that could be the beginning of one is held back until more tokens decide it.
 
     Attributes:
         answer: the text as it was written.
-        cut: whether one of `ends` came.
+        cut: whether one of `ends` was generated.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class AnswerStream(TextStream):
         super().put(value)
 
     def end(self) -> None:
-        """See `TextStream`; hands on what was held back."""
+        """See `TextStream`; also writes the text that was held back."""
         super().end()
         if self._held and not self.cut:
             self._pass_on(self._held)
@@ -63,7 +63,7 @@ class AnswerStream(TextStream):
         self._pass_on(text[: len(text) - keep])
 
     def _beginning_of_an_end(self, text: str) -> int:
-        """Characters at the end of the text that may become one of `ends`."""
+        """How many characters at the end of the text may become one of `ends`."""
         return max(
             (n for end in self.ends for n in range(1, len(end)) if text.endswith(end[:n])),
             default=0,
@@ -76,11 +76,11 @@ class AnswerStream(TextStream):
 
 
 class EndOfText(StoppingCriteria):  # type: ignore[misc]
-    """Ends a generation whose text has come to its end."""
+    """Stops a generation whose text was cut at a stop string."""
 
     def __init__(self, stream: AnswerStream) -> None:
         self._stream = stream
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        # asked before the streamer is given the token, so one more than needed is generated
+        # called before the streamer receives the token, so one more than needed is generated
         return torch.full((input_ids.shape[0],), self._stream.cut, device=input_ids.device, dtype=torch.bool)

@@ -3,7 +3,7 @@
 `submit` may be called from any thread. Callbacks run in the batch's thread, so they must not block.
 
     waiting ── begins at a pass ── runs ── Finished | Failed
-       └─────────── is preempted ─────┘      its tokens stay; its KV cache is swapped out or dropped
+       └─────────── is preempted ─────┘      its tokens are kept; its KV cache is swapped out or dropped
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from rabbitllm.generation.request import BatchStats, Event, FinishReason, Reques
 from rabbitllm.generation.request_handle import RequestHandle
 from rabbitllm.generation.text_caches import TextCaches
 
-# Whether any pass could ever answer a request.
-
 
 def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
-    """
+    """Check that a request can be answered at all.
+
     Args:
-        request: what is asked for.
-        model: that is asked.
-        memory: for its KV cache.
+        request: the request.
+        model: the causal model.
+        memory: the memory limit of KV caches.
 
     Raises:
         OptionError: the prompt is empty or no token is to be generated; the request is longer than the model's
@@ -76,14 +75,14 @@ __all__ = ["FAILED", "Batch", "Limits", "RequestHandle"]
 logger = logging.getLogger(__name__)
 
 FAILED = "failed"
-"""How a request ends that raised an error; the other ends are the values of `FinishReason`."""
+"""Key in `BatchStats.ended` of requests that raised an error; the other keys are the values of `FinishReason`."""
 
 _DEFAULT = Limits()
 
 
 @dataclass(slots=True)
 class _Sums:
-    """What has been so far."""
+    """Totals since the start."""
 
     passes: int = 0
     prompt_tokens: int = 0
@@ -103,10 +102,10 @@ class Batch:
         limits: see `Limits`.
 
     Attributes:
-        error: what ended the batch's thread before its time; None as long as all is well.
+        error: the error that ended the batch's thread early; None otherwise.
 
     Raises:
-        OptionError: the model is none that goes on with a text, or has no tokenizer; or there is no memory left.
+        OptionError: the model is not a causal language model or has no tokenizer, or no memory is left.
     """
 
     def __init__(self, model: Any, limits: Limits = _DEFAULT) -> None:
@@ -137,16 +136,16 @@ class Batch:
         self.close()
 
     def submit(self, request: Request, notify: Callable[[Event], None]) -> RequestHandle:
-        """Take a request on.
+        """Append a request to the queue.
 
         Args:
-            request: what is asked for.
-            notify: is given each event as it happens, in the batch's thread; what it raises cancels the request.
+            request: the request.
+            notify: called with each event, in the batch's thread; an exception from it cancels the request.
 
         Raises:
             BusyError: the request queue is full.
             ClosedError: the batch accepts no more requests.
-            OptionError: no pass could ever answer it.
+            OptionError: the request can never be answered; see `check_answerable`.
             ForkedError: this process was forked from the one that made the batch.
         """
         self._home.refuse("The batch", "Submit requests in that process, or make a batch in this one.")
@@ -167,21 +166,21 @@ class Batch:
         return handle
 
     def held(self) -> AbstractContextManager[None]:
-        """No pass begins while the context is open: what is submitted in it goes into one together."""
+        """Start no pass while the context is open: requests submitted in it share a pass."""
         return self._admission.held()
 
     def close(self, seconds: float | None = None) -> None:
-        """Take on nothing more, finish what runs and waits, and end; returns when that is done.
+        """Accept no more requests, finish the running and waiting ones, and end the thread; blocks until done.
 
         Args:
-            seconds: after so long, what is not finished is cancelled; None for no limit, 0 for at once.
+            seconds: time after which unfinished requests are cancelled; None for no limit, 0 for at once.
         """
         self._admission.close(seconds)
         self._thread.join()
 
     @property
     def facts(self) -> BatchStats:
-        """What it has done so far, and does now."""
+        """Totals so far and the current state."""
         disk, copies = self._model.streamer.waited()
         disk_before, copies_before = self._waited_before
         sums = self._sums
@@ -213,7 +212,7 @@ class Batch:
     # in the batch's thread -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        # members leave their own no_grad in another order than they came in, which would switch gradients on again
+        # members leave their own no_grad in another order than they entered it, which would enable gradients again
         torch.set_grad_enabled(False)
         try:
             while self._admission.wait():
@@ -268,7 +267,7 @@ class Batch:
                 return
             where = self._caches.where(handle, self._admission.running, min(places, len(waiting) - number) - 1)
             if where is Begins.LATER:
-                return  # those behind it may be smaller, but would keep it waiting for ever
+                return  # admitting smaller requests behind it would keep it waiting for ever
             if self._caches.give(handle, self._admission.running, in_file=where is Begins.FILED):
                 self._start(handle)
                 self._admission.begin(handle)
@@ -278,7 +277,7 @@ class Batch:
         handle.member = self._passes.add(lambda: generation.run(chunk), generation.draw)
 
     def _pass(self) -> None:
-        """One pass for those whose turn it is; then see who has ended."""
+        """Run one pass for the requests whose turn it is, then remove those that have ended."""
         members = [handle.member for handle in self._admission.running if handle.member is not None]
         there = [member for member in members if member.is_outside]
         if there:
@@ -305,7 +304,7 @@ class Batch:
             self._over(handle, error or handle.generation.ended or FinishReason.LENGTH)
 
     def _over(self, handle: RequestHandle, how: BaseException | FinishReason) -> None:
-        """Free a request's place, report its end, and keep its cache for later prompts."""
+        """Remove a request, report its end, and keep its KV cache as a prefix cache."""
         self._take_out(handle)
         self._admission.leave(handle)
         self._caches.drop(handle)
@@ -326,4 +325,4 @@ class Batch:
     def _take_out(self, handle: RequestHandle) -> None:
         if handle.member is not None and not handle.member.dead:
             self._passes.take_out(handle.member)
-        handle.member = None  # its stack holds much, and the caller may hold the ticket
+        handle.member = None  # its stack holds much memory, and the caller may keep the handle

@@ -1,11 +1,11 @@
 """How many bytes KV caches take: measured for caches that exist, estimated for future tokens.
 
     a layer that keeps every token     bytes of a token times tokens
-    a sliding window                   the same, but of no more tokens than the window has
-    a state                            the same bytes for any text
+    a sliding window                   the same, with at most the tokens of the window
+    a state                            constant, for any number of tokens
 
-Until a cache has been seen, all layers count as the first kind, with the sizes that the config gives. Layers that keep
-every token have room for some more once they are large enough (`room.py`), and that counts too.
+Until a cache has been measured, all layers count as the first kind, with the sizes in the config. Layers that keep
+every token have spare room once they are large enough (`room.py`), which counts too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rabbitllm.generation.room import SPARE_SHARE, SPARE_TOKENS, WORTH_BYTES
 
 @dataclass(frozen=True, slots=True)
 class CacheCost:
-    """What the cache of one text costs.
+    """The size of the KV cache of one sequence.
 
     Attributes:
-        every_token: bytes of a token in the layers that keep all.
-        layers: how many those are.
-        windows: of each sliding layer: its tokens, and bytes of one.
+        every_token: bytes of a token in all layers that keep every token.
+        layers: number of those layers.
+        windows: of each sliding layer: the tokens of its window, and the bytes of one.
         fixed: bytes of states.
     """
 
@@ -36,13 +36,13 @@ class CacheCost:
     fixed: int = 0
 
     def bytes_for(self, tokens: int) -> int:
-        """Of a text with so many tokens."""
+        """Bytes of the KV cache of a sequence with so many tokens."""
         has_room = tokens * self.every_token >= 2 * self.layers * WORTH_BYTES
         held = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
         return self.fixed + held * self.every_token + sum(min(tokens, most) * each for most, each in self.windows)
 
     def beside_file(self, tokens: int) -> int:
-        """Of a text whose layers that keep every token are in a file, but for the last tokens: what is in memory."""
+        """Bytes in memory of a sequence in a file: its last tokens, with sliding windows and states."""
         return self.fixed + tokens * self.every_token + sum(most * each for most, each in self.windows)
 
 
@@ -52,11 +52,11 @@ def layer_configs(config: Any) -> Sequence[Any]:
 
 
 def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
-    """By the sizes of the config: the KV cache of all heads in all layers.
+    """The cost according to the config: the KV cache of all heads in all layers.
 
     Args:
-        config: of the text model.
-        dtype: of the KV cache.
+        config: config of the text model.
+        dtype: dtype of the KV cache.
     """
     layers = layer_configs(config)
     values = sum(map(_values_of_a_token, layers)) * (config.num_hidden_layers // len(layers))
@@ -64,7 +64,7 @@ def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
 
 
 def _values_of_a_token(config: Any) -> int:
-    """Numbers that a layer keeps of a token."""
+    """How many numbers a layer keeps for a token."""
     heads = config.num_attention_heads
     keyed = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -75,7 +75,7 @@ def _values_of_a_token(config: Any) -> int:
 
 
 def cost_by_cache(cache: Any) -> CacheCost | None:
-    """By a cache with some tokens in it; None if it does not show enough."""
+    """The cost measured on a cache with some tokens in it; None if it cannot be derived."""
     every_token = fixed = layers = 0
     windows = []
     for layer in cache.layers:
@@ -97,7 +97,7 @@ def cost_by_cache(cache: Any) -> CacheCost | None:
 
 
 def bytes_of(cache: Any) -> int:
-    """That a cache holds now: of views what they are views of, each once."""
+    """Bytes that a cache holds now: each storage once, whole even if the cache has only a view of it."""
     tensors = (tensor for layer in cache.layers for tensor in _tensors(vars(layer)))
     return sum(
         {found.data_ptr(): found.nbytes() for found in (tensor.untyped_storage() for tensor in tensors)}.values()

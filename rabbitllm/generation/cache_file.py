@@ -1,16 +1,16 @@
 """KV caches of running sequences in a file: each layer's part is read just before its attention.
 
-    a pass    layer 0: text 1, text 2, …   layer 1: text 1, text 2, …   …
-    the file        ahead of the attention, in that order, as much as may be in memory at a time
-    a text    |  in the file: all up to some token  |  in memory: the last few  |  the pass's own
+    a pass      layer 0: sequence 1, sequence 2, …   layer 1: sequence 1, sequence 2, …   …
+    reads       ahead of the attention, in that order, limited by the memory for them
+    a sequence  |  in the file: the first tokens  |  in memory: the last few  |  new tokens of the pass
 
 So one pass over the weights serves more sequences than memory has room for. A sequence's KV cache is read once a pass.
-It is written whole when the tokens in memory have become more than `TAIL_TOKENS`. Only layers that keep every token
-are in the file; sliding windows are small.
+It is written whole when more than `TAIL_TOKENS` of its tokens are in memory. Only layers that keep every token are in
+the file; sliding windows are small.
 
-If a layer cannot be written (a full disk), its sequence is lost and has to be computed again. The current pass stays
-correct, since its attention has used the data already. The file is nameless, so that only this user can read what
-users wrote. Called in the batch's thread; other threads read ahead.
+If a layer cannot be written (a full disk), its sequence is lost and has to be recomputed. The current pass remains
+correct, since its attention has used the data already. The file has no name, so that no other user of the machine can
+read the text of users from it. Called in the batch's thread; other threads read ahead.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from rabbitllm.generation.images_ahead import ImagesAhead, Key
 from rabbitllm.generation.room import append
 
 TAIL_TOKENS = 32
-"""The most tokens of a sequence that are in memory and not in the file; as many zeros are written and read as room."""
+"""The most tokens of a sequence in memory and not in the file; images have room for so many more, written as zeros."""
 
 
 @dataclass(slots=True)
 class _Layer:
-    """A layer that is in the file.
+    """A layer of one sequence that is in the file.
 
     Attributes:
-        stored: there.
-        device: where the model computes it.
-        tokens: of these, so many are in the file.
-        tail_keys, tail_values: (1, heads, `TAIL_TOKENS`, width), the next ones; None before the first.
-        tail: how many.
+        stored: its image in the file.
+        device: device that computes the layer.
+        tokens: number of tokens in the file.
+        tail_keys, tail_values: (1, heads, `TAIL_TOKENS`, width), the tokens after those; None before the first.
+        tail: number of tokens in them.
     """
 
     stored: StoredImage
@@ -56,13 +56,13 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Text:
-    """A text of which layers are in the file, or will be.
+    """A sequence with layers in the file, now or after its next pass.
 
     Attributes:
-        layers: by number.
-        returns: whether they are to be in memory again, each when it is brought.
-        is_lost: whether one could not be written.
-        now: what attention is looking at.
+        layers: its layers in the file, by layer number.
+        returns: whether its layers return to memory in the next pass.
+        is_lost: whether a layer could not be written.
+        now: the image that attention is using.
     """
 
     layers: dict[int, _Layer] = field(default_factory=dict)
@@ -75,9 +75,9 @@ class CacheFile:
     """The sequences of a batch whose KV caches are in a file.
 
     Args:
-        folder: of the file.
-        limit: bytes of the file, at most.
-        ahead: bytes that may be read ahead into memory; one layer always may.
+        folder: folder of the file.
+        limit: maximum size of the file in bytes.
+        ahead: bytes that may be read ahead into memory; one layer is always allowed.
         weight_bytes: bytes of weights that a pass reads.
     """
 
@@ -88,26 +88,26 @@ class CacheFile:
 
     @property
     def limit(self) -> int:
-        """Bytes that its sequences may take, as estimated; 0 if it cannot be written to."""
+        """Estimate of the bytes that KV caches may take in the file; 0 if it cannot be written to."""
         return self._file.limit
 
     @property
     def nbytes(self) -> int:
-        """That are in it."""
+        """Bytes in the file."""
         return self._file.nbytes
 
     @property
     def written(self) -> int:
-        """Bytes, so far."""
+        """Bytes written so far."""
         return self._file.written
 
     @property
     def read(self) -> int:
-        """Bytes, so far, that attention looked at."""
+        """Bytes read for attention so far."""
         return self._ahead.read
 
     def close(self) -> None:
-        """Forget all of it."""
+        """Drop all sequences and delete the file."""
         self._ahead.close()
         self._texts.clear()
         self._file.close()
@@ -115,30 +115,30 @@ class CacheFile:
     # between passes --------------------------------------------------------------------------------------------------
 
     def holds(self, cache: Any) -> bool:
-        """Whether layers of a cache are here, or will be after the next pass."""
+        """Whether layers of a cache are in the file, now or after its next pass."""
         return cache is not None and cache in self._texts
 
     def keeps(self, cache: Any) -> bool:
-        """Whether a cache is not to return into memory with the next pass."""
+        """Whether a cache is in the file and remains there after the next pass."""
         return self.holds(cache) and not self._texts[cache].returns
 
     def is_lost(self, cache: Any) -> bool:
-        """Whether a cache lacks what could not be written."""
+        """Whether a cache is incomplete because a layer could not be written."""
         return self.holds(cache) and self._texts[cache].is_lost
 
     def add(self, cache: Any) -> None:
-        """From its next pass on a cache is in the file.
+        """Keep a cache in the file from its next pass on.
 
         Args:
-            cache: of one text.
+            cache: KV cache of one sequence.
         """
         self._texts.setdefault(cache, _Text()).returns = False
 
     def put(self, cache: Any) -> None:
-        """Put a cache with some tokens into the file now; it may be lost then.
+        """Write a cache with some tokens to the file now; check `is_lost` afterwards.
 
         Args:
-            cache: of one text.
+            cache: KV cache of one sequence.
         """
         self.add(cache)
         for number, layer in enumerate(cache.layers):
@@ -146,20 +146,20 @@ class CacheFile:
                 self._write(self._texts[cache], layer, number, layer.keys, layer.values)
 
     def let_return(self, cache: Any) -> None:
-        """In its next pass a cache comes back into memory."""
+        """Return a cache to memory in its next pass."""
         text = self._texts[cache]
         text.returns = True
         if not text.layers:
             del self._texts[cache]
 
     def drop(self, cache: Any) -> None:
-        """Forget a cache, of which nothing can be used any more."""
+        """Drop a cache, which cannot be used afterwards."""
         text = self._texts.pop(cache, None) if cache is not None else None
         for layer in text.layers.values() if text is not None else ():
             self._file.give_back(layer.stored)
 
     def whole_copy(self, cache: Any) -> Any:
-        """A cache that is here, whole and in memory; what was not in the file is its own.
+        """A copy of a cache, whole and in memory; layers that were not in the file are shared with the cache.
 
         Raises:
             OSError: it cannot be read.
@@ -175,14 +175,14 @@ class CacheFile:
     # in a pass -------------------------------------------------------------------------------------------------------
 
     def begin(self, caches: Sequence[Any], others: Sequence[Any] = ()) -> None:
-        """Begin to read what a pass will look at.
+        """Begin to read the KV caches that a pass needs.
 
         Args:
-            caches: of its texts, in the order in which each layer comes to them.
-            others: caches of texts that go through the layers by themselves, or None; they are brought back whole.
+            caches: caches of its packed sequences, in the order in which each layer attends to them.
+            others: caches (or None) of sequences that go through the layers by themselves; they return to memory whole.
 
         Raises:
-            OSError: they cannot be.
+            OSError: a cache of `others` cannot be read.
         """
         self._ahead.forget()
         self._file.look_around()
@@ -197,19 +197,19 @@ class CacheFile:
         """Whether the KV cache of a layer goes through this file.
 
         Args:
-            cache: of a sequence in the pass.
-            number: of the layer.
+            cache: KV cache of a sequence in the pass.
+            number: number of the layer.
         """
         return cache in self._texts and type(cache.layers[number]) is DynamicLayer
 
     def joined(
         self, cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole KV cache of a layer for its attention, after which `put_back` is to be called.
+        """The whole KV cache of a layer for its attention, after which `put_back` must be called.
 
         Args:
             cache, number: see `brings`.
-            keys, values: new ones, (1, heads, tokens, width).
+            keys, values: of the new tokens, (1, heads, tokens, width).
 
         Raises:
             OSError: they cannot be read.
@@ -224,11 +224,11 @@ class CacheFile:
         return text.now.keys[:, :, :end], text.now.values[:, :, :end]
 
     def put_back(self, cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Have a layer that was looked at out of memory.
+        """Move a layer out of memory after its attention, writing it if its tail is full; or return it to memory.
 
         Args:
             cache, number: see `brings`.
-            keys, values: the new ones again.
+            keys, values: the same as in `joined`.
         """
         text, layer = self._texts[cache], cache.layers[number]
         kept, image, text.now = text.layers.get(number), text.now, None
@@ -258,7 +258,7 @@ class CacheFile:
     # the file itself -------------------------------------------------------------------------------------------------
 
     def _write(self, text: _Text, layer: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write a layer whole, and empty it; a text that cannot be written is lost."""
+        """Write a layer whole, and empty it; if it cannot be written, the sequence is lost."""
         image = image_of(keys, values, TAIL_TOKENS)
         before = text.layers.pop(number, None)
         if before is not None:
@@ -283,7 +283,7 @@ class CacheFile:
         self.drop(cache)
 
     def _whole(self, cache: Any, number: int, more: int) -> tuple[Image, int]:
-        """A layer with all its tokens where it is computed, with room for some more; and how many it has."""
+        """A layer with all its tokens on its device and room for `more`, and the number of its tokens."""
         kept = self._texts[cache].layers[number]
         image = self._ahead.take((cache, number), kept.stored)
         if kept.device != image.whole.device:
@@ -298,12 +298,12 @@ class CacheFile:
 
 
 def goes_to_a_file(layers: Iterable[Any]) -> bool:
-    """Whether layers of a cache are such that something of it would be in a file."""
+    """Whether any layer of a cache is of the kind that can be in the file."""
     return any(type(layer) is DynamicLayer for layer in layers)
 
 
 def _empty(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-    """Replace a layer's keys and values by NaN of the same shape, which takes no memory and shows any use of them."""
+    """Replace a layer's keys and values by NaN of the same shape, which takes no memory and makes any use visible."""
     vars(layer).pop("_room", None)  # see `room.py`
     for name, like in (("keys", keys), ("values", values)):
         nothing = like.new_full((1, 1, 1, 1), float("nan"))

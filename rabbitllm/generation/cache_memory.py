@@ -1,4 +1,4 @@
-"""The memory limit of KV caches, and how much of it tokens take."""
+"""The memory limit of KV caches, and how many bytes of it sequences take."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rabbitllm.generation.pass_cost import cost_of_a_pass
 from rabbitllm.generation.picking import SequenceMemory
 
 AHEAD_SHARE = 8
-"""One part in so many of the limit is for KV caches that are read from a file ahead of their attention."""
+"""1 / `AHEAD_SHARE` of the limit is for KV caches that are read from a file ahead of their attention."""
 UNUSED_SHARE = 4
-"""In bulk, where passes are as large as memory allows, one part in so many of their memory is kept free for the rest:
-input lines in the queue, answers, and caches that are being written to a file."""
+"""In bulk, where passes are as large as memory allows, 1 / `UNUSED_SHARE` of their memory is kept free for input lines
+in the queue, answers, and caches that are being written to a file."""
 LEAST_TOKENS = 64
-"""With room for fewer tokens in KV caches a server would refuse nearly every request."""
+"""With room for fewer tokens in KV caches a server would reject nearly every request."""
 
 
 class CacheMemory:
@@ -29,18 +29,18 @@ class CacheMemory:
         cache_bytes: limit of all KV caches; None for half of the memory that is free once the weights are loaded, on
             the devices that compute.
         in_bulk: see `Limits`.
-        running: sequences in one pass, at most.
+        running: maximum number of sequences in one pass.
 
     Attributes:
         limit: bytes that KV caches may take.
         max_tokens: prompt tokens that one pass can compute in the remaining memory.
-        part: of these, those that can go through a layer at a time; None for all.
-        rows: of several sequences that gain by going through a layer together; None for all.
-        max_texts: sequences in one pass: `running`, or fewer where memory for their logits is short.
-        is_tight: whether memory that passes free has to go back to the system at once.
+        part: how many of these can go through a layer at a time; None for all.
+        rows: most rows of several sequences that are worth packing into one forward; None for no limit.
+        max_texts: most sequences in one pass: `running`, or fewer if memory for their logits is short.
+        is_tight: whether memory freed after a pass must be returned to the system at once.
 
     Raises:
-        OptionError: there is no memory left, or none to compute in.
+        OptionError: no memory is left for KV caches, or none for activations.
     """
 
     def __init__(self, model: Any, cache_bytes: int | None, *, in_bulk: bool = False, running: int = 1) -> None:
@@ -54,7 +54,7 @@ class CacheMemory:
                 f"The weights leave {size(free)} free, which is too little to answer any request.",
                 "Give the weights less (--max-memory), or the machine fewer other things to do.",
             )
-        left = max(free - self.limit, 0)  # both are there at once
+        left = max(free - self.limit, 0)  # KV caches and activations are in memory at once
         cost = cost_of_a_pass(config, model.dtype.itemsize)
         self.max_texts = running
         self.part: int | None = None
@@ -76,7 +76,7 @@ class CacheMemory:
         self.is_tight = cost.is_tight(self.rows, left // 2)
 
     def bytes_for(self, tokens: int) -> int:
-        """The size of the KV cache of one sequence with so many tokens."""
+        """The size in bytes of the KV cache of one sequence with so many tokens."""
         return self._cost.bytes_for(tokens)
 
     def beside_file(self) -> int:
@@ -88,18 +88,18 @@ class CacheMemory:
         return self.limit // AHEAD_SHARE
 
     def now(self, texts: Iterable[SequenceMemory]) -> int:
-        """Bytes for these sequences in the next pass."""
+        """Bytes of the KV caches of these sequences after the next pass."""
         return sum(self.bytes_for(text.tokens + 1) for text in texts)
 
     def soon(self, texts: Iterable[SequenceMemory]) -> int:
-        """Bytes for these sequences within the next tokens; see `SequenceMemory.soon`."""
+        """Bytes of the KV caches of these sequences after the next tokens; see `SequenceMemory.soon`."""
         return sum(self.bytes_for(text.soon) for text in texts)
 
     def measure(self, caches: Iterable[Any]) -> None:
-        """Measure the bytes of a token once a cache has some.
+        """Measure the bytes of a token on the first cache that allows it; does nothing after that.
 
         Args:
-            caches: of each sequence, with some tokens in it, or None.
+            caches: of each sequence, a cache with some tokens in it or None.
         """
         if self._is_measured:
             return

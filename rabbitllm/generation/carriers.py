@@ -1,7 +1,7 @@
-"""Members of a pass whose rows go through the model as those of one text: who they are, and how many go together.
+"""Groups the members of a pass that are packed into one forward.
 
-What one such forward computes is `packed.py`'s, and how it meets those that go through the layers by themselves is
-`joint_pass.py`'s. Switches to no member.
+`packed.py` computes such a forward, and `joint_pass.py` lets it take turns with members that go through the layers by
+themselves.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 class Carrier:
-    """Takes several members' texts through the model, as one; the work of a member where there are others to meet.
+    """Takes the sequences of several members through the model, packed; runs as a member itself if a pass has others.
 
     Args:
-        forward: computes them.
-        members: who is carried.
-        texts: that they bring.
+        forward: computes the packed sequences.
+        members: the members that are packed.
+        texts: the sequence of each member.
 
     Attributes:
-        members: as given.
-        caches: of the texts.
-        outputs: of each text, once it has ended without error.
-        error: what ended it else.
+        members: see above.
+        caches: KV caches of the sequences.
+        outputs: output of each sequence, once the forward has succeeded.
+        error: the error that ended the forward, if any.
     """
 
     def __init__(self, forward: PackedForward, members: Sequence[Member], texts: Sequence[PackedSequence]) -> None:
@@ -57,8 +57,8 @@ class Carrying:
     """Finds carriers for the members of each pass, as long as the model allows it.
 
     Args:
-        forward: computes texts as one; None for a model whose texts all go by themselves.
-        max_rows: of a carrier, if it has more than one text; None for no limit.
+        forward: computes packed sequences; None for a model that cannot pack any.
+        max_rows: maximum rows of a carrier with more than one sequence; None for no limit.
     """
 
     def __init__(self, forward: PackedForward | None, max_rows: int | None) -> None:
@@ -66,7 +66,7 @@ class Carrying:
         self._max_rows = max_rows
 
     def carriers(self, members: Sequence[Member]) -> list[Carrier]:
-        """Of those whose calls one forward can compute, in their order; the others are in none."""
+        """Carriers of the members whose calls can be packed, in their order; the other members are in none."""
         if self._forward is None:
             return []
         calls = [(member, call_of(member)) for member in members]
@@ -81,7 +81,7 @@ class Carrying:
         ]
 
     def attending(self, carriers: int) -> AbstractContextManager[None]:
-        """What has to be around the forwards of so many carriers, which go on by turns."""
+        """The context for the forwards of so many carriers, which take turns."""
         return self._forward.attending() if self._forward is not None and carriers > 1 else nullcontext()
 
     def end(self, why: NotPackable) -> None:

@@ -1,7 +1,7 @@
-"""What was said so far, as a record. Knows no tokenizers, no files and no terminal.
+"""An immutable record of a conversation.
 
-A conversation is a system prompt and exchanges, each a question with its answer: so roles always take turns, as most
-chat templates demand, and a question that got no answer is not part of it.
+A conversation is a system prompt and exchanges, each a question with its answer. So roles always alternate, as most
+chat templates require; a question without an answer is not part of it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A question and what came of the answer.
+    """A question and its answer, which may be incomplete.
 
     Attributes:
-        question: of the user.
-        answer: of the model, as it came.
+        question: text of the user.
+        answer: text of the model.
         stopped: whether the answer was stopped before its end.
     """
 
@@ -30,11 +30,11 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A system prompt and what was said since, oldest first.
+    """A system prompt and the exchanges since, oldest first.
 
     Attributes:
-        system: None without one.
-        exchanges: each with an answer.
+        system: the system prompt, or None.
+        exchanges: the exchanges, oldest first.
     """
 
     system: str | None = None
@@ -45,11 +45,11 @@ class Conversation:
         return replace(self, system=system if system and system.strip() else None)
 
     def with_exchange(self, exchange: Exchange) -> Conversation:
-        """With one more at its end."""
+        """A copy with one more exchange at its end."""
         return replace(self, exchanges=(*self.exchanges, exchange))
 
     def without_oldest(self, count: int) -> Conversation:
-        """Without so many of its first exchanges; without any if it has no more than that."""
+        """A copy without its first `count` exchanges."""
         return replace(self, exchanges=self.exchanges[count:])
 
     def emptied(self) -> Conversation:
@@ -57,10 +57,10 @@ class Conversation:
         return replace(self, exchanges=())
 
     def messages(self, question: str | None = None) -> list[dict[str, str]]:
-        """What chat templates take: role and content of everything said, and of a question that is yet to be answered.
+        """Messages for a chat template: dicts with `role` and `content`.
 
         Args:
-            question: the last message; None for what was said alone.
+            question: a question without an answer, appended as the last message; None for none.
         """
         found = [{"role": SYSTEM, "content": self.system}] if self.system is not None else []
         for exchange in self.exchanges:

@@ -1,8 +1,8 @@
-"""Which running sequences have their KV cache in a file, so that more of them share a pass. Numbers, mostly.
+"""Which running sequences have their KV cache in a file, so that more of them share a pass.
 
-It pays where a pass reads more bytes of weights, W, than memory has for KV caches, M. A sequence in memory costs its
-part of the weights, W / n, where n = M / k caches fit, each of k bytes. One more sequence in the file costs k, which
-are read in a pass. So it is cheaper than the others as long as W > M, and more of them lower the cost further:
+It pays if a pass reads more bytes of weights, W, than memory has for KV caches, M. A sequence in memory costs its
+part of the weights, W / n, where n = M / k caches fit, each of k bytes. One more sequence in the file costs k bytes
+read per pass. So it is cheaper than the others as long as W > M, and more of them lower the cost further:
 
     bytes read for a token    W k / M                  of n sequences, all of them in memory
                               W / N + (1 - n / N) k    of N sequences, the others in the file; k in the limit
@@ -28,19 +28,19 @@ from rabbitllm.generation.packed_families import can_be_packed, shares_keys
 from rabbitllm.generation.picking import SequenceMemory, fits
 
 SHARE = 4
-"""By default the file may take one part in so many of the free space on the disk."""
+"""By default the file may take 1 / `SHARE` of the free space on the disk."""
 WORTH = 2
-"""A sequence goes to the file if it takes at least so many times less memory then."""
+"""A sequence goes to the file only if its memory is more than so many times the memory of a sequence in the file."""
 
 
 def file_for(model: Any, memory: CacheMemory, folder: Path | None, limit: int | None) -> CacheFile | None:
-    """A file for KV caches of running sequences; None where it would not pay.
+    """A file for KV caches of running sequences; None if it would not pay or the model does not allow it.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it.
-        memory: for KV caches.
-        folder: of the file; None for no file.
-        limit: bytes of the file, at most; None for a part of the free space, 0 for no file.
+        memory: the memory limit of KV caches.
+        folder: folder of the file; None for no file.
+        limit: maximum size of the file in bytes; None for a part of the free space, 0 for no file.
     """
     if limit == 0 or folder is None or read_in_a_pass(model.placement) <= memory.limit:
         return None
@@ -61,7 +61,7 @@ def usual_bytes(folder: Path | None) -> int:
     """The default size limit of the file, in bytes.
 
     Args:
-        folder: of the file; None for no file.
+        folder: folder of the file; None for no file.
     """
     return shutil.disk_usage(folder).free // SHARE if folder is not None else 0
 
@@ -71,9 +71,9 @@ class Running:
     """The running sequences.
 
     Attributes:
-        near: those with their KV cache in memory.
-        filed: those with their KV cache in a file.
-        most: bytes of the file, at most.
+        near: sequences with their KV cache in memory.
+        filed: sequences with their KV cache in the file.
+        most: maximum size of the file in bytes.
     """
 
     near: Sequence[SequenceMemory]
@@ -81,7 +81,7 @@ class Running:
     most: int
 
     def soon(self, memory: CacheMemory) -> int:
-        """Bytes of memory that they take within the next tokens; see `SequenceMemory.soon`."""
+        """Bytes of memory that they take after the next tokens; see `SequenceMemory.soon`."""
         in_file = len(self.filed) * memory.beside_file() + memory.ahead() if self.filed else 0
         return memory.soon(self.near) + in_file
 
@@ -91,14 +91,14 @@ class Running:
         return in_file <= self.most and memory.soon([text]) > WORTH * memory.beside_file()
 
     def fits(self, text: SequenceMemory, memory: CacheMemory) -> bool:
-        """Whether memory has room for the KV cache of one more sequence; a single one always may begin."""
+        """Whether memory has room for the KV cache of one more sequence; see `picking.fits`."""
         if not self.filed:
             return fits(text, self.near, memory.bytes_for, memory.limit)
         return replace(self, near=[*self.near, text]).soon(memory) <= memory.limit
 
 
 class Begins(Enum):
-    """Where a sequence that begins has its KV cache."""
+    """The place of the KV cache of a sequence that begins: memory, the file, or neither because it has to wait."""
 
     NEAR = "in memory"
     FILED = "in a file"
@@ -110,16 +110,16 @@ def begins(text: SequenceMemory, running: Running, others: int, memory: CacheMem
 
     Args:
         text: the waiting sequence.
-        running: the running ones.
-        others: how many wait behind it and are to run with it.
-        memory: for KV caches.
+        running: the running sequences.
+        others: number of sequences that wait behind it and should run with it.
+        memory: the memory limit of KV caches.
     """
     near = [*running.near, text]
     if not running.has_place(text, memory):
         return Begins.NEAR if running.fits(text, memory) else Begins.LATER
     if not running.filed and memory.soon([*near, *[text] * others]) <= memory.limit:
         return Begins.NEAR
-    # those behind it need some memory too
+    # the sequences behind it need some memory too
     reserved = (len(running.filed) + others) * memory.beside_file() + memory.ahead()
     if memory.soon(near) + reserved <= memory.limit:
         return Begins.NEAR

@@ -1,8 +1,8 @@
 """One request in `generate`: its random numbers, its events, and its state, from which it continues after preemption.
 
-Runs in the batch's thread. A stopping criterion of `generate` sees every token as soon as it is chosen. A generation
-ends at the model's end tokens, at a stop text or at its length. It leaves `generate` by an exception, so that no pass
-is made for a token that is not needed. Knows nothing of other requests.
+Runs in the batch's thread. A stopping criterion of `generate` receives every token as soon as it is chosen. A
+generation ends at the model's end tokens, at a stop string or at its maximum length. It leaves `generate` by an
+exception, which saves the pass for a token that is not needed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rabbitllm.generation.answer import end_tokens
 from rabbitllm.generation.generation_stream import TextStream
 from rabbitllm.generation.request import Delta, Event, Failed, Finished, FinishReason, Likelihood, Request, TokenLogprob
 
-# Text that comes piece by piece and ends before the first of some stop texts to be complete. Knows no tokens.
+# Cuts text, which is added piece by piece, before the stop string that is complete first.
 
 
 class StoppedText:
-    """Holds back what may become a stop text, until more is known.
+    """Holds back text that may become a stop string, until more text decides it.
 
     Args:
-        stops: texts that end it; none of them empty.
+        stops: stop strings, none of them empty.
 
     Attributes:
-        stop: the one that came, or None.
+        stop: the stop string that was found, or None.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -40,11 +40,11 @@ class StoppedText:
         self._free = ""
 
     def add(self, text: str) -> None:
-        """Take what follows; after a stop text, nothing does."""
+        """Append text; after a stop string it is ignored."""
         if self.stop is not None:
             return
         text = self._held + text
-        # the one that is complete first, as if the text came character by character; of several the longest
+        # the stop string that is complete first, as if text were added by the character; of several the longest
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             _, at, self.stop = min(found)
@@ -56,10 +56,10 @@ class StoppedText:
         self._held = text[len(text) - keep :]
 
     def take(self, *, last: bool = False) -> str:
-        """What is certain since the last time.
+        """The text that became certain since the last call.
 
         Args:
-            last: nothing follows, so nothing is held back.
+            last: whether no more text follows, so that nothing is held back.
         """
         taken = self._free + (self._held if last else "")
         self._free = ""
@@ -69,11 +69,11 @@ class StoppedText:
 
 
 def _tell_nobody(event: Event) -> None:
-    """Replaces the callback at the end, which breaks a reference cycle between the generation and its caller."""
+    """Replaces the callback at the end, to break the reference cycle between the generation and its caller."""
 
 
 class _Over(Exception):
-    """Raised where the last token was made, to leave `generate`."""
+    """Raised after the last token, to leave `generate`."""
 
 
 class Generation:
@@ -81,15 +81,15 @@ class Generation:
 
     Args:
         model: a causal language model with its `tokenizer`.
-        request: what is asked for.
-        notify: is given each event; what it raises ends the generation.
+        request: the request.
+        notify: called with each event; an exception from it ends the generation.
         submitted: `time.monotonic()` of the submission.
 
     Attributes:
         cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
-        tokens: generated so far.
-        kept_tokens: of the prompt, those that a cache had already.
-        ended: why it is over; None while it is not.
+        tokens: ids generated so far.
+        kept_tokens: number of prompt tokens taken from the prefix cache.
+        ended: the finish reason; None until it has ended.
     """
 
     def __init__(self, model: Any, request: Request, notify: Callable[[Event], None], submitted: float) -> None:
@@ -105,13 +105,13 @@ class Generation:
         self._ends = end_tokens(model)
         self._texts = StoppedText(request.stop)
         self._stream = TextStream(model.tokenizer, self._texts.add)
-        self._stream.put(torch.empty(0, dtype=torch.long))  # the prompt is none of it
+        self._stream.put(torch.empty(0, dtype=torch.long))  # the stream skips the prompt
         self._likelihoods = _Likelihoods() if request.likeliest is not None else None
         self._random = _beginning(request.sampling.seed, model.device) if request.sampling.samples else None
 
     @property
     def ids(self) -> list[int]:
-        """The prompt, and what was generated."""
+        """The prompt and the generated tokens."""
         return [*self.request.prompt, *self.tokens]
 
     @property
@@ -120,15 +120,15 @@ class Generation:
         return self.request.max_new_tokens - len(self.tokens)
 
     def run(self, chunk: int | None) -> None:
-        """Generate until it is over; what an earlier run made stays, and this one goes on behind it.
+        """Generate to the end; after a preemption it continues behind the tokens of the earlier run.
 
         Args:
-            chunk: tokens of the prompt in one pass; None for all.
+            chunk: tokens of the prompt to prefill in one pass; None for all.
         """
         ids = torch.tensor([self.ids], device=self._model.device)
         pad = self._model.tokenizer.pad_token_id
         given: dict[str, Any] = {
-            "max_new_tokens": self.room + 1,  # this ends it, not `generate`
+            "max_new_tokens": self.room + 1,  # `made` ends it, not `generate`
             "num_beams": 1,
             "num_return_sequences": 1,
             "use_cache": True,
@@ -147,7 +147,7 @@ class Generation:
             self._model.generate(ids, attention_mask=torch.ones_like(ids), **given)
 
     def made(self, token: int) -> None:
-        """Take a token, hand on what it completes, and leave `generate` if it was the last one."""
+        """Take a token, report the text that it completes, and leave `generate` if it was the last one."""
         if self._first is None:
             self._first = time.monotonic()
         self.tokens.append(token)
@@ -164,7 +164,7 @@ class Generation:
             raise _Over
 
     def end(self, ended: FinishReason) -> Finished:
-        """Say that it is over; text that was held back is handed on."""
+        """End it: report the text that was held back, and the result."""
         if self.ended is None:
             self.ended = ended
             self._stream.end()
@@ -185,12 +185,12 @@ class Generation:
         return finished
 
     def fail(self, error: Exception) -> None:
-        """Say that it has failed."""
+        """Report that it has failed."""
         self._notify(Failed(error))
         self._notify = _tell_nobody
 
     def draw(self, begins: bool) -> None:
-        """Have random numbers of its own around the choice of a token: called before it, and after."""
+        """Swap in the request's own random state around the choice of a token: called before it and after."""
         if self._random is None:
             return
         if begins:
@@ -208,7 +208,7 @@ class Generation:
 
 
 class _Watch(StoppingCriteria):  # type: ignore[misc]
-    """Sees every token."""
+    """Passes every token to its generation."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -219,7 +219,7 @@ class _Watch(StoppingCriteria):  # type: ignore[misc]
 
 
 class _Likelihoods(LogitsProcessor):  # type: ignore[misc]
-    """Keeps the scores as they are before temperature and the like; `generate` asks it ahead of those."""
+    """Keeps the log probabilities before temperature and the like; `generate` calls it first."""
 
     def __init__(self) -> None:
         self._logprobs: torch.Tensor | None = None
@@ -239,7 +239,7 @@ class _Likelihoods(LogitsProcessor):  # type: ignore[misc]
 
 
 def _beginning(seed: int | None, device: torch.device) -> torch.Tensor:
-    """The state of random numbers that `torch.manual_seed` would set."""
+    """The random state that `torch.manual_seed` would set; without a seed, a random one."""
     generator = torch.Generator(device="cuda" if device.type == "cuda" else "cpu")
     generator.manual_seed(seed if seed is not None else int.from_bytes(os.urandom(7), "little"))
     return generator.get_state()

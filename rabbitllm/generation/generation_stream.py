@@ -1,8 +1,7 @@
-"""Tokens as text while they are being generated: what `generate(streamer=…)` is given.
+"""A streamer for `generate(streamer=…)` that decodes tokens while they are being generated.
 
-Text is handed on with the token that completes it: at once, and never half a character of UTF-8. What has been handed
-on is never taken back, and at the end all of it is what the tokenizer makes of the tokens together. Knows tokenizers
-and clocks; knows no model.
+Text is written with the token that completes it, never half a character of UTF-8. Written text is never changed
+afterwards, and all pieces together equal the tokenizer's decoding of all tokens.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from typing import Any, TextIO
 from rabbitllm.base.terminal import disarmed
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer puts where bytes are no character yet."""
+"""Tokenizers decode bytes of an incomplete character to this."""
 
 
 class TextStream:
     """A streamer for `generate`, of one sequence.
 
-    `generate` brings the prompt first, which is skipped, then each token when it is there; with prompt lookup and
+    `generate` passes the prompt first, which is skipped, then each token as it is generated; with prompt lookup and
     assistants several at a time.
 
     Args:
-        tokenizer: of the model.
-        write: is given each piece of text; what it raises (a broken pipe) ends the generation.
+        tokenizer: tokenizer of the model.
+        write: called with each piece of text; an exception from it (a broken pipe) ends the generation.
         skip_special_tokens: leave out tokens such as the end of the text.
 
     Attributes:
         tokens: ids generated so far.
-        text: what was handed on so far.
-        times: `time.perf_counter()` when each of the tokens came; those that came together have one time.
+        text: the text written so far.
+        times: `time.perf_counter()` at the arrival of each token; tokens that arrive together have one time.
     """
 
     def __init__(
@@ -45,13 +44,13 @@ class TextStream:
         self._write = write if write is not None else print_text
         self._skip = skip_special_tokens
         self._prompt_is_next = True
-        # Tokens from `_from` on are decoded together, since what a tokenizer makes of one depends on those before it
-        # (a space in front, bytes of one character); the text of those before `_to` was handed on.
+        # Tokens from `_from` on are decoded together, since the text of a token depends on those before it (a leading
+        # space, bytes of one character); the text of those before `_to` has been written.
         self._from = 0
         self._to = 0
 
     def put(self, value: Any) -> None:
-        """Take the prompt, or what came after it.
+        """Take the prompt or the tokens after it.
 
         Args:
             value: ids, int64 of shape (tokens,) or (1, tokens).
@@ -70,7 +69,7 @@ class TextStream:
         self._hand_on(finished=False)
 
     def end(self) -> None:
-        """Hand on what is left, also if it ends in half a character. The next `put` brings another prompt."""
+        """Write the rest, even if it ends in half a character. The next `put` takes another prompt."""
         self._hand_on(finished=True)
         self._from = self._to = len(self.tokens)
         self._prompt_is_next = True
@@ -94,13 +93,13 @@ class TextStream:
 
 
 def print_text(text: str, out: TextIO | None = None) -> None:
-    """Write text now; characters that the encoding lacks become question marks.
+    """Write text and flush; characters that the encoding lacks become question marks.
 
-    On a terminal, characters that it might act upon stand there as escapes: a model may say anything.
+    On a terminal, control characters are written as escapes, since a model may generate any of them.
 
     Args:
-        text: of a model.
-        out: where to; by default stdout.
+        text: text from a model.
+        out: file to write to; stdout by default.
 
     Raises:
         BrokenPipeError: the reader has closed the pipe.

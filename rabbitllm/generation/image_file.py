@@ -1,10 +1,10 @@
-"""A nameless file of images: the place of each image, and whether its I/O uses the page cache. Knows no sequences.
+"""A nameless file of images: the offset of each image, and whether its I/O uses the page cache.
 
-    through the page cache    as long as the whole file and the weights that a pass reads stay cached
+    through the page cache    as long as the whole file and the weights that a pass reads remain cached
     past it (direct I/O)      from then on: data that is read once a pass would evict other pages
 
-Under a control group's limit the page cache is the group's own. An image that goes through it costs a copy, and the
-kernel has to find pages to reclaim for it among those of everything else.
+With a memory limit of a control group the page cache counts against that limit. I/O through it costs a copy, and the
+kernel has to reclaim other pages for it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from rabbitllm.generation.cache_image import Form, Image, new_image
 from rabbitllm.storage import durable
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 
-# Places in a file that several share: taken, given back, and taken again. Pure.
+# Slots of a file: taken, given back, and reused.
 #
-# The first that is large enough is taken, and those side by side that are given back become one, so that texts of many
-# lengths leave no more holes than there are texts. Knows no bytes.
+# The first free slot that is large enough is used, and adjacent free slots are merged, so that there are never more
+# holes than slots in use.
 
 
 class FileSlots:
-    """The places of a file.
+    """The slots of a file.
 
     Args:
-        limit: bytes that the file may have.
+        limit: maximum size of the file in bytes.
 
     Attributes:
         limit: see above.
-        taken: bytes of places that are.
+        taken: bytes of the slots in use.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.taken = 0
         self._end = 0
-        self._free: list[tuple[int, int]] = []  # (begin, bytes), in their order; none touches another one, or the end
+        self._free: list[tuple[int, int]] = []  # (begin, bytes), sorted; not adjacent to each other or to the end
 
     def take(self, nbytes: int) -> int | None:
-        """Where so many bytes may go; None if there is no room.
+        """Reserve a slot and return its offset; None if there is no room.
 
         Args:
-            nbytes: at least one.
+            nbytes: size of the slot, at least one.
         """
         for number, (begin, room) in enumerate(self._free):
             if room >= nbytes:
@@ -62,11 +62,11 @@ class FileSlots:
         return begin
 
     def give_back(self, begin: int, nbytes: int) -> None:
-        """Let others have a place.
+        """Free a slot.
 
         Args:
             begin: as `take` returned it.
-            nbytes: as it was given them.
+            nbytes: as passed to `take`.
         """
         self.taken -= nbytes
         insort(self._free, (begin, nbytes))
@@ -89,8 +89,9 @@ class StoredImage:
     """An image that is in the file.
 
     Attributes:
-        place, nbytes: there; it takes no more.
-        form: of what is made of it again.
+        place: offset of its slot in the file.
+        nbytes: bytes of its slot.
+        form: form of the image.
     """
 
     place: int
@@ -102,14 +103,14 @@ class ImageFile:
     """The file of a batch.
 
     Args:
-        folder: where it may be.
-        limit: bytes that it may have.
-        weight_bytes: bytes of weights that are read between two readings of an image.
+        folder: folder of the file.
+        limit: maximum size of the file in bytes.
+        weight_bytes: bytes of weights that are read between two reads of an image.
 
     Attributes:
-        error: why nothing can be written any more; None as long as all is well.
-        written: bytes.
-        is_past_the_cache: whether images go past the page cache, if they are not small.
+        error: the error after which nothing is written any more, or None.
+        written: bytes written so far.
+        is_past_the_cache: whether images that are not small bypass the page cache.
     """
 
     def __init__(self, folder: Path, limit: int, weight_bytes: int) -> None:
@@ -125,22 +126,22 @@ class ImageFile:
 
     @property
     def limit(self) -> int:
-        """Bytes that its images may take, as estimated; 0 if it cannot be written to."""
+        """Estimate of the bytes that images may take in the file; 0 if it cannot be written to."""
         return self._limit if self.error is None else 0
 
     @property
     def nbytes(self) -> int:
-        """That are in it."""
+        """Bytes of the images in the file."""
         return self._places.taken
 
     def close(self) -> None:
-        """Forget all of it."""
+        """Close the file, which deletes it."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def look_around(self) -> None:
-        """See what memory is free now; to be called between passes, while nothing is computed."""
+        """Measure the free memory; called between passes, while nothing is computed."""
         if not self.is_past_the_cache:
             self._room = available_ram()
 
@@ -148,17 +149,17 @@ class ImageFile:
         """Write an image; None if that is not possible.
 
         Args:
-            image: on the host.
+            image: an image on the host.
         """
         if self.error is not None:
             return None
         nbytes = len(image.whole)
         place = self._places.take(nbytes)
         if place is None:
-            self._limit -= self._limit // 8  # holes between places take more than was thought
+            self._limit -= self._limit // 8  # holes between slots take more than estimated
             return None
         if not self.is_past_the_cache and not stays_cached(self.nbytes + self._weight_bytes, self._room):
-            self.is_past_the_cache = True  # and remains so; what is in the cache is dropped when it is read
+            self.is_past_the_cache = True  # and remains so; cached images are dropped when they are read
         try:
             if self._file is None:
                 self._file = durable.NamelessFile(self._folder)
@@ -172,10 +173,10 @@ class ImageFile:
         return StoredImage(place, nbytes, image.form)
 
     def fill(self, image: Image, stored: StoredImage) -> None:
-        """Read an image; by any thread.
+        """Read an image; may be called in any thread.
 
         Args:
-            image: a new one of its form.
+            image: an image of its form, overwritten.
             stored: as `put` returned it, and not given back.
 
         Raises:
@@ -185,13 +186,13 @@ class ImageFile:
         self._file.read_at(image.whole.numpy().data, stored.place, aligned=self._goes_past(image, stored.place))
 
     def get(self, stored: StoredImage) -> Image:
-        """An image again, see `fill`."""
+        """Read an image into new memory; see `fill`."""
         image = new_image(*stored.form)
         self.fill(image, stored)
         return image
 
     def give_back(self, stored: StoredImage) -> None:
-        """Let others have a place.
+        """Free the slot of an image.
 
         Args:
             stored: as `put` returned it.

@@ -1,7 +1,7 @@
-"""Images of a pass, read from their file ahead of their use, in its order, as many as may be in memory at a time.
+"""Prefetches the images of a pass from their file, in the order of their use, within a memory limit.
 
-The next one is always read, however large. Called in the batch's thread; what is ahead is read by others. Knows no
-texts but as keys, and asks where each image is when it comes to be read: texts may have gone by then.
+The next image is always read, however large. Called in the batch's thread; other threads read. The slot of each image
+is looked up just before the read, since its sequence may have ended by then.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from rabbitllm.generation.cache_image import Image, new_image
 from rabbitllm.generation.image_file import ImageFile, StoredImage
 
 READERS = 2
-"""A disk that is asked for one thing at a time is slower."""
+"""Number of reading threads: a disk is slower with a single read in flight."""
 
 Key = tuple[Any, int]
-"""The cache of a text, and the number of a layer."""
+"""The KV cache of a sequence, and the number of a layer."""
 
 
 class ImagesAhead:
-    """What is read ahead of one file.
+    """Prefetches images from one file.
 
     Args:
-        file: see there.
-        most: bytes that may be in memory before their use; the next image always.
-        find: where an image is in the file; None if it no longer is.
+        file: file of the images.
+        most: bytes that may be in memory ahead of their use; the next image is always allowed.
+        find: returns the stored image of a key; None if it is no longer in the file.
 
     Attributes:
-        read: bytes, of what was taken.
-        nbytes: that are ahead.
+        read: bytes of the images taken so far.
+        nbytes: bytes that are read ahead now.
     """
 
     def __init__(self, file: ImageFile, most: int, find: Callable[[Key], StoredImage | None]) -> None:
@@ -49,18 +49,18 @@ class ImagesAhead:
         """Begin to read for a pass.
 
         Args:
-            keys: what it takes, in this order.
+            keys: images that the pass takes, in this order.
         """
         self.forget()
         self._next = deque(keys)
         self._go_on()
 
     def take(self, key: Key, stored: StoredImage) -> Image:
-        """An image, once it has come; if it was not asked for it is read now.
+        """An image, after waiting for its read; one that is not being prefetched is read now.
 
         Args:
-            key: whose it is.
-            stored: where it is.
+            key: key of the image.
+            stored: the image in the file.
 
         Raises:
             OSError: it cannot be read.
@@ -80,7 +80,7 @@ class ImagesAhead:
         return image
 
     def forget(self) -> None:
-        """Nothing of what comes is wanted any more; a pass that has failed leaves some."""
+        """Drop all prefetched images; a failed pass leaves some."""
         self._next.clear()
         for _, future in self._coming.values():
             if not future.cancel():
@@ -90,7 +90,7 @@ class ImagesAhead:
         self.nbytes = 0
 
     def close(self) -> None:
-        """Forget all, and end the threads."""
+        """Drop all images and end the threads."""
         self.forget()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)

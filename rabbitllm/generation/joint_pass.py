@@ -1,19 +1,17 @@
-"""Several generations that go through the model together, so that each unit's weights are brought once for all.
+"""Several generations that go through the model together, so that each unit's weights are loaded once for all.
 
-Every generation runs by itself, by the model's own code with its own KV cache, in a greenlet of one thread. Where it
-calls a unit it waits until the others are there too. Then the unit's hooks run once, and each generation's call is
-computed. Inside a layer they meet again at every module that treats each row by itself (linear layers, embeddings,
-routed experts): the rows of all of them go through it as one matrix. Everything else, attention above all, each
-computes alone: nothing is padded, and nothing can get from one text into another.
+Every generation (a member) runs the model's own code with its own KV cache, in a greenlet of one thread. At a unit it
+waits for the others. Then the unit's hooks run once, and each member's call is computed. Inside a layer members meet
+again at every module that computes each row independently (linear layers, embeddings, routed experts): the rows of all
+members go through it as one matrix. Everything else, above all attention, is computed for each member alone: nothing
+is padded, and no data can get from one sequence into another.
 
     a pass   members come in ── unit ── meet ── linear: one product ── meet ── … ── unit ── … ── members are out
-    a member came in with its inputs, and is out when its forward has returned and it wants to come in again, or ends
+    a member comes in with the inputs of its forward, and is out when it waits for the next pass or has ended
 
-Where the model allows it (`packed_families.py`), members do not even go through the layers by themselves: their rows
-go through as those of one text, by one forward (`carriers.py`, `packed.py`), and each is answered at the entrance
-already. Those that cannot take part meet this forward on its way as if it were one more member.
-
-Knows nothing of what the members do between two passes.
+If the model allows it (`packed_families.py`), members do not go through the layers by themselves: their rows are
+packed into one forward (`carriers.py`, `packed.py`), whose outputs are returned to them where they came in. Members
+that cannot be packed meet this forward as if it were one more member.
 """
 
 from __future__ import annotations
@@ -40,14 +38,13 @@ class JointPasses:
     """Lets members meet at the modules of a model.
 
     Args:
-        model: a streamed model, whose units are known.
-        exact: every member's rows go through every module by themselves, so that its results have the bits that it
+        model: a streamed model.
+        exact: compute each member's rows separately in every module, so that its results are bitwise those that it
             would have alone.
-        packing: let members' rows go through as those of one text, where that can be.
-        max_rows: of one such text; if there are more, several of them go through each layer, one after the other.
-            None for no limit.
-        file: in which members may have their KV cache; it is brought back for members that go through the layers by
-            themselves.
+        packing: pack members into one forward if possible.
+        max_rows: maximum rows of a packed forward; with more rows several packed forwards go through each layer, one
+            after the other. None for no limit.
+        file: file in which members may have their KV cache; members that are not packed get theirs back in memory.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class JointPasses:
         model.shared_passes = self
 
     def close(self) -> None:
-        """Take all members out, and leave the model as it was."""
+        """Take all members out, and restore the model."""
         for member in list(self.members):
             self.take_out(member)
         for point in self._points:
@@ -95,7 +92,7 @@ class JointPasses:
         self._model.shared_passes = None
 
     def add(self, work: Callable[[], None], behind_head: Callable[[bool], None] = lambda goes_on: None) -> Member:
-        """Let another one begin; it stops before its first pass.
+        """Start a member; it stops before its first pass.
 
         Args:
             work, behind_head: see `Member`.
@@ -110,10 +107,9 @@ class JointPasses:
         self._end(member, Left())
 
     def run(self, members: Sequence[Member]) -> None:
-        """One pass for some members; afterwards each of them has ended, or waits for the next one.
+        """Run one pass for some members; afterwards each of them has ended or waits for the next one.
 
-        What goes wrong in a member ends that member alone (its `error` says why); what goes wrong with the weights
-        ends all.
+        An error in a member ends only that member (see its `error`); an error with the weights ends all.
         """
         inside = list(members)
         if not inside:
@@ -138,22 +134,22 @@ class JointPasses:
                 self._answer(carrier)
 
     def _kind(self, module: nn.Module) -> RowKind | None:
-        """How members' rows go through a module as one; None if they do not."""
+        """How members' rows go through a module together; None if they do not."""
         if module is self._model.get_input_embeddings() and isinstance(module, nn.Embedding):
-            return RowKind.IDS  # some scale what they look up, row by row
+            return RowKind.IDS  # some embeddings also scale each row
         return rowwise(module)
 
-    # what members call -----------------------------------------------------------------------------------------------
+    # called by members -----------------------------------------------------------------------------------------------
 
     def is_member(self) -> bool:
-        """Whether the caller is one."""
+        """Whether the caller is a member."""
         return isinstance(getcurrent(), Member)
 
     def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wait for the next pass; called by the model in a member, with the inputs of its forward.
 
         Returns:
-            What the forward returns, if it was computed with the others'; else None.
+            The output of the forward if it was packed; else None.
         """
         return self._wait(MemberCall(None, args, kwargs))
 
@@ -173,7 +169,7 @@ class JointPasses:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             member = getcurrent()
-            # experts are brought for the rows that want them, and so for the rows of all
+            # experts are loaded by the rows routed to them, and so for the rows of all members
             brings = point.is_unit or point.rowwise is RowKind.EXPERTS
             if not isinstance(member, Member) or not (brings or member.meets_inside):
                 return ordinary(*args, **kwargs)
@@ -184,10 +180,10 @@ class JointPasses:
 
         return call
 
-    # what the hub does -----------------------------------------------------------------------------------------------
+    # in the hub ------------------------------------------------------------------------------------------------------
 
     def _go_on(self, member: Member, answer: Any) -> None:
-        """Let a member run until it waits again, or ends."""
+        """Run a member until it waits again or ends."""
         at = member.waits
         computed = at is not None and at.point is None and answer is not None
         drawing = computed or (at is not None and at.point is self._head and self._head is not None)
@@ -207,7 +203,7 @@ class JointPasses:
         torch.set_grad_enabled(gradients)
 
     def _answer(self, carrier: Carrier) -> None:
-        """Give members what was computed for them."""
+        """Pass the members of a carrier their outputs or its error."""
         if carrier.error is not None and not isinstance(carrier.error, Exception):
             raise carrier.error
         if isinstance(carrier.error, NotPackable):
@@ -221,23 +217,23 @@ class JointPasses:
     def _end(self, member: Member, error: BaseException) -> None:
         throw: Callable[..., Any] = member.throw
         self._switch(member, lambda: throw(error))
-        if not member.dead:  # it caught what was not meant for it
+        if not member.dead:  # it caught the exception
             self._end(member, error)
         elif member in self.members:
             self.members.remove(member)
 
     def _meet(self, members: Sequence[Member]) -> None:
-        """Compute the calls of one of the points where members are."""
+        """Compute the calls at the meeting point where most members wait."""
         point, here = together(members)
         try:
-            # looking up rows rounds nothing
+            # a lookup of rows does not round
             if point.rowwise is not None and (point.rowwise is RowKind.IDS or not self._exact):
                 self._through_as_rows(point, here)
             elif point.is_unit:
                 self._through_a_unit(point, here)
             else:
                 self._each(point, here)
-        except Exception as error:  # of the weights, or of a product of all members' rows
+        except Exception as error:  # from the weights, or from a product of all members' rows
             for member in here:
                 if not member.dead:
                     self._end(member, _copy_of(error))
@@ -254,7 +250,7 @@ class JointPasses:
         except Exception:
             if len(members) == 1:
                 raise
-            for member in members:  # perhaps one brought what cannot be computed: then it alone is to end
+            for member in members:  # if the input of one cannot be computed, only that one ends
                 self._meet([member])
             return
         for member, answer in zip(members, answers, strict=True):
@@ -286,7 +282,7 @@ def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _entry(members: Iterable[Member]) -> PassInput:
-    """What goes into a pass altogether."""
+    """The input of a pass: the tokens of all members."""
     return PassInput(1, sum(member.tokens for member in members), None, None)
 
 

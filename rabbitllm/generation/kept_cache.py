@@ -1,22 +1,21 @@
 """A KV cache that is kept between answers, and how far it can go back.
 
-The next prompt seldom continues the last one to the token: a template strips the model's reasoning, and a tokenizer
-may split the answer's text otherwise than the model did. So the cache goes back to their common prefix. The way depends
-on the kind of layer (transformers 5, `cache_utils`):
+The next prompt is seldom an exact continuation of the last one: a template strips the model's reasoning, and a
+tokenizer may split the text of the answer differently from the model. So the cache goes back to their common prefix.
+How depends on the kind of layer (transformers 5, `cache_utils`):
 
-    the KV cache of every token           cut off at any length
-    a sliding window                      cut off as long as it has not slid; then what slid out is gone
-    a state (linear attention, Mamba, …)  cannot be cut: it is what all tokens made of it
+    the KV cache of every token           cut at any length
+    a sliding window                      cut as long as it has not slid; after that older tokens are gone
+    a state (linear attention, Mamba, …)  cannot be cut: it sums up all tokens
 
 Windows and states are copied at the beginning of a turn and at the end of its prompt, and the cache goes back to the
 longest copy that is short enough. A copy is as large as the window or the state, whatever the length of the sequence.
 
-A cache is kept only if it continues exactly: the model then computes the same for further tokens as for all tokens at
-once, but for rounding. This holds for full attention and sliding windows. With states it depends on the model's own
-code, which for some resets the state at every prompt (Jamba, RecurrentGemma). `CONTINUING` names the models that a test
-has shown to continue. For all others nothing is kept, and each prompt is computed whole: other models with states,
+A cache is kept only if it continues exactly: the results for further tokens are then the same as for all tokens at
+once, except for rounding. This holds for full attention and sliding windows. With states it depends on the model's own
+code, which in some models resets the state at every prompt (Jamba, RecurrentGemma). `CONTINUING` names the models that
+continue, each with a test. For all others nothing is kept, and each prompt is computed whole: other models with states,
 caches of other kinds (indexes that choose tokens, where rounding changes the choice) and models without attention.
-Knows no tokenizers and no conversations.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ CONTINUING = frozenset(
         *("zamba2", "zaya"),
     }
 )
-"""Model types with states whose further prompts continue them (transformers 5.23); their tests are in
+"""Model types whose states continue with further prompts (transformers 5.23), tested in
 `tests/generation/test_kept_cache.py`."""
 MAX_MARKS = 2
-"""The beginning of the turn, and the end of its prompt."""
+"""The most marks kept: the beginning of a turn and the end of its prompt."""
 
 
 def keeps(model: Any) -> bool:
@@ -49,9 +48,9 @@ def keeps(model: Any) -> bool:
     layers = DynamicCache(config=config).layers
     plain = [layer for layer in layers if _holds_every_token(layer) or _is_window(layer) or _is_nothing(layer)]
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
-        return False  # nothing would tell how many tokens are in it
+        return False  # the number of its tokens would be unknown
     if getattr(model, "hosts", None) is not None and not all(map(_holds_every_token, layers)):
-        return False  # what is put back into layers here is not put back into those on other hosts
+        return False  # a mark restores the layers of this host only
     states = [layer for layer in layers if hasattr(layer, "conv_states")]
     return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
 
@@ -65,7 +64,7 @@ def _is_window(layer: Any) -> bool:
 
 
 def _is_nothing(layer: Any) -> bool:
-    """A layer that has no attention, or uses another layer's KV cache."""
+    """Whether a layer has no attention, or uses another layer's KV cache."""
     return type(layer).__name__ == "DummyLayer"  # not in every version
 
 
@@ -74,8 +73,8 @@ class Mark:
     """A length to which a cache can go back.
 
     Attributes:
-        length: tokens.
-        layers: number of a layer -> what has to be put back into it.
+        length: number of tokens.
+        layers: number of a layer -> its attributes to restore.
     """
 
     length: int
@@ -89,8 +88,8 @@ class KeptCache:
         model: one for which `keeps` holds.
 
     Attributes:
-        ids: of the tokens that are in the cache.
-        cache: what `generate` takes as `past_key_values`.
+        ids: ids of the tokens in the cache.
+        cache: the `past_key_values` for `generate`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -98,28 +97,28 @@ class KeptCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Empty the cache and drop its marks."""
         self.ids: list[int] = []
         self.cache = DynamicCache(config=self._config)
         self._marks: list[Mark] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache and its marks, as far as they hold something."""
+        """Bytes of the tensors of the cache and its marks."""
         tensors = [tensor for layer in self.cache.layers for tensor in _tensors(vars(layer))]
         tensors += [tensor for mark in self._marks for layer in mark.layers.values() for tensor in _tensors(layer)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def go_back(self, length: int) -> int:
-        """Shorten the cache to at most so many tokens, and return how many it has then.
+        """Shorten the cache to at most so many tokens, and return its new length.
 
         Args:
-            length: tokens; as many as it has, or more, change nothing.
+            length: number of tokens; no change if the cache has no more than that.
         """
         return len(self.ids) if length >= len(self.ids) else self._shorten(length)
 
     def mark(self, ids: list[int]) -> None:
-        """Note that the cache holds exactly these tokens now, and that it may have to come back here."""
+        """Record that the cache holds exactly these tokens now, and keep a mark to go back here."""
         self.ids = list(ids)
         layers = {
             number: _copied(_what_cutting_spoils(layer))
@@ -131,18 +130,18 @@ class KeptCache:
             self._marks.append(Mark(len(ids), layers))
 
     def hold(self, ids: list[int]) -> None:
-        """Note that the cache holds exactly these tokens now."""
+        """Record that the cache holds exactly these tokens now."""
         self.ids = list(ids)
 
     def recover(self, length: int, ids: list[int]) -> int:
-        """Make the cache whole after a pass was interrupted, in which some layers got further than others.
+        """Make the cache consistent after an interrupted pass, in which some layers got further than others.
 
         Args:
-            length: tokens that were in every layer before that pass.
+            length: number of tokens in every layer before that pass.
             ids: those tokens, and possibly more.
 
         Returns:
-            How many tokens it has then.
+            The new length of the cache.
         """
         self.ids = ids[:length]
         return self._shorten(length)
@@ -178,7 +177,7 @@ class KeptCache:
 
 
 def can_be_cut(layer: Any) -> bool:
-    """Whether the layer as it is can be cut at any length."""
+    """Whether the layer in its current state can be cut at any length."""
     if _is_window(layer):
         return bool(layer.get_seq_length() < layer.sliding_window)
     return _holds_every_token(layer) or _is_nothing(layer)
@@ -205,7 +204,7 @@ def _what_cutting_spoils(layer: Any) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy with tensors of its own; of a view only what it shows."""
+    """A copy with tensors of its own; of a view only the viewed part."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {name: _copied(one) for name, one in value.items()} if isinstance(value, dict) else value

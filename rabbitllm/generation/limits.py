@@ -1,4 +1,4 @@
-"""What a batch takes on: plain numbers."""
+"""The limits of a batch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from rabbitllm.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a batch takes on.
+    """The limits of a batch.
 
     Attributes:
-        running: requests in one pass, at most.
-        waiting: requests in the queue, at most; those that begin at the next pass do not count.
-        cache_bytes: KV caches of all requests, the prefix cache included; None for half of the memory that is free
-            when the batch begins, on the devices that compute.
-        chunk: tokens of one prompt in a pass, so that a long one does not keep the others waiting; of several
-            together it may be more, see `picking.Pace`.
-        exact: compute each request's rows by themselves: its tokens are then those that it gets alone in any dtype,
-            at the price of speed.
-        aside_bytes: KV caches of preempted requests, swapped out to RAM or a file until there is room again; None for
-            four times `cache_bytes`, 0 to recompute them each time. See `swap_space.py`.
-        aside_folder: where such a file may be; None for where temporary files are, unless that lies in memory.
-        file_bytes: KV caches of running requests in a file in `aside_folder`, where a pass reads more bytes of
-            weights than memory has for KV caches; None for a quarter of the free space there, 0 for none. See
+        running: maximum number of requests in one pass.
+        waiting: maximum number of requests in the queue; those that begin at the next pass do not count.
+        cache_bytes: limit of the KV caches of all requests, including the prefix cache; None for half of the memory
+            that is free when the batch begins, on the devices that compute.
+        chunk: tokens of one prompt in a pass, so that a long prompt does not block other requests; several prompts
+            together may have more, see `picking.TokenBudget`.
+        exact: compute each request's rows separately: in any dtype it gets the same tokens as alone, but slower.
+        aside_bytes: limit of KV caches of preempted requests, swapped out to RAM or a file until there is room again;
+            None for four times `cache_bytes`, 0 to recompute them each time. See `swap_space.py`.
+        aside_folder: folder of such files; None for a folder of temporary files that is not in memory.
+        file_bytes: limit of KV caches of running requests in a file in `aside_folder`, used if a pass reads more bytes
+            of weights than memory has for KV caches; None for a quarter of the free space there, 0 for none. See
             `cache_file.py`.
-        in_bulk: throughput counts, not the latency of single answers: a pass takes as many prompt tokens as memory
-            allows, instead of staying short, and its sequences go through each layer in parts.
+        in_bulk: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
+            allows, and its sequences go through each layer in parts.
     """
 
     running: int = 64
@@ -45,7 +44,7 @@ class Limits:
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: a number below one, or a folder in which no file can be made.
+            OptionError: a number below its minimum, or a folder in which no file can be made.
         """
         for name in ("running", "waiting", "cache_bytes", "chunk"):
             value = getattr(self, name)

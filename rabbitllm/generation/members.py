@@ -1,4 +1,4 @@
-"""Generations that share passes: where each waits, and with what. How they are taken on is joint_pass.py's."""
+"""Members of joint passes (`joint_pass.py`): the meeting point and the call at which each of them waits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rabbitllm.telemetry.passes import PassInput
 
 
 class Left(BaseException):
-    """Thrown into a member that is taken out; no handler for errors is meant to catch it."""
+    """Thrown into a member to take it out; a `BaseException`, so that no error handler catches it."""
 
 
 @dataclass(slots=True)
 class MemberCall:
-    """Where a member waits, and with what; at no point it waits for the next pass."""
+    """The call at which a member waits; `point` is None while it waits for the next pass."""
 
     point: MeetingPoint | None
     args: tuple[Any, ...]
@@ -29,7 +29,7 @@ class MemberCall:
 
 
 class Alone:
-    """The answer to a member that shall compute its call by itself."""
+    """Answer to a member that has to compute its call by itself, with these arguments."""
 
     __slots__ = ("args", "kwargs")
 
@@ -49,8 +49,8 @@ class MeetingPoint:
 
     @contextlib.contextmanager
     def replaced(self, forward: Callable[..., None]) -> Iterator[None]:
-        """Have the module's hooks run around another forward than its own."""
-        before = self.module.__dict__.get("forward")  # a linear layer's may be replaced already
+        """Replace the module's forward, so that its hooks run around another one."""
+        before = self.module.__dict__.get("forward")  # that of a linear layer may already be replaced
         self.module.forward = forward
         try:
             yield
@@ -65,15 +65,15 @@ class Member(greenlet):  # type: ignore[misc]
     """One generation among those that share passes.
 
     Args:
-        work: what it does; calls the model as often as it likes.
-        behind_head: called as it goes on (True) and has stopped again (False), around what it does behind the model's
-            last linear layer: there, tokens are drawn.
-        meets_inside: whether it waits for others at every module that treats rows by themselves, and not only where
-            weights are brought.
+        work: function that it runs; may call the model any number of times.
+        behind_head: called with True before and with False after the member runs behind the model's output head,
+            where tokens are sampled.
+        meets_inside: whether it waits for others at every module that computes rows independently, not only where
+            weights are loaded.
 
     Attributes:
-        error: what ended it, if it did not end by itself.
-        waits: where it is; None while it runs, and when it has ended.
+        error: the error that ended it, if any.
+        waits: the call at which it waits; None while it runs and after it has ended.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Member(greenlet):  # type: ignore[misc]
 
     def _run(self, answer: Any = None) -> None:
         work = self._work
-        del self._work  # it may refer to this
+        del self._work  # it may refer to this member
         try:
             work()
         except Left:
@@ -107,30 +107,30 @@ class Member(greenlet):  # type: ignore[misc]
 
     @property
     def is_inside_a_unit(self) -> bool:
-        """Whether it waits in the middle of one."""
+        """Whether it waits inside a unit."""
         return self.waits is not None and self.waits.point is not None and not self.waits.point.is_unit
 
     @property
     def tokens(self) -> int:
-        """That it brings into the next pass, for which it waits."""
+        """Number of tokens that it brings into the next pass, for which it waits."""
         entry, _ = self.brings
         return entry.batch * entry.length
 
     @property
     def brings(self) -> tuple[PassInput, Any]:
-        """What goes into the next pass, for which it waits, and its KV cache; None without one."""
+        """Its input of the next pass, for which it waits, and its KV cache; None without one."""
         assert self.waits is not None
         return entry_of(self.waits.args, self.waits.kwargs)
 
 
 def call_of(member: Member) -> MemberCall:
-    """Where one that waits does so."""
+    """The call at which a waiting member waits."""
     assert member.waits is not None
     return member.waits
 
 
 def together(members: Sequence[Member]) -> tuple[MeetingPoint, list[Member]]:
-    """The point where most of them are, and who is there."""
+    """The meeting point where most of them wait, and the members there."""
     by_point: dict[int, list[Member]] = {}
     for member in members:
         by_point.setdefault(id(call_of(member).point), []).append(member)

@@ -1,9 +1,9 @@
-"""A pass in which the rows of several texts go through the model side by side: one genuine forward for all.
+"""A pass with a packed batch: the rows of several sequences go through the model in one forward, without padding.
 
-    ids of text 1, ids of text 2, …  ->  (1, all rows)  ->  logits of the rows that each wants  ->  each its own output
+    ids of sequence 1, ids of sequence 2, …  ->  (1, all rows)  ->  logits of the requested rows  ->  an output for each
 
-Only attention looks at more than one row, and there each text has its own keys and its own mask. Which calls can be
-part of it is decided from their arguments; what is not known is not packed. Knows no greenlets.
+Only attention combines rows, and there each sequence has its own keys and its own mask. Whether a call can be packed
+is decided from its arguments; with an unknown argument it is not packed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rabbitllm.generation.packed_families import can_be_packed, has_known_layers
 _READ = frozenset({"input_ids", "position_ids", "attention_mask", "past_key_values", "logits_to_keep"})
 _EXPECTED: Mapping[str, Any] = {"use_cache": True, "return_dict": True}
 _NOTHING: Mapping[str, Any] = {"mm_encoder_outputs": {}}
-"""What `generate` passes where there are no images."""
+"""Arguments that `generate` passes without images."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """What one text brings to a pass.
+    """The sequence of a request in a packed batch.
 
     Attributes:
         ids: (1, rows).
-        positions: (1, rows); (kinds, 1, rows) where the model has several kinds.
-        cache: its own.
-        kept: the last so many rows have logits.
+        positions: (1, rows); (kinds, 1, rows) if the model has several kinds.
+        cache: its KV cache.
+        kept: number of last rows whose logits are computed.
     """
 
     ids: torch.Tensor
@@ -47,11 +47,11 @@ class PackedSequence:
 
 
 class PackedForward:
-    """Computes passes of several texts.
+    """Computes passes with packed batches.
 
     Args:
-        model: for which `can_be_packed` holds.
-        file: in which some sequences have their KV cache; None where none has.
+        model: a model for which `can_be_packed` holds.
+        file: file in which some sequences have their KV cache; None for none.
     """
 
     def __init__(self, model: Any, file: CacheFile | None = None) -> None:
@@ -69,14 +69,14 @@ class PackedForward:
 
     @staticmethod
     def of(model: Any, file: CacheFile | None = None) -> PackedForward | None:
-        """One for a model, if it can be packed."""
+        """A `PackedForward` for a model; None if the model cannot be packed."""
         return PackedForward(model, file) if can_be_packed(model) else None
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedSequence | None:
-        """What a call of the model's forward brings; None if it cannot be packed.
+        """The sequence in a call of the model's forward; None if the call cannot be packed.
 
         Args:
-            args, kwargs: of the call.
+            args, kwargs: arguments of the call.
         """
         if args or not all(name in _READ or _says_nothing(name, value) for name, value in kwargs.items()):
             return None
@@ -94,8 +94,10 @@ class PackedForward:
         return PackedSequence(ids, positions, cache, min(kept, rows) or rows)
 
     def fitting(self, texts: Sequence[PackedSequence]) -> list[bool]:
-        """Which texts fit the first one, and have ids and positions that the model has; what others end with is theirs
-        alone."""
+        """Whether each sequence matches the first one and has valid ids and positions.
+
+        The others are computed by themselves, so that an error ends only one of them.
+        """
         kinds = texts[0].positions.shape[:-1]
         least = torch.stack([torch.minimum(text.ids.min(), text.positions.min()) for text in texts])
         most = torch.stack([torch.stack([text.ids.max(), text.positions.max()]) for text in texts])
@@ -105,19 +107,19 @@ class PackedForward:
         ]
 
     def attending(self) -> AbstractContextManager[None]:
-        """What has to be around several forwards that go on by turns."""
+        """The context for several forwards that take turns."""
         return attention_by_text(self._configs)
 
     def __call__(self, texts: Sequence[PackedSequence]) -> list[Any]:
-        """One pass; returns for each text what the model's forward would have returned for it alone.
+        """Run one pass; returns for each sequence the output that the model's forward would return for it alone.
 
         Raises:
-            NotPackable: the model does what none of its family did in the tests.
+            NotPackable: the model deviates from the tested behaviour of its family.
         """
         lengths = [text.ids.shape[1] for text in texts]
         cache = PackedCache([text.cache for text in texts], lengths, self._shares, self._file)
         with packed_attention(self._configs, cache):
-            # not through the model's own call, which waits for the pass that this is
+            # bypasses the model's own call, which would wait for this very pass
             output = nn.Module.__call__(
                 self._model,
                 input_ids=torch.cat([text.ids for text in texts], 1),
@@ -149,14 +151,14 @@ def _is_row(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether an argument is as if it had not been given."""
+    """Whether an argument has the same effect as its absence."""
     if isinstance(value, torch.Tensor):
         return False
     return value is None or (name in _EXPECTED and value is _EXPECTED[name]) or (name in _NOTHING and value == {})
 
 
 def _kept_rows(texts: Sequence[PackedSequence], lengths: Sequence[int]) -> torch.Tensor:
-    """The numbers of the rows that have logits."""
+    """Indices of the rows whose logits are computed."""
     rows: list[int] = []
     end = 0
     for text, length in zip(texts, lengths, strict=True):

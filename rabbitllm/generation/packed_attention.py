@@ -1,9 +1,9 @@
-"""Attention of several texts whose rows lie side by side: each text's rows with its own keys, by the model's own code.
+"""Attention in a packed batch: each sequence's rows attend to its own keys, by the model's own code.
 
-While a packed pass runs, the model's configs name an attention implementation of ours. Its masks are one for each text,
-made by transformers with that text's sizes; its attention calls the model's own, a text at a time. Nothing is padded,
-and no product between two texts is ever computed. Other calls of the model at the same time (another thread, a
-generation that goes through its layers by itself) get the model's own attention.
+While a packed pass runs, the model's configs name the attention implementation of this module. It has one mask for each
+sequence, made by transformers with that sequence's sizes, and calls the model's own attention for each sequence.
+Nothing is padded, and no product between two sequences is computed. Other calls of the model at the same time (another
+thread, a generation that goes through its layers by itself) get the model's own attention.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rabbitllm.generation.packed_cache import MaskSpan, NotPackable, PackedCache
 
 OWN = ("sdpa", "eager")
-"""Implementations that can be called for each text."""
+"""Implementations that can be called for each sequence."""
 _NAME = "rabbitllm_packed_{}"
 _BY_HEAD = frozenset({"s_aux"})
-"""Further arguments of attention that are tensors and belong to no row."""
+"""Further tensor arguments of attention that do not depend on rows."""
 _BY_ROW = frozenset({"position_ids", "cache_position"})
-"""Those that the implementations of `OWN` do not look at."""
+"""Tensor arguments that the implementations of `OWN` ignore."""
 _PLAIN = frozenset({"dropout", "scaling", "sliding_window", "use_cache", "output_attentions", "output_hidden_states"})
-"""What changes nothing of transformers' `sdpa` but its scale, dropout being none."""
+"""Arguments of which transformers' `sdpa` uses only `scaling`, if there is no dropout."""
 _active: ContextVar[PackedCache | None] = ContextVar("packed pass", default=None)
-"""Of this thread, and this greenlet."""
+"""The packed pass of this thread and greenlet."""
 
 
 @contextlib.contextmanager
 def packed_attention(configs: Iterable[Any], cache: PackedCache) -> Iterator[None]:
-    """Let the model attend by text inside the context.
+    """Make the model attend by sequence inside the context.
 
     Args:
-        configs: of the model and its modules, each once; their implementation is one of `OWN`.
-        cache: of the pass.
+        configs: configs of the model and its modules, each once; their implementation is one of `OWN`.
+        cache: cache of the pass.
     """
     with attention_by_text(configs), texts_of(cache):
         yield
@@ -51,9 +51,9 @@ def packed_attention(configs: Iterable[Any], cache: PackedCache) -> Iterator[Non
 
 @contextlib.contextmanager
 def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
-    """Let a model inside the context attend by text, where `texts_of` names the texts.
+    """Make a model attend by sequence inside the context, for the sequences set by `texts_of`.
 
-    Contexts may be inside of one another; those that are open at the same time in any order need one around them all.
+    Contexts may be nested; contexts that are closed in another order need one around all of them.
 
     Args:
         configs: see `packed_attention`.
@@ -70,10 +70,10 @@ def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def texts_of(cache: PackedCache) -> Iterator[None]:
-    """Say to this greenlet's attention inside the context whose rows lie side by side.
+    """Set the sequences of this greenlet's packed batch inside the context.
 
     Args:
-        cache: of the forward.
+        cache: cache of the packed forward.
     """
     token = _active.set(cache)
     try:
@@ -91,7 +91,10 @@ def _attention(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As transformers has it, but for a mask a text: (1, heads, rows, width) -> (1, rows, heads, width)."""
+    """An attention function of transformers, with a mask for each sequence.
+
+    Query (1, heads, rows, width) -> output (1, rows, heads, width).
+    """
     attend = _own_attention(own, module)
     cache = _active.get()
     if cache is None:
@@ -119,10 +122,10 @@ def _by_rows(
     lengths: Sequence[int],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """transformers' `sdpa`, with as little as can be around the one product of a text that has one row.
+    """transformers' `sdpa`, with minimal overhead for a sequence of one row without a mask.
 
-    The heads that share keys are taken as rows of one head then, as transformers does it too where there is a mask:
-    with `enable_gqa` a CPU takes ten times as long for one row (bfloat16, 1000 tokens, 32 heads, 8 of keys).
+    For such a row the heads that share keys are computed as rows of one head. With `enable_gqa` a CPU takes ten times
+    as long for one row (bfloat16, 1000 tokens, 32 heads, 8 of keys).
     """
     heads = query.shape[1]
     groups = getattr(module, "num_key_value_groups", 1)
@@ -143,7 +146,7 @@ def _by_rows(
 
 
 def _own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
-    """The function that the model would call."""
+    """The attention function of the model itself."""
     eager = getattr(type(module).forward, "__globals__", {}).get("eager_attention_forward")
     found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(own, eager)
     if found is None:
@@ -152,13 +155,13 @@ def _own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def _masks(own: str, **kwargs: Any) -> Any:
-    """One mask for each text; None if none of them needs one."""
+    """One mask for each sequence; None if none of them needs one."""
     make = ALL_MASK_ATTENTION_FUNCTIONS[own]
     cache = _active.get()
     if cache is None:
         return make(**kwargs)
     spans = cache.spans()
-    made: dict[MaskSpan, Any] = {}  # texts of the same sizes share one
+    made: dict[MaskSpan, Any] = {}  # sequences of the same sizes share one
     for span in spans:
         if span not in made:
             kwargs |= {"q_length": span.queries, "q_offset": span.begins}
@@ -168,8 +171,10 @@ def _masks(own: str, **kwargs: Any) -> Any:
 
 
 def _mask_of_one_row(make: Callable[..., Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """None where the row may look at all keys, as the last one of a sliding window does; found out on the host, which
-    does not wait for a GPU."""
+    """The mask of a single row; None if the row attends to all keys, as the last one of a sliding window does.
+
+    Computed on the host, so that it does not synchronize with a GPU.
+    """
     mask: torch.Tensor | None = make(**{**kwargs, "device": "cpu"})
     return None if mask is None or bool(mask.all()) else mask.to(kwargs["device"])
 

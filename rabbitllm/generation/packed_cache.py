@@ -1,7 +1,7 @@
-"""The caches of several texts as one, for a pass in which their rows go through the model side by side.
+"""The KV caches of the sequences of a packed batch, behind the interface of one transformers cache.
 
-To the model it is a cache of transformers'. What it is given is dealt out to the texts' own caches; what it returns are
-the new keys and values alone, by which the attention finds those of each text (`packed_attention.py`).
+An update is split and appended to the sequences' own caches. It returns only the new keys and values, by which
+attention finds the whole keys and values of each sequence (`packed_attention.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rabbitllm.generation.room import append
 
 @dataclass(frozen=True, slots=True)
 class MaskSpan:
-    """What the mask of one text covers.
+    """The sizes of the mask of one sequence.
 
     Attributes:
-        queries: tokens that go in.
-        begins: how many came before them.
-        keys: tokens that they may look at, these included.
-        first_key: the number of the first of those in the text.
+        queries: number of new tokens.
+        begins: number of tokens before them.
+        keys: number of keys, including those of the new tokens.
+        first_key: position of the first key in the sequence.
     """
 
     queries: int
@@ -37,11 +37,11 @@ class MaskSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What came of a layer's update.
+    """The result of a layer's update.
 
     Attributes:
-        number: of the layer.
-        new_keys, new_values: of all texts, as they came.
+        number: number of the layer.
+        new_keys, new_values: tensors of all sequences, as passed to `update`.
         pairs: the whole KV cache of each sequence; None for a sequence that has it in a file.
     """
 
@@ -52,13 +52,13 @@ class _Layer:
 
 
 class PackedCache(Cache):  # type: ignore[misc]
-    """Stands for the caches of texts whose rows lie one after the other.
+    """The cache of a packed batch.
 
     Args:
-        caches: of each text; their layers are of the same kinds.
-        lengths: how many rows each has.
+        caches: KV cache of each sequence; their layers are of the same kinds.
+        lengths: number of rows of each sequence.
         shares: whether layers use the KV cache of others.
-        file: in which some of the texts may have theirs, where no layer does.
+        file: file in which some sequences may have their KV cache, unless `shares`.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class PackedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append each text's rows to its own cache.
+        """Append each sequence's rows to its own cache.
 
         Args:
-            key_states, value_states: (1, heads, rows of all, width).
-            layer_idx: whose they are.
+            key_states, value_states: (1, heads, rows of all sequences, width).
+            layer_idx: number of the layer.
 
         Returns:
             The same keys and values.
@@ -104,12 +104,12 @@ class PackedCache(Cache):  # type: ignore[misc]
         """The KV cache of each sequence, as two tensors (1, heads, tokens, width).
 
         Args:
-            key_states, value_states: what attention is given, which is what `update` returned.
-            module: where. Of latent attention (DeepSeek's), what is kept has to be expanded, by `expand_kv`; each
-                text's is, when it is asked for.
+            key_states, value_states: the keys and values passed to attention: those that `update` returned.
+            module: the attention module. With latent attention (DeepSeek's), the cached values of each sequence are
+                expanded by its `expand_kv` when they are iterated over.
 
         Raises:
-            NotPackable: these are no such keys.
+            NotPackable: attention was given other keys.
         """
         given = self._given.get(id(key_states))
         self._unused -= 1
@@ -124,7 +124,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         return zip(torch.split(keys, self.lengths, 2), torch.split(values, self.lengths, 2), strict=True)
 
     def _pairs(self, given: _Layer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each text; what is in a file is brought when it is asked for, and gone when the next one is."""
+        """Keys and values of each sequence; those in a file are read when yielded, and freed before the next."""
         if None not in given.pairs:
             yield from (pair for pair in given.pairs if pair is not None)
             return
@@ -138,7 +138,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             self._file.put_back(cache, given.number, key, value)
 
     def spans(self) -> list[MaskSpan]:
-        """What the mask has to cover that is being made, of each text."""
+        """The sizes of each sequence's mask in the layer of the latest `get_mask_sizes` or `get_query_offset`."""
         found = []
         for cache, length in zip(self._caches, self.lengths, strict=True):
             keys, first = cache.get_mask_sizes(length, self._asked)
@@ -146,18 +146,18 @@ class PackedCache(Cache):  # type: ignore[misc]
         return found
 
     def finish(self) -> None:
-        """Make sure that all attention went by each text's keys.
+        """Check that all attention used each sequence's own keys.
 
         Raises:
-            NotPackable: some did not, so that texts may have seen each other.
+            NotPackable: some did not, so that sequences may have attended to each other.
         """
         if self._unused > 0:
             raise NotPackable("attention was computed otherwise than by transformers' attention interface")
 
-    # what models and the makers of masks ask ------------------------------------------------------------------------
+    # called by models and mask functions ----------------------------------------------------------------------------
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Of which layer a mask is made; the sizes are in `spans`."""
+        """Record the layer of the mask; its sizes are in `spans`."""
         self._asked = layer_idx
         return query_length, 0
 
@@ -167,7 +167,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         return 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Has no answer.
+        """Not supported, since the sequences have no common length.
 
         Raises:
             NotPackable: always.
@@ -176,24 +176,24 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Of each layer."""
+        """Whether each layer has a sliding window."""
         return list(self._caches[0].is_sliding)
 
     @property
     def is_linear(self) -> list[bool]:
-        """Of each layer."""
+        """Whether each layer has linear attention."""
         return list(self._caches[0].is_linear)
 
     @property
     def is_dummy(self) -> list[bool]:
-        """Of each layer."""
+        """Whether each layer is a dummy."""
         return list(self._caches[0].is_dummy)
 
     @property
     def is_compileable(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
 
 class NotPackable(NotImplementedError):
-    """A model does something with what goes through it that rows of several texts side by side cannot bear."""
+    """A model cannot be run with packed batches."""

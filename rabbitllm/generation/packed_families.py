@@ -1,8 +1,8 @@
-"""Which models can have rows of several texts side by side in one forward: those of which a test has shown it.
+"""Which models can run packed batches: those that a test covers.
 
-It takes a model in which nothing but attention looks from one row at another, and whose attention goes through
-transformers' attention interface, with the tensors that its cache returned. Settings can break that where the family
-does not: rotary angles that depend on the longest text, for one.
+In such a model only attention combines rows, and attention goes through transformers' attention interface with the
+tensors that the cache returned. A setting can break this for a family that satisfies it, for example rotary angles
+that depend on the longest sequence.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PACKABLE = frozenset(
         *("qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
     }
 )
-"""Model types (transformers 5.23); their test is `tests/generation/test_packed_families.py`."""
+"""Model types (transformers 5.23), tested in `tests/generation/test_packed_families.py`."""
 WITH_IMAGES = frozenset({"gemma3", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Model types around a text model of those; a pass that brings images has arguments that are not known."""
+"""Model types around a text model of `PACKABLE`; calls with images are not packed: their arguments are unknown."""
 _BY_LONGEST = ("dynamic", "longrope")
-"""Rotary angles that depend on the largest position in a pass."""
+"""Rotary embeddings whose angles depend on the largest position in a pass."""
 _EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits", "alibi")
-"""Settings that must be off."""
+"""Config settings that must be off."""
 
 
 def can_be_packed(model: Any) -> bool:
-    """Whether several texts can go through a model side by side."""
+    """Whether a model can run packed batches."""
     config = model.config
     text = config.get_text_config(decoder=True)
     return (
@@ -59,7 +59,7 @@ def depends_on_longest(config: Any) -> bool:
     """Whether the results of a sequence depend on the longest sequence of the same pass.
 
     Args:
-        config: of the text model.
+        config: config of the text model.
     """
     return any(rope in kind for kind in _rope_types(config) for rope in _BY_LONGEST)
 
@@ -70,7 +70,7 @@ def shares_keys(model: Any) -> bool:
 
 
 def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
-    """Whether a cache has the layers that the model would make, with one text in it."""
+    """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""
     layers = cache.layers
     return len(layers) == len(kinds) and all(
         type(layer) is kind and _is_one_text(layer) for layer, kind in zip(layers, kinds, strict=True)
@@ -82,7 +82,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _is_nothing(layer: Any) -> bool:
-    """A layer without attention, or with another layer's KV cache."""
+    """Whether a layer has no attention, or uses another layer's KV cache."""
     return type(layer).__name__ == "DummyLayer"  # not in every version
 
 
@@ -92,7 +92,7 @@ def _is_one_text(layer: Any) -> bool:
 
 
 def _rope_types(config: Any) -> Iterator[str]:
-    """Of all layers."""
+    """The rotary embedding types of all layers."""
     given = getattr(config, "rope_parameters", None) or {}
     for one in (given, *(value for value in given.values() if isinstance(value, Mapping))):
         kind = one.get("rope_type", one.get("type"))

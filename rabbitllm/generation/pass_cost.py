@@ -1,12 +1,12 @@
-"""How much memory the activations of a pass take, estimated by the sizes of a model. Pure.
+"""How much memory the activations of a pass take, estimated from the sizes of a model.
 
-    a layer, of each token of a part   what lives where it is widest: a product of the feed-forward part, or attention
-    between two layers                 of each token of the pass: hidden states, and what the model keeps with them
-    whatever goes through              a matrix, or the part of one, as the processor multiplies it
-    behind the head                    logits of each text whose next token is wanted
+    in a layer          for each token of a part: the peak, in a product of the feed-forward network or in attention
+    between two layers  for each token of the pass: hidden states, and tensors that the model keeps with them
+    fixed               a matrix, or the part of one, as the processor multiplies it
+    behind the head     logits of each sequence whose next token is sampled
 
-Products of 16 bit are summed in 32, and where the processor does not multiply 16 bit their inputs are widened too
-(`quant/bfloat_products.py`); so these count for both. Measured on the CPU, see docs/PERFORMANCE.md.
+Products of 16-bit values are summed in 32 bits, and a processor without 16-bit multiplication widens their inputs too
+(`quant/bfloat_products.py`); the estimate includes both. Measured on the CPU, see docs/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rabbitllm.generation.cache_cost import layer_configs
 from rabbitllm.quant.bfloat_products import CHUNK_ELEMENTS
 
 LEAST_TOKENS = 16
-"""Of prompts in a pass, however little memory there is."""
+"""Minimum prompt tokens in a pass, however little memory there is."""
 MANY_TOKENS = 512
-"""Of a part, with which products are about as quick as with more, however large blocks are then."""
+"""Lower bound of `PassCost.max_tokens`, however large blocks are: products of more tokens are hardly faster."""
 GOOD_TOKENS, GOOD_PARTS = 256, 8
-"""Of a part that wastes little of the processor's time, and so many of them that a pass is worth its weights."""
+"""Tokens of a part that uses the processor well, and the number of parts that make a pass worth reading the weights."""
 CARRIED = 6
-"""Memory of a token between two layers, and while other tokens are in a layer, in hidden states."""
+"""Memory of a token between two layers, and while other tokens are in a layer, in multiples of its hidden state."""
 HEAP_BLOCK_BYTES = 32 << 20
-"""Larger blocks the allocator gets from the system each time, page by page, which took a sixth of one processor's time
-where parts made such blocks (glibc's DEFAULT_MMAP_THRESHOLD_MAX)."""
+"""The allocator gets larger blocks from the system each time, page by page, which took a sixth of one processor's time
+with parts that needed such blocks (glibc's DEFAULT_MMAP_THRESHOLD_MAX)."""
 TIGHT = 3
-"""Holes between blocks that stay take up to so many times what parts take."""
+"""Holes between long-lived blocks take up to so many times the memory of a part."""
 _SPARE = 5, 4
-"""The estimate is multiplied by this ratio: allocators round up, and interpreters keep recent objects alive."""
+"""Ratio by which the estimate is multiplied: allocators round up, and the interpreter keeps recent objects alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class PassCost:
     """Bytes of a pass.
 
     Attributes:
-        each: of a token in a layer.
-        pair: of a token that looks at a token, where attention makes a matrix of them; 0 where it does not.
-        carried: of a token between two layers.
-        fixed: whatever goes through.
-        answered: of a text whose next token is wanted.
-        block: of a token in the largest tensor of a layer.
+        each: bytes of a token in a layer.
+        pair: bytes of a query-key pair in the attention matrix; 0 if attention makes no such matrix.
+        carried: bytes of a token between two layers.
+        fixed: bytes independent of the number of tokens.
+        answered: bytes of a sequence whose next token is sampled.
+        block: bytes of a token in the largest tensor of a layer.
     """
 
     each: int
@@ -57,25 +57,25 @@ class PassCost:
     block: int
 
     def of(self, tokens: int, part: int, texts: int) -> int:
-        """Of a pass.
+        """Bytes of a pass.
 
         Args:
-            tokens: of all texts.
-            part: of these, those that go through a layer at a time; of one text, so that they may look at each other.
-            texts: whose next token is wanted.
+            tokens: tokens of all sequences.
+            part: tokens that go through a layer at a time, assumed to be of one sequence and so attend to each other.
+            texts: number of sequences whose next token is sampled.
         """
         return self.fixed + texts * self.answered + tokens * self.carried + part * (self.each + part * self.pair)
 
     def good(self, texts: int) -> int:
-        """Of a pass that is worth its weights."""
+        """Bytes of a pass that is worth reading the weights."""
         return self.of(GOOD_PARTS * GOOD_TOKENS, GOOD_TOKENS, texts)
 
     def least(self) -> int:
-        """Of the smallest pass that there is."""
+        """Bytes of the smallest pass."""
         return self.of(LEAST_TOKENS, LEAST_TOKENS, 1)
 
     def tokens_in(self, nbytes: int) -> int:
-        """That can go through a layer at a time in so many bytes; at least `LEAST_TOKENS`."""
+        """How many tokens can go through a layer at a time in so many bytes; at least `LEAST_TOKENS`."""
         if self.pair:
             half = self.each / (2 * self.pair)
             found = int(math.sqrt(half * half + max(nbytes, 0) / self.pair) - half)
@@ -85,28 +85,28 @@ class PassCost:
 
     @property
     def max_tokens(self) -> int:
-        """That gain by going through a layer together."""
+        """The most tokens that are worth taking through a layer together."""
         return max(HEAP_BLOCK_BYTES // self.block, MANY_TOKENS)
 
     def is_tight(self, part: int, nbytes: int) -> bool:
-        """Whether so many bytes for parts have no room for holes."""
+        """Whether so many bytes are too few for parts of this size with the holes between blocks."""
         return nbytes < TIGHT * self.of(0, part, 0)
 
     def texts_in(self, nbytes: int) -> int:
-        """Whose next tokens may be wanted in one pass: a quarter of so many bytes is for that; at least one."""
+        """How many sequences a pass may have if logits get a quarter of so many bytes; at least one."""
         return max(nbytes // (4 * self.answered), 1)
 
     def parts_in(self, nbytes: int, texts: int) -> tuple[int, int]:
-        """Tokens of prompts in a pass whose texts go through each layer in parts, and those of a part.
+        """The most prompt tokens in a pass that goes through each layer in parts, and in one part.
 
-        Half of the memory is for what a layer makes of a part, half for what all the others have computed so far.
+        Half of the memory is for the activations of a part in a layer, half for the hidden states of all tokens.
 
         Args:
-            nbytes: that weights and KV caches leave.
-            texts: whose next token is wanted at the same time.
+            nbytes: bytes that weights and KV caches leave.
+            texts: number of sequences whose next token is sampled.
 
         Returns:
-            Of the pass, and of a part of it, at most.
+            Tokens of the pass, and tokens of a part.
         """
         left = max(nbytes - self.fixed - texts * self.answered, 0)
         part = self.tokens_in(left // 2)
@@ -114,10 +114,10 @@ class PassCost:
 
 
 def cost_of_a_pass(config: Any, itemsize: int) -> PassCost:
-    """By a model's sizes; of a mixture of experts all that a token is sent to count as one.
+    """The cost according to a model's config; the experts that a token is routed to count as one wide network.
 
     Args:
-        config: of the text model.
+        config: config of the text model.
         itemsize: bytes of a value.
     """
     each_layer = [_cost_by(layer, itemsize) for layer in layer_configs(config)]
@@ -125,21 +125,21 @@ def cost_of_a_pass(config: Any, itemsize: int) -> PassCost:
 
 
 def _cost_by(config: Any, itemsize: int) -> PassCost:
-    """By the sizes of a layer."""
+    """The cost according to the config of a layer."""
     hidden: int = config.hidden_size
     wide = _wide(config, hidden)
     heads: int = getattr(config, "num_attention_heads", None) or 1
     head = getattr(config, "head_dim", None) or hidden // heads
     queries = heads * head
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head
-    widened = 4 if itemsize < 4 else 0  # of a product: its inputs, and its sums before they are rounded
-    # a product of a part of the matrix, before it is joined with the others
+    widened = 4 if itemsize < 4 else 0  # in a product: its inputs, and its sums before rounding
+    # the product with a part of the matrix, before it is joined with the others
     part_of_sums = widened * min(CHUNK_ELEMENTS // hidden, wide)
-    # the rows as they came, as they were normed, one result, and the second one being computed
+    # the input rows, the normed rows, one result, and the second one being computed
     up = itemsize * (2 * hidden + 2 * wide) + widened * (hidden + wide) + part_of_sums
     both = itemsize * (2 * hidden + 3 * wide)
     down = itemsize * (3 * hidden + wide) + widened * (hidden + wide)
-    # queries that are being turned by their angles: they, two products, the half of them, the sum
+    # during the rotary embedding: queries, two products, a rotated half, the sum
     turned = itemsize * (2 * hidden + 6 * queries + 4 * keys) + widened * (hidden + queries)
     normed = itemsize * 2 * hidden + 3 * 4 * hidden
     each = max(up, both, down, turned, normed) * _SPARE[0] // _SPARE[1]
@@ -155,7 +155,7 @@ def _cost_by(config: Any, itemsize: int) -> PassCost:
 
 
 def _wide(config: Any, hidden: int) -> int:
-    """The width of the feed-forward network, of the layer that has the widest."""
+    """The width of the widest feed-forward network in any layer."""
     given = getattr(config, "intermediate_size", None) or 4 * hidden
     wide: int = given if isinstance(given, int) else max(given)
     expert, picked = getattr(config, "moe_intermediate_size", None), picked_by(config)

@@ -1,9 +1,9 @@
-"""Which sequences take part in the next pass, may begin, or are preempted. Numbers in, decisions out.
+"""The scheduler's decisions: which sequences take part in the next pass, are admitted, or are preempted.
 
-order      first come, first served; preempted ones come first
+order      first come, first served; preempted sequences come first
 a pass     every sequence in decode, and as many prompt tokens as keep the pass short
-memory     a sequence may begin if the running ones leave room for its KV cache and some more tokens;
-           if the caches exceed the limit later, the last sequence to begin is preempted
+memory     a sequence is admitted if the running ones leave room for its KV cache and some more tokens;
+           if the caches exceed the limit later, the sequence admitted last is preempted
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 AHEAD_TOKENS = 64
-"""Room for so many future tokens is left to every sequence, so that it is not preempted at once."""
+"""Number of future tokens of every sequence for which room is reserved, so that it is not preempted at once."""
 
 
 MANY_TOKENS = 64
-"""A pass with fewer is one whose time is that of the weights."""
+"""The time of a pass with fewer tokens counts as the time to stream the weights."""
 FIRST_TOKENS = 1024
-"""Of prompts in a pass, before it is known what they cost."""
+"""Prompt tokens in a pass before their cost is measured."""
 MAX_TOKENS = 8192
-"""Of prompts in a pass: their activations need memory too."""
+"""The most prompt tokens in a pass: their activations need memory too."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceMemory:
-    """A text as far as its memory is concerned.
+    """The length of a sequence, which determines its memory.
 
     Attributes:
-        tokens: of it, generated ones included.
-        room: tokens that may follow.
+        tokens: number of tokens, including generated ones.
+        room: number of tokens that may follow.
     """
 
     tokens: int
@@ -37,50 +37,51 @@ class SequenceMemory:
 
     @property
     def soon(self) -> int:
-        """Tokens that it will have before long."""
+        """Number of tokens after the next `AHEAD_TOKENS`, limited by `room`."""
         return self.tokens + min(self.room, AHEAD_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """How long passes take, and so how many tokens of prompts one may have: as many as make it twice as long.
+    """The measured time of passes, and from it the budget of prompt tokens: as many as double the time of a pass.
 
-    A pass over streamed weights takes its time whatever goes through it; up to there tokens cost little.
+    A pass over streamed weights has a minimum time for any number of tokens; up to the budget, tokens cost little.
 
     Attributes:
-        least: seconds of the shortest of the latest passes; None before the first.
-        each: seconds that a token adds; None as long as no pass with many has shown it.
+        least: seconds of the shortest recent pass; None before the first.
+        each: seconds that a token adds; None until a pass with many tokens was measured.
     """
 
     least: float | None = None
     each: float | None = None
 
     def after(self, tokens: int, seconds: float) -> TokenBudget:
-        """What is known after one more pass."""
+        """The budget updated by one more pass."""
         if tokens >= MANY_TOKENS and self.least is not None:
             each = max(seconds - self.least, 0.0) / tokens
             return TokenBudget(self.least, each if self.each is None else 0.5 * (self.each + each))
-        # a short pass long ago says little about now: it is forgotten slowly
+        # the minimum rises slowly, so that a short pass long ago does not count for ever
         return TokenBudget(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
 
     def recompute_seconds(self, tokens: int, chunk: int) -> float | None:
-        """Seconds until a text has gone through the model again, in passes that are made anyway; None if not known.
+        """Estimated seconds to recompute the KV cache of a sequence; None if not measured yet.
 
-        What its tokens add to passes, and the time of every pass but the last, from which its next token comes.
+        Counts the time that its tokens add to passes, and the whole time of every pass but the last, which yields its
+        next token.
 
         Args:
-            tokens: of it.
-            chunk: of these in one pass.
+            tokens: number of tokens of the sequence.
+            chunk: tokens of it in one pass.
         """
         if self.least is None or self.each is None:
             return None
         return tokens * self.each + (-(-tokens // chunk) - 1) * self.least
 
     def prompt_tokens(self, chunk: int) -> int:
-        """Of prompts, in the next pass; never less than a chunk.
+        """Budget of prompt tokens in the next pass; at least a chunk.
 
         Args:
-            chunk: tokens of one prompt.
+            chunk: tokens of one prompt in a pass.
         """
         if self.least is None or self.each is None:
             return max(chunk, FIRST_TOKENS)
@@ -88,11 +89,11 @@ class TokenBudget:
 
 
 def take_part(tokens: Sequence[int], chunk: int) -> list[int]:
-    """Places, in the order given, of those that take part in the next pass.
+    """Indices of the sequences that take part in the next pass, in ascending order.
 
     Args:
-        tokens: that each would bring; one for a text that is being continued.
-        chunk: tokens of prompts in a pass, at most; the first prompt takes part in any case.
+        tokens: number of tokens that each sequence brings; one for a sequence in decode.
+        chunk: maximum prompt tokens in a pass; the first prompt takes part in any case.
     """
     found = []
     left = chunk
@@ -106,22 +107,22 @@ def take_part(tokens: Sequence[int], chunk: int) -> list[int]:
 
 
 def fits(text: SequenceMemory, running: Sequence[SequenceMemory], cost: Callable[[int], int], limit: int) -> bool:
-    """Whether a text may begin; one alone always may.
+    """Whether memory has room for one more sequence; with no others running it always may begin.
 
     Args:
-        text: that waits.
-        running: those that run.
-        cost: tokens -> bytes.
-        limit: bytes.
+        text: the waiting sequence.
+        running: the running sequences.
+        cost: function from tokens to bytes of the KV cache.
+        limit: limit in bytes.
     """
     return not running or cost(text.soon) + sum(cost(one.soon) for one in running) <= limit
 
 
 def too_many(running: Sequence[SequenceMemory], cost: Callable[[int], int], limit: int) -> int:
-    """How many running sequences, from the last one on, are preempted before the next pass.
+    """How many running sequences, counted from the last, are preempted before the next pass.
 
     Args:
-        running: in the order in which they came.
+        running: sequences in the order in which they were admitted.
         cost, limit: see `fits`.
     """
     needed = [cost(one.tokens + 1) for one in running]
@@ -132,14 +133,14 @@ def too_many(running: Sequence[SequenceMemory], cost: Callable[[int], int], limi
 
 
 def grouped(sizes: Sequence[int], most: int | None) -> list[slice]:
-    """Neighbours that go together: as many as there is room for, and one at least.
+    """Group neighbours greedily up to a maximum size; each group has at least one.
 
     Args:
-        sizes: of each.
-        most: of a group; None for no limit.
+        sizes: size of each item.
+        most: maximum size of a group; None for no limit.
 
     Returns:
-        The places of each group.
+        The indices of each group as a slice.
     """
     groups: list[slice] = []
     begin, taken = 0, 0
@@ -152,11 +153,11 @@ def grouped(sizes: Sequence[int], most: int | None) -> list[slice]:
 
 
 def retry_after(waiting: int, places: int, seconds: float) -> float:
-    """Seconds until one of those that wait will probably have been taken on.
+    """Estimated seconds until a new request can be accepted, from 1 to 600.
 
     Args:
-        waiting: how many.
-        places: requests that run at a time.
-        seconds: that one took lately.
+        waiting: number of waiting requests.
+        places: maximum number of running requests.
+        seconds: recent duration of a request.
     """
     return min(max(1.0, seconds * max(waiting, 1) / max(places, 1)), 600.0)

@@ -1,8 +1,8 @@
 """The prefix cache: KV caches of finished sequences, and copies of their prefixes.
 
 A system prompt that many requests share is computed once. A conversation with one more question continues from the
-cache of its last answer. Requests get copies, so that no sequence can change the cache of another one. For which
-caches can be cut, and which can only be used whole, see `rabbitllm.generation.kept_cache`.
+cache of its last answer. Requests get copies, so that no sequence can change the cache of another one.
+`rabbitllm.generation.kept_cache` states which caches can be cut, and which can only be used whole.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rabbitllm.generation.cache_cost import bytes_of
 from rabbitllm.generation.kept_cache import can_be_cut
 
 WORTH_TOKENS = 16
-"""A shorter prefix is computed again."""
+"""Shorter prefixes are recomputed."""
 MAX_TEXTS = 256
-"""Finished sequences in the cache, at most. A new request compares itself with each of them, in some 40 microseconds
+"""The most finished sequences in the cache. A new request is compared with each of them, in about 40 microseconds
 (1,000 tokens, 80 layers)."""
 
 
 class PrefixCache:
-    """KV caches of finished sequences, the latest used last; at most `MAX_TEXTS`.
+    """KV caches of up to `MAX_TEXTS` finished sequences; evicts the least recently used.
 
     Attributes:
-        nbytes: of all of them.
+        nbytes: bytes of all of them.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class PrefixCache:
         self.nbytes = 0
 
     def put(self, ids: Sequence[int], cache: Any) -> None:
-        """Keep the cache of a finished sequence; those of its prefixes are dropped.
+        """Keep the cache of a finished sequence; entries that are its prefixes are dropped.
 
         Args:
-            ids: the tokens that are in it.
-            cache: belongs to this from now on.
+            ids: ids of the tokens in the cache.
+            cache: KV cache; must not be used elsewhere afterwards.
         """
         text = tuple(ids)
         for known in [known for known in self._texts if known == text[: len(known)]]:
@@ -52,17 +52,17 @@ class PrefixCache:
             self._drop(next(iter(self._texts)))
 
     def used(self, ids: Sequence[int]) -> None:
-        """Note that a text was of use, if it is one of these."""
+        """Mark an entry as recently used; other ids are ignored."""
         if tuple(ids) in self._texts:
             self._texts.move_to_end(tuple(ids))
 
     def shrink(self, nbytes: int) -> None:
-        """Drop what was not used for the longest time, until no more than so many bytes are held."""
+        """Evict the least recently used entries until at most so many bytes are held."""
         while self._texts and self.nbytes > max(nbytes, 0):
             self._drop(next(iter(self._texts)))
 
     def texts(self) -> Iterable[tuple[Sequence[int], Any]]:
-        """Ids and cache of each."""
+        """Ids and cache of each entry."""
         return [(ids, cache) for ids, (cache, _) in self._texts.items()]
 
     def _drop(self, ids: tuple[int, ...]) -> None:
@@ -83,13 +83,13 @@ def beginning(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def usable(wanted: Sequence[int], ids: Sequence[int], cache: Any) -> int:
-    """How many tokens of a text a cache can give it.
+    """How many tokens of a cache can be reused for a sequence.
 
-    At least one token is left to be computed: from it comes the first of the answer.
+    At least one token is left to compute, since it yields the first generated one.
 
     Args:
-        wanted: the text.
-        ids: the tokens that are in the cache.
+        wanted: ids of the new sequence.
+        ids: ids of the tokens in the cache.
         cache: see `rabbitllm.generation.kept_cache`.
     """
     common = min(beginning(wanted, ids), len(wanted) - 1)
@@ -101,11 +101,11 @@ def usable(wanted: Sequence[int], ids: Sequence[int], cache: Any) -> int:
 
 
 def copied(cache: Any, tokens: int) -> Any:
-    """A cache of its own with the first tokens of another one.
+    """An independent copy of the first tokens of a cache.
 
     Args:
-        cache: with at least so many.
-        tokens: as `usable` says.
+        cache: KV cache with at least so many tokens.
+        tokens: number of tokens, as `usable` returned it.
     """
     made = copy(cache)
     made.layers = [_copied_layer(layer, tokens) for layer in cache.layers]
@@ -114,7 +114,7 @@ def copied(cache: Any, tokens: int) -> Any:
 
 def _copied_layer(layer: Any, tokens: int) -> Any:
     made = copy(layer)
-    vars(made).pop("_room", None)  # belongs to the other one; see `room.py`
+    vars(made).pop("_room", None)  # belongs to the original; see `room.py`
     whole = not can_be_cut(layer)
     for name, value in vars(layer).items():
         if isinstance(value, torch.Tensor):

@@ -1,6 +1,6 @@
-"""A conversation as the token ids that a model is given: by its tokenizer's chat template, or in a plain format.
+"""Renders a conversation as token ids: by the tokenizer's chat template, or in a plain format.
 
-A model that comes without a chat template was not trained to chat. It is given what was said as
+A model without a chat template was not trained to chat. Its prompt is
 
     <system prompt>
 
@@ -9,8 +9,7 @@ A model that comes without a chat template was not trained to chat. It is given 
     User: <question>
     Assistant:
 
-and since it would go on with the user's next question by itself, its answer ends before a line that begins with
-`User:`. Knows tokenizers; knows no models and no caches.
+and since it would continue with the user's next question, its answer ends before a line that begins with `User:`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rabbitllm.generation.template import has_template, template_ids
 
 PLAIN_NAMES = {USER: "User:", ASSISTANT: "Assistant:"}
 PLAIN_END = "\n" + PLAIN_NAMES[USER]
-"""Where an answer ends in the plain format."""
+"""Stop string of an answer in the plain format."""
 
 
 def plain_text(messages: list[dict[str, str]]) -> str:
@@ -36,11 +35,11 @@ def plain_text(messages: list[dict[str, str]]) -> str:
 
 
 def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """The whole conversation as ids, up to where the model's answer begins.
+    """The whole conversation as ids, up to the beginning of the model's answer.
 
     Args:
-        tokenizer: of the model.
-        messages: as `Conversation.messages` gives them, the last one a question.
+        tokenizer: tokenizer of the model.
+        messages: as `Conversation.messages` returns them; the last one is a question.
 
     Raises:
         ChatError: the template refuses these messages.

@@ -1,4 +1,4 @@
-"""What a generation is asked for, and what comes of it: plain facts, without a model.
+"""Requests, their events, and statistics of a batch.
 
 A request is answered by events, in this order: any number of `Delta`, then one of `Finished` and `Failed`.
 """
@@ -12,16 +12,16 @@ from rabbitllm.generation.answer import Sampling
 
 
 class FinishReason(StrEnum):
-    """Why a generation is over."""
+    """Why a generation ended."""
 
     STOP = "stop"
-    """The model ended it, or one of the stop texts came."""
+    """An end token or a stop string was generated."""
     LENGTH = "length"
-    """As many tokens as were asked for, or the model's context, are used up."""
+    """The maximum number of tokens, or the model's context, is used up."""
     CANCELLED = "cancelled"
     """The client cancelled it, or the batch was closed."""
     TIMEOUT = "timeout"
-    """Its time was over."""
+    """Its deadline passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,12 @@ class Request:
 
     Attributes:
         prompt: token ids; at least one.
-        max_new_tokens: at most so many are generated.
-        sampling: how tokens are chosen; greedily, if its temperature is 0.
-        stop: texts at which the answer ends; they are not part of it.
-        likeliest: None for no probabilities; else for each token its own, and those of so many of the likeliest.
-        seconds: from submission to the end, at most; None for no limit.
+        max_new_tokens: maximum number of tokens to generate.
+        sampling: how tokens are chosen; greedily if its temperature is 0.
+        stop: stop strings, at which the answer ends; they are not part of it.
+        likeliest: number of likeliest tokens whose log probabilities are reported beside the chosen token's; None for
+            no probabilities at all.
+        seconds: time limit from submission to the end; None for no limit.
     """
 
     prompt: tuple[int, ...]
@@ -47,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A token and its natural logarithm of probability, before temperature and the like."""
+    """A token and the natural logarithm of its probability, before temperature and the like."""
 
     token: int
     logprob: float
@@ -60,7 +61,7 @@ class TokenLogprob:
     Attributes:
         token: its id.
         logprob: natural logarithm of its probability, before temperature and the like; None if not requested.
-        likeliest: the likeliest tokens in its place, in falling order; as many as were asked for.
+        likeliest: the likeliest tokens at its position, in descending order; see `Request.likeliest`.
     """
 
     token: int
@@ -70,10 +71,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Something new of an answer.
+    """A new piece of an answer.
 
     Attributes:
-        text: never half a character, never part of a stop text; may be empty.
+        text: never half a character, never part of a stop string; may be empty.
         tokens: generated since the last piece, special ones such as the end of the text included.
     """
 
@@ -86,13 +87,13 @@ class Finished:
     """The end of an answer.
 
     Attributes:
-        ended: why.
-        stop: the stop text that came, if one did.
-        prompt_tokens: of the request.
-        kept_tokens: of these, those that the prefix cache had already.
-        new_tokens: generated, the last one included.
-        seconds: from submission to the end.
-        first: seconds from submission to the first token; None if none came.
+        ended: the finish reason.
+        stop: the stop string that was generated, or None.
+        prompt_tokens: number of tokens of the prompt.
+        kept_tokens: how many of these were taken from the prefix cache.
+        new_tokens: number of generated tokens, the last one included.
+        seconds: time from submission to the end.
+        first: seconds from submission to the first token; None if none was generated.
     """
 
     ended: FinishReason
@@ -106,10 +107,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Nothing came, or nothing more.
+    """The end of an answer by an error.
 
     Attributes:
-        error: what happened; only this request is concerned, unless the weights could not be read.
+        error: the error; it concerns only this request, unless the weights could not be read.
     """
 
     error: Exception
@@ -120,26 +121,26 @@ Event = Delta | Finished | Failed
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """What a batch has done so far, and does now.
+    """Totals of a batch so far and its current state.
 
     Attributes:
-        running: requests that take part in passes.
-        waiting: requests that have not begun.
-        most_running, most_waiting: the limits.
+        running: number of running requests.
+        waiting: number of waiting requests.
+        most_running, most_waiting: the limits of these.
         cache_bytes: size of all KV caches in memory now, the prefix cache included.
-        cache_limit_bytes: how many they may be.
-        passes: that were made.
-        prompt_tokens, kept_tokens, new_tokens: of all requests so far; see `Finished`.
-        pass_seconds: time that passes took, in all.
-        disk_seconds, copy_seconds: of these, spent waiting for the disk, and for copies from host memory.
-        streamed_bytes: of weights, that were brought for passes.
-        ended: reason -> requests that ended so far; "failed" among the reasons.
-        preempted: times that a request was preempted.
-        resumed: times that a preempted request continued with its KV cache swapped in.
-        aside_bytes: KV caches that are swapped out now, to RAM or to a file.
-        aside_limit_bytes: how many they may be.
-        file_bytes: KV caches of running requests in a file.
-        file_read_bytes: that were read from it.
+        cache_limit_bytes: limit of `cache_bytes`.
+        passes: number of passes.
+        prompt_tokens, kept_tokens, new_tokens: totals of all requests; see `Finished`.
+        pass_seconds: total time of passes.
+        disk_seconds, copy_seconds: part of it spent waiting for the disk, and for copies from host memory.
+        streamed_bytes: bytes of weights streamed for passes.
+        ended: reason -> number of requests that ended so far; "failed" is one of the reasons.
+        preempted: how often a request was preempted.
+        resumed: how often a preempted request continued with its KV cache swapped in.
+        aside_bytes: size of KV caches that are swapped out now, to RAM or to a file.
+        aside_limit_bytes: limit of `aside_bytes`.
+        file_bytes: size of KV caches of running requests in a file.
+        file_read_bytes: bytes read from that file.
     """
 
     running: int = 0

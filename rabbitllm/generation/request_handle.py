@@ -1,4 +1,4 @@
-"""A request that a batch has taken on, and where it stands."""
+"""A request that was submitted to a batch, and its state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rabbitllm.generation.swap_space import SwappedOutCache
 
 @dataclass(eq=False, slots=True)
 class RequestHandle:
-    """A request that was taken on. Its caller uses `cancel`, the batch all else.
+    """A submitted request. Its caller uses only `cancel`, the batch the rest.
 
     Attributes:
-        wake: tells the batch that something has changed.
-        generation: what is asked for, and what has come of it.
-        member: of the passes, while it runs.
+        wake: wakes the batch after a change.
+        generation: its generation.
+        member: its member of the joint passes, while it runs.
         is_cancelled: whether it was cancelled.
-        deadline: `time.monotonic()` at which its time is over; None for no limit.
+        deadline: deadline in `time.monotonic()`; None for no limit.
         held: its KV cache, if it was preempted and the cache is swapped out.
     """
 
@@ -33,13 +33,13 @@ class RequestHandle:
     held: SwappedOutCache | None = None
 
     def cancel(self) -> None:
-        """End it with the pass that is going on; may be called from any thread, any number of times."""
+        """End it after the current pass; may be called from any thread, any number of times."""
         self.is_cancelled = True
         self.wake()
 
     @property
     def text(self) -> SequenceMemory:
-        """Its length, now and at most."""
+        """Its current and maximum length."""
         generation = self.generation
         return SequenceMemory(len(generation.request.prompt) + len(generation.tokens), generation.room)
 
@@ -50,12 +50,13 @@ class RequestHandle:
         return cache.get_seq_length() if cache is not None else 0
 
     def whole_cache(self, continues: bool) -> Any | None:
-        """The KV cache from which `generate` can continue: of all tokens but those that go into the next pass.
+        """The KV cache from which `generate` can continue: of all tokens except those of the next pass.
 
-        None if the request has just begun, or if its cache does not tell how many tokens are in it.
+        None if the request has just begun, or if its cache does not report its number of tokens.
 
         Args:
-            continues: whether several further tokens go through the model as one would; else one must go in.
+            continues: whether the model can continue the cache with several tokens at once; otherwise the next pass
+                must have one token.
         """
         if self.member is None or not self.member.is_outside:
             return None

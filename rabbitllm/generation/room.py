@@ -1,10 +1,10 @@
-"""Appends to a layer of a KV cache without copying what is there: into room that is reserved ahead.
+"""Appends to a layer of a KV cache without copying its contents, into room that is reserved ahead.
 
 transformers' `DynamicLayer` copies its whole key and value tensor for every token. Here a layer's tensors are views of
 larger ones, with the same values. The layer can be cut, copied and put back as before, and then gets new room. Only
-room that no other layer can see is written to: layers that share room are separated at the next token.
+room that no other layer uses is written to: layers that share room are separated at the next token.
 
-Values are those of `DynamicLayer.update`; bytes that a layer takes are up to an eighth and 32 tokens more.
+Values are those of `DynamicLayer.update`; a layer takes up to an eighth and 32 tokens more memory.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 WORTH_BYTES = 1 << 18
-"""Of keys; a smaller tensor is copied sooner than two views of a larger one are made."""
+"""Bytes of keys; below this a copy is faster than making two views of larger tensors."""
 SPARE_SHARE, SPARE_TOKENS = 8, 32
 
 
 class _Room:
-    """The larger tensors, of which a layer's keys and values are views from the first token on.
+    """The larger tensors; a layer's keys and values are views of their first tokens.
 
     Attributes:
         keys, values: (1, heads, tokens, width).
-        used: tokens.
+        used: number of tokens in use.
     """
 
     __slots__ = ("keys", "used", "values")
@@ -36,11 +36,11 @@ class _Room:
 
 
 def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `layer.update(keys, values)` does.
+    """Append to a layer; equivalent to `layer.update(keys, values)`.
 
     Args:
-        layer: of a cache with one text.
-        keys, values: new ones, (1, heads, tokens, width).
+        layer: layer of the KV cache of one sequence.
+        keys, values: of the new tokens, (1, heads, tokens, width).
 
     Returns:
         The layer's whole key and value tensor.

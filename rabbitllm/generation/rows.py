@@ -1,8 +1,8 @@
-"""Modules that treat every row of their input by itself, and how the rows of several calls go through one together.
+"""Modules that compute every row of their input independently, and how to join the rows of several calls.
 
 linear     (…, in) -> (…, out)            rows: all but the last dimension
 embedding  ids (…) -> (…, width)          rows: every id
-experts    (tokens, hidden), (tokens, k), (tokens, k) -> (tokens, hidden), as transformers' routed experts have it
+experts    (tokens, hidden), (tokens, k), (tokens, k) -> (tokens, hidden), as in transformers' routed experts
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rabbitllm.engine.expert_finding import is_routed
 
 
 class RowKind(Enum):
-    """How rows lie in a call's tensors; the value is how many dimensions of the result are one row's."""
+    """The layout of rows in the tensors of a call; see the module's docstring."""
 
     FEATURES = 1
     IDS = 2
@@ -28,8 +28,8 @@ class RowKind(Enum):
 
 
 def rowwise(module: nn.Module) -> RowKind | None:
-    """Of which kind a module is; None if it may look at more than one row."""
-    forward = type(module).forward  # what is derived from these may do more
+    """The kind of a module; None if it may combine rows."""
+    forward = type(module).forward  # subclasses with a forward of their own may combine rows
     if forward in (nn.Linear.forward, Conv1D.forward):
         return RowKind.FEATURES
     if forward is nn.Embedding.forward:
@@ -42,8 +42,8 @@ class RowBatch:
     """The rows of several calls.
 
     Attributes:
-        args: for one call with all of them.
-        parts: takes its result apart, into one for each call.
+        args: arguments for one call with all rows.
+        parts: splits the result of that call into the result of each call.
     """
 
     args: tuple[torch.Tensor, ...]
@@ -51,11 +51,11 @@ class RowBatch:
 
 
 def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> RowBatch | None:
-    """One call with the rows of all; None if they do not fit together.
+    """One call with the rows of all calls; None if they cannot be joined.
 
     Args:
-        kind: of the module.
-        calls: arguments of each.
+        kind: kind of the module.
+        calls: positional and keyword arguments of each call.
     """
     if kind is RowKind.EXPERTS:
         return _routed(calls)
@@ -85,7 +85,7 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _routed(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> RowBatch | None:
-    """Of rows, and for each the numbers of its experts and their weights; so each expert is brought once for all."""
+    """Join rows with the indices and weights of their experts, so that each expert is loaded once for all calls."""
     first = calls[0][0]
     for args, kwargs in calls:
         if kwargs or len(args) != 3 or any(not isinstance(one, torch.Tensor) or one.dim() != 2 for one in args):

@@ -1,8 +1,8 @@
-"""A model that answers, and keeps its KV cache from one answer to the next.
+"""A chat session, which keeps the KV cache from one answer to the next.
 
 The prompt of each answer is the whole conversation as ids. The cache goes back to the longest prefix that it shares
 with the prompt, and `generate` continues from there. For a streamed model that is one pass over the new tokens alone.
-The answer is the same as with an empty cache, but for rounding.
+The answer is the same as with an empty cache, except for rounding.
 
 An answer can be stopped between two layers. The cache keeps all tokens before the pass that was stopped.
 """
@@ -27,7 +27,7 @@ from rabbitllm.generation.template import has_template
 from rabbitllm.generation.work import AnswerWork, work_between
 
 WITHOUT_LIMIT = 32_768
-"""Tokens of an answer at most, where neither the caller nor the model's context sets a limit."""
+"""The most tokens of an answer if neither the caller nor the model's context sets a limit."""
 BY_THE_MODEL = "end"
 BY_THE_USER = "stopped"
 BY_THE_CONTEXT = "context"
@@ -35,7 +35,7 @@ BY_THE_LIMIT = "limit"
 
 
 class _Stopped(Exception):
-    """Raised between two layers, to end a pass whose answer was stopped."""
+    """Raised between two layers to end the pass of an answer that was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class ChatOptions:
     """How answers are generated.
 
     Attributes:
-        max_new_tokens: of an answer, at most; None for as many as the model's settings or its context allow.
-        sampling: how tokens are chosen; its seed is set once, at the beginning.
+        max_new_tokens: maximum tokens of an answer; None for as many as the model's settings or its context allow.
+        sampling: how tokens are chosen; its seed is set once, at the start of the session.
     """
 
     max_new_tokens: int | None = None
@@ -53,17 +53,17 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """What came of a question.
+    """The answer to a question.
 
     Attributes:
-        text: of the answer.
-        tokens: generated, the last one included.
-        prompt_tokens: of the conversation and the question.
-        kept_tokens: of these, found in the cache.
-        ended: by whom: `BY_THE_MODEL`, `BY_THE_USER`, `BY_THE_CONTEXT` or `BY_THE_LIMIT`.
-        first: seconds to the first token, or until it was stopped before that.
-        seconds: altogether.
-        work: passes and bytes; of a model without a profiler all zero.
+        text: text of the answer.
+        tokens: number of generated tokens, the last one included.
+        prompt_tokens: number of tokens of the conversation with the question.
+        kept_tokens: how many of these were in the cache.
+        ended: `BY_THE_MODEL`, `BY_THE_USER`, `BY_THE_CONTEXT` or `BY_THE_LIMIT`.
+        first: seconds to the first token, or to the end if it was stopped before.
+        seconds: total seconds.
+        work: passes and bytes; all zero for a model without a profiler.
     """
 
     text: str
@@ -77,12 +77,12 @@ class ChatAnswer:
 
     @property
     def computed_tokens(self) -> int:
-        """Of the prompt, those that were not in the cache."""
+        """Number of prompt tokens that were not in the cache."""
         return self.prompt_tokens - self.kept_tokens
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second after the first; None where there was no further one."""
+        """Tokens per second after the first token; None if there was no further one."""
         further = self.seconds - self.first
         return (self.tokens - 1) / further if self.tokens > 1 and further > 0 else None
 
@@ -91,15 +91,15 @@ class Session:
     """Answers of one model, one at a time.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; with `profiling_mode=True` answers know what they took.
+        model: as `AutoModel.from_pretrained` returns it; with `profiling_mode=True` answers have `work`.
         choices: how to generate.
-        keep: keep the cache between answers, where the model's kind allows it.
+        keep: keep the cache between answers if the kind of model allows it.
 
     Attributes:
         kept: the cache; None if each prompt is computed whole.
 
     Raises:
-        ChatError: the model has no tokenizer, or is none that goes on with a text.
+        ChatError: the model has no tokenizer, or is not a causal language model.
         OptionError: the model generates no text.
     """
 
@@ -125,12 +125,12 @@ class Session:
 
     @property
     def context(self) -> int | None:
-        """Tokens that prompt and answer may have together; None if the model sets no limit."""
+        """Maximum tokens of prompt and answer together; None if the model sets no limit."""
         return context_of(self._model)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is worth knowing beforehand of this model; mostly nothing."""
+        """Remarks on this model for the user; usually none."""
         found = []
         if not has_template(self._tokenizer):
             found.append("the model has no chat template: it is given User: and Assistant: lines to go on with")
@@ -140,12 +140,12 @@ class Session:
 
     @property
     def cached_tokens(self) -> int:
-        """That the cache holds now."""
+        """Number of tokens in the cache."""
         return len(self.kept.ids) if self.kept is not None else 0
 
     @property
     def cache_bytes(self) -> int:
-        """That the cache takes now, copies of windows and states included."""
+        """Bytes of the cache, including copies of windows and states."""
         return self.kept.nbytes if self.kept is not None else 0
 
     def forget(self) -> None:
@@ -164,10 +164,10 @@ class Session:
         """Generate an answer.
 
         Args:
-            messages: the conversation, its last message a question.
-            write: is given the text as it comes.
-            stopped: asked before each unit of the model; once it is true the answer ends. So does a KeyboardInterrupt.
-            at_unit: told before each unit of the first pass how many are done, and of how many.
+            messages: the conversation; its last message is a question.
+            write: called with each piece of the text.
+            stopped: called before each unit of the model; True ends the answer, as a KeyboardInterrupt does.
+            at_unit: called before each unit of the first pass, with the number of units done and the number of all.
 
         Raises:
             ChatError: no room is left in the context, or the chat template refuses the messages.
@@ -208,7 +208,7 @@ class Session:
         )
 
     def _room(self, prompt: int) -> int:
-        """Tokens that the answer may have."""
+        """Maximum tokens of the answer."""
         own = self._choices.max_new_tokens or self._model.generation_config.max_new_tokens
         left = self.context - prompt if self.context is not None else None
         if left is not None and left < 1:
@@ -225,7 +225,7 @@ class Session:
         """Cut the cache to the longest possible prefix of the prompt, and return its length."""
         if self.kept is None:
             return 0
-        # one token at least is computed: from it comes the first of the answer
+        # at least one token is computed, since it yields the first one of the answer
         length = self.kept.go_back(min(common_length(ids, self.kept.ids), len(ids) - 1))
         self.kept.mark(ids[:length])
         return length
@@ -238,7 +238,7 @@ class Session:
         return () if has_template(self._tokenizer) else (PLAIN_END,)
 
     def _generate(self, ids: list[int], room: int, stream: AnswerStream) -> list[int]:
-        """Everything that was read and generated, as ids."""
+        """Generate, and return the ids of prompt and answer."""
         prompt = torch.tensor([ids], device=self._model.device)
         pad = self._tokenizer.pad_token_id
         given: dict[str, Any] = {
@@ -259,7 +259,7 @@ class Session:
         return [int(token) for token in made[0]]
 
     def _settle(self, made: Sequence[int]) -> None:
-        """Note what the cache holds after an answer: all but its last token, which nothing was computed of."""
+        """Record the contents of the cache after an answer: all tokens but the last, which was not fed to the model."""
         if self.kept is not None:
             self.kept.hold(list(made[: self.kept.cache.get_seq_length()]))
 
@@ -267,7 +267,7 @@ class Session:
     def _watched(
         self, stream: AnswerStream, stopped: Callable[[], bool], at_unit: Callable[[int, int], object]
     ) -> Iterator[None]:
-        """Ask and tell before each unit, and before any of its weights are brought."""
+        """Call `stopped` and `at_unit` before each unit, before any of its weights are loaded."""
         names = [placed.unit for placed in self._model.placement.units]
         done = 0
 

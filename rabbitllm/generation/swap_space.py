@@ -1,13 +1,13 @@
 """KV caches of preempted requests, swapped out to RAM or to nameless files.
 
-    on a GPU    to RAM, if they take at most a quarter of what is free there; else to a file
-    in RAM      to a file, if they take at most a quarter of what is free on its disk
+    on a GPU    to RAM, if they take at most a quarter of the free memory; else to a file
+    in RAM      to a file, if they take at most a quarter of the free space on its disk
 
-A file is written where writing and reading it takes no longer than recomputing the cache, estimated by the measured
+A file is written if writing and reading it takes no longer than recomputing the cache, estimated from the measured
 speed of earlier files. A cache that cannot be moved, does not fit or fails is recomputed, which is always possible.
 
-The text of users can be recovered from the files. So only this user can read them, and they are gone when the process
-ends, however it ends.
+The text of users can be recovered from the files. So the files have no names, which keeps other users from reading
+them, and the system deletes them when the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import folder_at
 
-# A cache taken apart into tensors and what holds them, and put together again: bit for bit the same.
+# Takes a cache apart into a shell and tensors, and puts it together again, bitwise the same.
 #
-# Walks any cache of transformers: attention layers, sliding windows, states, and a family's own kinds of layers, as
-# long as everything in them is tensors and plain values. A tensor that is a view comes back without its base.
+# Works for any cache of transformers: attention layers, sliding windows, states, and a family's own kinds of layers, as
+# long as they contain only tensors and plain values. A tensor that is a view is restored without its base.
 
 _HOLDERS = tuple(
     getattr(cache_utils, name)
@@ -44,22 +44,22 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor was."""
+    """Placeholder of a tensor in the shell."""
 
     number: int
 
 
 class _Unknown(Exception):
-    """Something that is neither tensors nor plain."""
+    """The cache contains a value that is neither a tensor nor plain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A cache.
+    """A cache that was taken apart.
 
     Attributes:
-        shell: it, with places for its tensors.
-        tensors: by the numbers of their places.
+        shell: copy of the cache with placeholders instead of tensors.
+        tensors: the tensors, by the numbers of their placeholders.
     """
 
     shell: Any
@@ -67,12 +67,12 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors."""
+        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def taken_apart(cache: Any) -> Parts | None:
-    """The parts of a cache, which stays as it is; None if it has something that is not known."""
+    """The parts of a cache, which is not changed; None if it contains an unknown kind of value."""
     tensors: list[torch.Tensor] = []
     places: dict[int, _Place] = {}
 
@@ -93,17 +93,17 @@ def taken_apart(cache: Any) -> Parts | None:
 
 
 def put_together(shell: Any, tensors: list[torch.Tensor]) -> Any:
-    """The cache again.
+    """Restore a cache from its parts.
 
     Args:
         shell: see `Parts`.
-        tensors: like those that were taken out of it.
+        tensors: tensors with the values of `Parts.tensors`, in the same order.
     """
     return _walked(shell, lambda value: tensors[value.number], {})
 
 
 def _walked(value: Any, replaced: Callable[[Any], Any], seen: dict[int, Any]) -> Any:
-    """A copy in which everything that is neither plain nor holds something else is replaced."""
+    """A copy in which every value that is neither plain nor a container is replaced."""
     if isinstance(value, _PLAIN):
         return value
     if type(value) is dict:
@@ -123,9 +123,9 @@ def _walked(value: Any, replaced: Callable[[Any], Any], seen: dict[int, Any]) ->
 logger = logging.getLogger(__name__)
 
 SHARE = 4
-"""One part in so many of what is free may be taken at a time."""
+"""A swapped-out cache may take at most 1 / `SHARE` of the free memory or space."""
 FIRST_RATE = 200e6
-"""Bytes a second to a file and from it, before there was one."""
+"""Assumed bytes per second to and from a file, before the first one was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,11 @@ class SwappedOutCache:
     """A KV cache that is swapped out.
 
     Attributes:
-        nbytes: that it takes.
-        shell: see `cache_parts`.
-        forms: of its tensors.
-        tensors: in RAM; None if they are in a file.
-        file: else.
+        nbytes: bytes of its tensors.
+        shell: see `Parts`.
+        forms: form of each of its tensors.
+        tensors: its tensors in RAM; None if they are in a file.
+        file: the file with its tensors; None if they are in RAM.
     """
 
     nbytes: int
@@ -161,12 +161,12 @@ class SwapSpace:
     """Swaps KV caches out and in.
 
     Args:
-        limit: bytes that it may hold; 0 for nothing ever.
-        folder: where files may be; None for none.
+        limit: limit in bytes; 0 swaps nothing out.
+        folder: folder of the files; None for no files.
 
     Attributes:
         limit: see above.
-        nbytes: that it holds.
+        nbytes: bytes swapped out now.
     """
 
     def __init__(self, limit: int, folder: Path | None) -> None:
@@ -180,7 +180,7 @@ class SwapSpace:
         """Swap a cache out; None if it is faster, or necessary, to recompute it.
 
         Args:
-            cache: of one sequence; the caller must not use it afterwards.
+            cache: KV cache of one sequence; the caller must not use it afterwards.
             recompute_seconds: estimated time to recompute it; None to swap it out whenever that is possible.
         """
         parts = taken_apart(cache) if self.limit else None
@@ -221,7 +221,7 @@ class SwapSpace:
         return put_together(held.shell, tensors)
 
     def drop(self, held: SwappedOutCache) -> None:
-        """Forget a cache."""
+        """Drop a swapped-out cache."""
         self.nbytes -= held.nbytes
         held.tensors = None
         if held.file is not None:
@@ -264,14 +264,14 @@ class SwapSpace:
         self._rate = 0.5 * (self._rate + nbytes / max(seconds, 1e-6))
 
     def _complain(self, error: Exception) -> None:
-        """Warn once: a disk that is full stays so for a while."""
+        """Warn once, since a full disk remains full for a while."""
         if not self._has_failed:
             logger.warning("KV caches of preempted requests are computed again: %s", error)
         self._has_failed = True
 
 
 def usual_folder() -> Path | None:
-    """The default folder of the file: one for temporary files on a disk; None if both such folders lie in memory."""
+    """The default folder of the files: a writable one for temporary files, not in memory; None if there is none."""
     for path in (Path(tempfile.gettempdir()), Path("/var/tmp")):
         if path.is_dir() and (folder := folder_at(path)).writable and not folder.in_memory:
             return path
@@ -279,18 +279,18 @@ def usual_folder() -> Path | None:
 
 
 def _leaves_a_device(forms: list[_Form]) -> bool:
-    """Whether its memory is another one than RAM."""
+    """Whether any of the tensors is on another device than the CPU."""
     return any(form.device.type != "cpu" for form in forms)
 
 
 def _form(tensor: torch.Tensor) -> _Form:
-    """Of a tensor as it will come back: its axes in the same order in memory, without holes."""
+    """The form of a tensor after it is restored: its axes in the same order in memory, without holes."""
     dense = torch.empty_like(tensor, device="meta")
     return _Form(tuple(dense.shape), dense.stride(), tensor.dtype, tensor.device)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, as `_form` has it."""
+    """The tensor on the host, in the memory layout of `_form`."""
     form = _form(tensor)
     if tensor.device.type == "cpu" and tensor.stride() == form.strides:
         return tensor
@@ -298,6 +298,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a tensor without holes on the host: its memory."""
+    """The memory of a tensor on the host without holes."""
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8).numpy().data

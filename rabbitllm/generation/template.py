@@ -1,7 +1,4 @@
-"""Messages through a model's chat template, which is a program of the model's authors and may fail as it likes.
-
-Knows tokenizers; knows no model, and not what becomes of the ids.
-"""
+"""Runs a model's chat template, a program by the model's authors that may fail in any way."""
 
 from __future__ import annotations
 
@@ -13,19 +10,19 @@ from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import RabbitLLMError
 
 TEMPLATE_SECONDS = 30.0
-"""That a template may compute; conversations that fill a context take a second."""
+"""Time limit of a template; conversations that fill a context take a second."""
 TEMPLATE_LETTERS = 64 << 20
-"""That one operation of a template may make; a context of a million tokens has 4 million."""
+"""The most letters that one operation of a template may make; a context of a million tokens has 4 million."""
 
 
 @contextlib.contextmanager
 def bounded_template() -> Iterator[None]:
-    """Bound the chat template that this thread runs while the context is open: in time, and in what it makes.
+    """Limit the time and the output of the chat template that this thread runs while the context is open.
 
     Raises:
         ValueError: a template took too long, made too much, or calls itself without end.
     """
-    from rabbitllm.generation import template_limits  # with jinja
+    from rabbitllm.generation import template_limits  # imports jinja
 
     template_limits.install()
     mine = template_limits.MINE
@@ -41,22 +38,22 @@ def bounded_template() -> Iterator[None]:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer brings a chat template."""
+    """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def template_ids(
     tokenizer: Any, messages: Sequence[dict[str, str]], refused: Callable[[str], RabbitLLMError]
 ) -> list[int]:
-    """Messages as ids, up to where the model's answer begins.
+    """Messages as ids, up to the beginning of the model's answer.
 
     Args:
-        tokenizer: of the model, with a chat template.
+        tokenizer: tokenizer with a chat template.
         messages: each with its `role` and its `content`.
-        refused: makes the error to raise, of what went wrong.
+        refused: makes the error to raise from a description of what went wrong.
 
     Raises:
-        RabbitLLMError: what `refused` makes, where the template refuses these messages or fails at them.
+        RabbitLLMError: made by `refused`; the template rejects these messages or fails on them.
     """
     from jinja2 import TemplateError
 

@@ -1,9 +1,9 @@
-"""The environment in which chat templates run here: transformers' own, with a limit on what each operation makes.
+"""The environment of chat templates: transformers' own, with a limit on the output of each operation.
 
-A template is a program of strangers, and one operation of it (`'x' * 10**10`, `|center(10**10)`) can take all memory
-before a watcher sees it. So each operation that makes more than its inputs are is estimated before it is done, and
-each step of a loop and each call looks at the clock. A template that stays within the limits gives the same text.
-Knows no tokenizers. Not bounded: a comparison of two lists that were nested many times over.
+A template is untrusted, and one operation of it (`'x' * 10**10`, `|center(10**10)`) can take all memory before a
+monitor could react. So the output of each operation that can exceed its inputs is estimated beforehand, and each step
+of a loop and each call checks the time. A template within the limits gives the same text. Not limited: a comparison of
+two deeply nested lists.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 ELEMENT = 16
-"""What an element of a list, and a step of a loop, count as, in letters."""
+"""The cost of a list element, and of a step of a loop, in letters."""
 TOGETHER = 16
-"""All operations of a template may together make this many times of what one may; joining texts one by one is usual."""
+"""All operations of a template together may make so many times the limit of one; joining texts one by one is usual."""
 INTEGER_BITS = 1 << 20
 
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
@@ -41,15 +41,15 @@ _OF_ELEMENTS = frozenset(
         *("dictsort", "sort", "unique", "groupby", "reverse", "slice", "min", "max", "random", "attr", "default", "d"),
     }
 )  # fmt: skip
-"""Filters that make no text of what they are given."""
+"""Filters that do not make a text of their input."""
 
 
 class TemplateBudget:
-    """What a template may still make, and until when.
+    """The remaining output and time of a template.
 
     Args:
-        letters: that one operation may make.
-        seconds: that the template may take.
+        letters: maximum letters that one operation may make.
+        seconds: time limit of the template.
     """
 
     def __init__(self, letters: float, seconds: float) -> None:
@@ -57,10 +57,10 @@ class TemplateBudget:
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
 
     def spend(self, letters: float) -> None:
-        """Count what is about to be made.
+        """Count the letters that an operation is about to make.
 
         Raises:
-            ValueError: it is too much.
+            ValueError: they exceed the limit.
         """
         self._left -= letters
         if letters > self.letters or self._left < 0:
@@ -70,7 +70,7 @@ class TemplateBudget:
         """Count a step of a loop, or a call.
 
         Raises:
-            ValueError: there were too many, or they took too long.
+            ValueError: too many steps, or the time limit is exceeded.
         """
         self.spend(ELEMENT)
         if time.monotonic() > self._deadline:
@@ -82,11 +82,11 @@ class _Mine(threading.local):
 
 
 MINE = _Mine()
-"""The budget of the template that this thread runs; without limits for one that is not ours."""
+"""The budget of the template that this thread runs; unlimited outside of `bounded_template`."""
 
 
 def install() -> None:
-    """Let transformers compile chat templates for this environment; outside of a budget they run as before."""
+    """Make transformers compile chat templates for this environment; without a budget they run as before."""
     from transformers.utils import chat_template_utils
 
     if chat_template_utils.ImmutableSandboxedEnvironment is not BoundedEnvironment:
@@ -95,7 +95,10 @@ def install() -> None:
 
 
 def _weight(value: Any) -> int:
-    """The letters of a value as text, about; a list in many places counts in each. Ends where it is too much."""
+    """Approximate letters of a value as text; a list that occurs several times counts each time.
+
+    Stops counting at the limit of one operation.
+    """
     if isinstance(value, str):
         return len(value)
     most, total, left = MINE.budget.letters, 0, [value]
@@ -124,7 +127,7 @@ def _widest(given: Iterable[Any]) -> int:
 
 
 def _formatted(text: str, given: Any) -> int:
-    """The most letters that a format makes of values: each field as wide as the widest, with all of the values."""
+    """Upper bound of the letters of a formatted text: each field has the largest width and contains all values."""
     text = text.replace("%%", "")
     widths = [int(digits) for found in _WIDTHS.findall(text) for digits in found if digits]
     if _WIDTHS_FROM_VALUES.search(text):
@@ -133,7 +136,7 @@ def _formatted(text: str, given: Any) -> int:
 
 
 def _estimate(name: str, value: Any, given: Sequence[Any]) -> int:
-    """The letters that a filter or a method makes, as far as they are more than a few times its value's."""
+    """Estimate of the letters that a filter or a method makes, if they can exceed a few times its input's."""
     widest = _widest(given)
     if name in _WIDENING:
         return widest
@@ -190,7 +193,7 @@ class _Filters(dict[str, Callable[..., Any]]):
 
 
 class _Code(CodeGenerator):
-    """Jinja's compiler, with a step in each loop, and a look at what `~` joins."""
+    """Jinja's compiler, with a step counted in each loop, and a check of the operands of `~`."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         node.body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute("one_step"), lineno=node.lineno))
@@ -214,7 +217,7 @@ def _concat(parts: Iterable[str]) -> str:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which operations spend of this thread's budget before they are done."""
+    """Jinja's sandbox, whose operations are charged to this thread's budget before they run."""
 
     code_generator_class = _Code
     concat = staticmethod(_concat)
@@ -229,11 +232,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @property
     def one_step(self) -> None:
-        """Generated code reads it once for each step of a loop."""
+        """Counts a step; generated code reads this once for each step of a loop."""
         MINE.budget.step()
 
     def fitting(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same, if they fit into one text."""
+        """Return the parts unchanged after charging their size to the budget."""
         MINE.budget.spend(sum(map(_weight, parts)))
         return parts
 
@@ -242,7 +245,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """What jinja does, if it is not too much."""
+        """Jinja's `call_binop`, within the budget."""
         if operator == "+":
             MINE.budget.spend(_size(left) + _size(right))
         elif isinstance(left, int) and isinstance(right, int):
@@ -257,11 +260,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **named: Any) -> Any:
-        """What jinja does, if it is not too much."""
+        """Jinja's `call`, within the budget."""
         MINE.budget.step()
         value, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(value, str | bytes | int):
-            if name == "join" and args:  # may be read once only
+            if name == "join" and args:  # may be an iterator
                 args = ([*args[0]], *args[1:])
                 MINE.budget.spend(_estimate(name, args[0], [value]))
             else:
@@ -271,7 +274,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **named)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """What jinja does, if it is not too much."""
+        """Jinja's `wrap_str_format`, within the budget."""
         made = super().wrap_str_format(value)
         if made is None:
             return None

@@ -1,6 +1,6 @@
 """Owns the KV caches of all sequences: running, finished (kept as a prefix cache) and swapped out.
 
-The running and the finished ones together stay within a limit. Called in the batch's thread, but for `nbytes`.
+The running and the finished ones share a memory limit. Called in the batch's thread, except for `nbytes`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rabbitllm.generation.prefixes import WORTH_TOKENS, PrefixCache, beginning, 
 from rabbitllm.generation.request_handle import RequestHandle
 from rabbitllm.generation.swap_space import SwapSpace, usual_folder
 
-# Finds the KV cache whose prefix a new request can reuse, and whether it should wait for a longer one.
+# Finds the KV cache whose prefix a new request can reuse, and decides whether to wait for a longer one.
 
 WORTH_WAITING = 64
 """A request waits for a shared prefix of at least so many tokens that another request is computing."""
@@ -35,9 +35,9 @@ class PrefixSource:
     """A sequence that shares a prefix with another one.
 
     Attributes:
-        ids: of the tokens in its cache.
+        ids: ids of the tokens in its cache.
         cache: its KV cache.
-        tokens: the first so many of them can be reused.
+        tokens: number of its first tokens that can be reused.
     """
 
     ids: Sequence[int]
@@ -70,11 +70,11 @@ def should_wait(wanted: Sequence[int], tokens: int, computed: Iterable[Sequence[
 
 
 ASIDE_SHARE = 4
-"""By default KV caches of so many times the memory limit may be swapped out. Up to 80 sequences that grow at the same
-rate, and are preempted until one of them is left, take no more."""
+"""By default KV caches of so many times the memory limit may be swapped out. This suffices for up to 80 sequences that
+grow at the same rate and are preempted until one of them is left."""
 
 GIVING_BACK_SECONDS = 1.0
-"""At least, between two times that free memory is given back to the system in bulk."""
+"""In bulk, the minimum time between two returns of free memory to the system."""
 
 
 class TextCaches:
@@ -82,13 +82,14 @@ class TextCaches:
 
     Args:
         model: as `AutoModel.from_pretrained` returns it.
-        limits: of the batch.
+        limits: limits of the batch.
 
     Attributes:
-        memory: their limit, and the bytes of a token.
-        chunk: tokens of a prompt in one pass.
-        resumed: times that a sequence was swapped in.
-        file: for KV caches of running sequences; None without one.
+        memory: the memory limit of KV caches, and the bytes of a token.
+        chunk: maximum tokens of a prompt in one pass.
+        resumed: how often a sequence was swapped in.
+        file: file for KV caches of running sequences, or None.
+        aside: KV caches of preempted sequences, swapped out.
 
     Raises:
         OptionError: there is no memory left.
@@ -112,27 +113,27 @@ class TextCaches:
         aside_bytes = limits.aside_bytes if limits.aside_bytes is not None else ASIDE_SHARE * self.memory.limit
         folder = limits.aside_folder or usual_folder()
         if folder is None and all(lane.device.shares_host_memory for lane in model.streamer.lanes.values()):
-            aside_bytes = 0  # there is no other memory, and no disk
+            aside_bytes = 0  # neither other memory nor a disk to swap out to
         self.aside = SwapSpace(aside_bytes, folder)
         file_bytes = limits.file_bytes if self._shares else 0
         self.file = file_for(model, self.memory, folder, file_bytes)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self.file is not None:
             self.file.close()
 
     @property
     def prompt_chunk(self) -> int | None:
-        """Tokens after which a prompt is cut; None where it goes through the model as a whole."""
+        """Tokens of a prompt in one pass; None if a prompt goes through the model as a whole."""
         return self.chunk if self._shares else None
 
     def nbytes(self, running: Iterable[RequestHandle]) -> int:
-        """That are held in memory; may be called from any thread."""
+        """Bytes of KV caches in memory; may be called from any thread."""
         return self._kept.nbytes + self._held_by(running)
 
     def shrink(self, running: Sequence[RequestHandle]) -> None:
-        """Drop finished sequences where the running ones need their memory in the next pass."""
+        """Evict finished sequences as far as the running ones need their memory in the next pass."""
         near, filed = self._parted(running)
         self._kept.shrink(self.left_to_near(filed) - self.memory.now(handle.text for handle in near))
 
@@ -140,14 +141,14 @@ class TextCaches:
         """Whether a sequence may begin, and where its KV cache is then.
 
         Args:
-            ticket: that waits.
-            running: those that run.
-            others: how many wait behind it and are to run with it.
+            handle: the waiting request.
+            running: the running requests.
+            others: number of requests that wait behind it and should run with it.
         """
         return begins(handle.text, self._running(running), others, self.memory)
 
     def near(self, running: Sequence[RequestHandle]) -> Sequence[RequestHandle]:
-        """Those with their KV cache in memory."""
+        """The requests with their KV cache in memory."""
         return self._parted(running)[0]
 
     def left_to_near(self, filed: Sequence[RequestHandle]) -> int:
@@ -169,19 +170,19 @@ class TextCaches:
             others = [one for one in running if one is not handle]
             assert self.file is not None
             if not self._running(others).fits(handle.text, self.memory):
-                break  # the others are about as long, and there may be hundreds of them
+                break  # the rest are about as long, and may be hundreds
             self.file.let_return(handle.generation.cache)
         self._kept.shrink(self.memory.limit - self._running(running).soon(self.memory))
 
     def lost(self, running: Sequence[RequestHandle]) -> list[RequestHandle]:
-        """Those whose KV cache could not be written to the file."""
+        """The requests whose KV cache could not be written to the file."""
         file = self.file
         return [one for one in running if file.is_lost(one.generation.cache)] if file is not None else []
 
     def measure(self, running: Iterable[RequestHandle]) -> None:
-        """Measure the bytes of a token after a pass; for unusual kinds of caches the estimate by the config stays.
+        """Measure the bytes of a token after a pass; for unusual kinds of caches the config's estimate is kept.
 
-        In bulk, free memory goes back to the system, at most once in `GIVING_BACK_SECONDS`.
+        In bulk, free memory is returned to the system, at most once in `GIVING_BACK_SECONDS`.
         """
         if self._keeps:
             self.memory.measure(handle.whole_cache(continues=True) for handle in running)
@@ -193,9 +194,9 @@ class TextCaches:
         """Give a sequence that begins its KV cache; False if another one is computing a prefix that both share.
 
         Args:
-            ticket: that begins.
-            running: those that run.
-            in_file: whether its KV cache is in the file.
+            handle: the request that begins.
+            running: the running requests.
+            in_file: whether its KV cache goes into the file.
         """
         left = self.memory.limit - self._running(running).soon(self.memory)
         left -= self.memory.beside_file() if in_file else self.memory.soon([handle.text])
@@ -230,20 +231,20 @@ class TextCaches:
         """Swap out the KV cache of a preempted sequence.
 
         Args:
-            ticket: the preempted one.
-            cache: of all its computed tokens; None if there is none that could be swapped in.
-            pace: of the passes.
+            handle: the preempted request.
+            cache: KV cache of all its computed tokens; None if there is none to continue from.
+            pace: measured time of passes.
         """
         handle.generation.cache = None
         if cache is None:
             return
         tokens = cache.get_seq_length()
-        # computed again it would not have the bits that it has
+        # recomputed values could differ in their bits
         recompute_seconds = None if self._exact else pace.recompute_seconds(tokens, self.prompt_chunk or tokens)
         handle.held = self.aside.put(cache, recompute_seconds)
 
     def whole_cache(self, handle: RequestHandle) -> Any:
-        """The KV cache to continue a sequence from, see `RequestHandle.whole_cache`; None for one in a file."""
+        """The KV cache to continue a sequence from, see `RequestHandle.whole_cache`; None if it is in the file."""
         if self.file is not None and self.file.holds(handle.generation.cache):
             return None
         return handle.whole_cache(continues=self._shares)
@@ -272,7 +273,7 @@ class TextCaches:
                 yield handle.generation.ids[:tokens], handle.generation.cache
 
     def _put(self, generation: Generation) -> bool:
-        """Put the cache of one that begins into the file; if that cannot be, it begins from nothing, in memory."""
+        """Put the cache of a sequence that begins into the file; if that fails, give it an empty one in memory."""
         assert self.file is not None
         self.file.put(generation.cache)
         if not self.file.is_lost(generation.cache):
@@ -286,7 +287,7 @@ class TextCaches:
         return file.whole_copy(cache) if file is not None and file.holds(cache) else cache
 
     def _parted(self, running: Iterable[RequestHandle]) -> tuple[list[RequestHandle], list[RequestHandle]]:
-        """Those with their KV cache in memory, and those with it in a file."""
+        """The requests with their KV cache in memory, and those with it in the file."""
         near: list[RequestHandle] = []
         filed: list[RequestHandle] = []
         for one in running:
@@ -301,7 +302,7 @@ class TextCaches:
 
     def _held_by(self, running: Iterable[RequestHandle]) -> int:
         near, filed = self._parted(running)
-        # not of their tensors: another thread changes them meanwhile
+        # computed from token counts, since the batch's thread may change the tensors meanwhile
         counts = [
             handle.cached_tokens if handle.generation.cache is not None else handle.text.tokens for handle in near
         ]
@@ -309,7 +310,7 @@ class TextCaches:
 
 
 def _computed_prompts(running: Iterable[RequestHandle]) -> Iterable[Sequence[int]]:
-    """Those that are not in their caches yet."""
+    """Prompts in prefill, which are not completely in their caches yet."""
     for handle in running:
         prompt = handle.generation.request.prompt
         if handle.generation.cache is not None and handle.cached_tokens < len(prompt):

@@ -1,7 +1,4 @@
-"""What answers took: passes, tokens, and bytes from each place, as the difference of two states of a profiler.
-
-Knows no models and no clocks.
-"""
+"""The work of answers: passes, tokens and bytes from each tier, as the difference of two states of a profiler."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ PLACES: Mapping[str, str] = {
     UPLOAD: "of that copied to the device",
     PINNED_UPLOAD: "from page-locked RAM to the device",
 }
-"""Stage -> where bytes came from."""
+"""Stage -> source of its bytes, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerWork:
-    """What it took.
+    """The work of an answer.
 
     Attributes:
-        passes: over all layers.
-        tokens: that went into them.
-        moved: stage -> bytes.
-        experts: stage -> how many were found there.
+        passes: number of passes over all layers.
+        tokens: number of tokens in those passes.
+        moved: stage -> bytes moved.
+        experts: stage -> number of experts found there.
     """
 
     passes: int = 0
@@ -36,7 +33,7 @@ class AnswerWork:
     experts: Mapping[str, int] = field(default_factory=dict)
 
     def plus(self, other: AnswerWork) -> AnswerWork:
-        """Both together."""
+        """The sum of both."""
         return AnswerWork(
             self.passes + other.passes,
             self.tokens + other.tokens,
@@ -46,10 +43,10 @@ class AnswerWork:
 
 
 def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> AnswerWork:
-    """What was done since.
+    """The work between two states of a profiler.
 
     Args:
-        before, after: kind of pass -> sums, as `Profiler.sums` tells.
+        before, after: kind of pass -> sums, as in `Profiler.sums`.
     """
     found = AnswerWork()
     for kind, total in after.items():

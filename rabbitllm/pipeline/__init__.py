@@ -1,1 +1,1 @@
-"""A model whose layers are spread over processes, on one machine or several, each with a span of them."""
+"""Pipeline parallelism: spans of a model's layers in several processes, on one machine or several."""

@@ -1,7 +1,7 @@
 """The arguments of a layer's call, as JSON and a list of tensors, and back.
 
-A mask that all layers get is one tensor, and stays one. What is neither a tensor, a KV cache, a plain value nor a tuple
-of these cannot be sent: a layer that is given a dict writes into it for the layers after it, which may be elsewhere.
+A mask that all layers share is sent once. Only tensors, KV caches, plain values and tuples of these can be sent: a
+layer may write into a dict for the layers after it, which may be on another host.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Packer:
     """Packs the calls of one pass.
 
     Args:
-        number_of: a KV cache -> the number by which the others know it.
+        number_of: a KV cache -> its number, which is the same in all processes.
 
     Attributes:
-        tensors: what was found, each once.
+        tensors: the tensors found, each once.
     """
 
     def __init__(self, number_of: Callable[[Cache], int]) -> None:
@@ -58,19 +58,19 @@ class Packer:
         return [[self.pack(value) for value in args], {name: self.pack(value) for name, value in kwargs.items()}]
 
     def _tensor(self, tensor: torch.Tensor) -> int:
-        if id(tensor) not in self._known:  # `tensors` keeps it, so its id stays its own
+        if id(tensor) not in self._known:  # `tensors` keeps it alive, so its id remains unique
             self._known[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return self._known[id(tensor)]
 
 
 def unpack(packed: Any, tensors: Sequence[torch.Tensor], cache: Callable[[int], Cache]) -> Any:
-    """The value that `Packer.pack` made this of.
+    """Restore a value from the result of `Packer.pack`.
 
     Args:
         packed: JSON.
-        tensors: those of the pass.
-        cache: number -> the KV cache that it means here.
+        tensors: tensors of the pass.
+        cache: number -> the KV cache in this process.
     """
     if not isinstance(packed, dict):
         return packed

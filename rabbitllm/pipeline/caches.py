@@ -1,8 +1,8 @@
 """KV caches of which each process holds the layers that it computes.
 
-The first process has the caller's own cache object. Of the layers that are elsewhere it holds stand-ins: one byte for
-each token of each text, so that the cache answers what it is asked about lengths, and can be cut, reordered and
-repeated like any other. What is done to it is noted, and the workers do the same to theirs before the next pass.
+The first process has the caller's own cache object. For the layers on other hosts it holds stand-ins, one byte for each
+token of each sequence, so that the cache reports its lengths and can be cut, reordered and repeated as usual. These
+operations are recorded, and the workers apply them to their caches before the next pass.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ KINDS = (
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
 )
-"""Layers of a cache that can be elsewhere: transformers' names."""
+"""Transformers' names of the cache layers that can be on other hosts."""
 _SETTINGS = ("sliding_window", "number_of_states")
 
 Event = list[Any]
-"""What happened to a cache, as JSON: what, the cache's number, with what."""
+"""An operation on a cache, as JSON: its name, the cache's number, and its arguments."""
 
 
 class _Noted:
-    """Mixed in before a cache's own class: says what is done to it."""
+    """Mixin before a cache's own class that records the operations on it."""
 
     _ledger: Ledger
     _number: int
@@ -77,13 +77,13 @@ class _Noted:
 
 
 class Ledger:
-    """Knows the caches that passes were given, and what has happened to them since the last one.
+    """Numbers the caches of passes, and records the operations on them since the last pass.
 
     Args:
-        away: positions in a cache of the layers that are elsewhere.
+        away: cache indices of the layers on other hosts.
 
     Attributes:
-        events: what the workers have not been told yet.
+        events: operations that were not sent to the workers yet.
     """
 
     def __init__(self, away: Iterable[int]) -> None:
@@ -92,17 +92,17 @@ class Ledger:
         self.events: list[Event] = []
 
     def take(self) -> list[Event]:
-        """The events, once."""
+        """Remove and return the events."""
         events: list[Event] = []
-        while self.events:  # a cache may be let go of at any moment, in any thread
+        while self.events:  # a cache may be freed at any moment, in any thread
             events.append(self.events.pop(0))
         return events
 
     def number_of(self, cache: Cache) -> int:
-        """The number of a cache; one that is new gets one.
+        """The number of a cache; a new cache is assigned one.
 
         Raises:
-            HostsError: it is of a kind that cannot be spread, or was filled by another model.
+            HostsError: its kind cannot be spread over hosts, or it was filled by another model.
         """
         known = getattr(cache, "_number", None)
         if known is not None and getattr(cache, "_ledger", None) is self:
@@ -118,17 +118,17 @@ class Ledger:
         return int(cache._number)
 
     def enter(self, cache: Any) -> None:
-        """Give a cache a number, and note when it is garbage-collected."""
+        """Assign a number to a cache, and record its garbage collection as an event."""
         self._last += 1
         cache._ledger, cache._number = self, self._last
         weakref.finalize(cache, self.events.append, ["drop", self._last]).atexit = False
 
 
 def recipe_of(cache: Cache) -> Any:
-    """What makes an empty cache of the same kind, as JSON.
+    """A recipe for an empty cache of the same kind, as JSON; see `made_by`.
 
     Raises:
-        HostsError: it is of a kind that cannot be spread.
+        HostsError: its kind cannot be spread over hosts.
     """
     kind, layers = type(cache).__name__, getattr(cache, "layers", ())
     odd = [type(layer).__name__ for layer in layers if type(layer).__name__ not in (*KINDS, "DummyLayer")]
@@ -146,10 +146,10 @@ def recipe_of(cache: Cache) -> Any:
 
 
 def made_by(recipe: Any) -> DynamicCache:
-    """An empty cache.
+    """An empty cache made by a recipe.
 
     Raises:
-        HostsError: the recipe names what there is not.
+        HostsError: the recipe names an unknown kind of layer.
     """
     layers, grows, recording = recipe
     if any(name not in (*KINDS, "DummyLayer") for name, _ in layers):
@@ -172,22 +172,22 @@ def _is_filled(layer: Any) -> bool:
 
 
 def lengths_of(cache: Cache, indices: Iterable[int]) -> list[list[int]]:
-    """Of layers of a cache: position and tokens, as far as a layer knows how many it has.
+    """Index and number of tokens of layers of a cache, for those that report it.
 
-    A caller may cut layers himself, which nothing notes; so the workers compare this before each pass.
+    A caller may cut layers directly, which is not recorded; so the workers compare these lengths before each pass.
     """
     known = [(index, cache.layers[index]) for index in indices if index < len(cache.layers)]
     return [[index, int(layer.get_seq_length())] for index, layer in known if hasattr(layer, "get_seq_length")]
 
 
 def stand_in(cache: Cache, index: int, batch: int, tokens: int, device: torch.device) -> None:
-    """Let a layer of a cache that is elsewhere have as many tokens more as it has there.
+    """Append to the stand-in of a layer on another host as many tokens as the pass adds there.
 
     Args:
-        cache: the caller's.
-        index: of the layer in it.
-        batch, tokens: of the texts that go through.
-        device: where the caller's layers are.
+        cache: cache of the caller.
+        index: index of the layer in the cache.
+        batch, tokens: number of sequences in the pass, and of new tokens of each.
+        device: device of the caller's layers.
     """
     if index >= len(cache.layers) and cache.layer_class_to_replicate is None:
         return
@@ -205,7 +205,7 @@ class MirroredCaches:
     """A worker's caches, by the numbers that the first process gave them.
 
     Args:
-        here: positions in a cache of the layers that this worker computes.
+        here: cache indices of the layers that this worker computes.
     """
 
     def __init__(self, here: Sequence[int]) -> None:
@@ -220,7 +220,7 @@ class MirroredCaches:
         return self._caches[number]
 
     def follow(self, events: Iterable[Event]) -> None:
-        """Do what was done to the caller's caches, to the layers that are here."""
+        """Apply the operations on the caller's caches to the layers in this process."""
         for what, number, *given in events:
             if what == "new":
                 self._caches[number] = made_by(given[0])
@@ -232,14 +232,14 @@ class MirroredCaches:
                 self._on_layers(self._caches[number], what, _ON_LAYERS[what](*given))
 
     def align(self, number: int, lengths: Iterable[Sequence[int]]) -> None:
-        """Cut the layers that are here to what the caller's have.
+        """Cut the layers in this process to the lengths of the caller's.
 
         Args:
-            number: of the cache.
+            number: number of the cache.
             lengths: see `lengths_of`.
 
         Raises:
-            HostsError: that cannot be: some have fewer tokens, or a window has let go of what would be needed.
+            HostsError: a layer has fewer tokens, or its sliding window has already dropped older tokens.
         """
         cache = self._caches[number]
         for index, told in lengths:

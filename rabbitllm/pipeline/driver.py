@@ -1,11 +1,12 @@
-"""The first process's side of a pass: the genuine forward, in which layers of other hosts are stand-ins.
+"""The first process's side of a pass: the model's own forward, with stand-ins for the layers of other hosts.
 
-A stand-in notes what it is called with. The last one sends the workers the notes, and the first of them the hidden
-states; these go from worker to worker and come back here, and the model's own forward goes on with them. So everything
-but layers is computed here, by the model's own code: masks, positions, norm, head, and whatever calls the model.
+A stand-in records the arguments of its call. The last one sends these to the workers, and the hidden states to the
+first worker. The hidden states go from worker to worker and back to this process, where the model's forward continues
+with them. So everything except those layers is computed here by the model's own code: masks, positions, norm, head, and
+`generate`.
 
-What is sent and waited for happens in a thread of its own, whole, whatever interrupts the caller: so the workers'
-caches never miss a part of a pass. Between passes it lets the workers know that this process lives.
+A thread of its own sends and receives, and completes a pass even if the caller is interrupted, so that the workers'
+caches never miss a part of it. Between passes it sends the workers a sign of life.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from rabbitllm.pipeline.stack import Stack, hidden_of
 logger = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 2.0
-"""Between two signs of life: a worker that waits notices an interrupt no later, and this process that one has ended."""
+"""Time between two signs of life, which bounds the time until a worker or this process notices that the other ended."""
 _NOT_HERE = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class _Pass:
-    """What the stand-ins of one pass noted."""
+    """The records of the stand-ins in one pass."""
 
     def __init__(self, ledger: Ledger, hidden: torch.Tensor) -> None:
         self.packer = Packer(ledger.number_of)
@@ -51,18 +52,18 @@ class _Pass:
 
 
 class Driver:
-    """Lets a model compute with layers on other hosts.
+    """Runs a model with layers on other hosts.
 
     Args:
-        model: with this process's part of the weights.
+        model: the model, with this process's part of the weights.
         stack: its layers.
-        spans: of each process; the first is this one's.
-        link: to the others.
+        spans: span of each process; the first is this one's.
+        link: connection to the other processes.
 
     Attributes:
         spans: see above.
-        names: of the processes.
-        error: what ended it before its time; None as long as all is well.
+        names: names of the processes.
+        error: the error that ended it early; None otherwise.
     """
 
     def __init__(self, model: Any, stack: Stack, spans: tuple[Span, ...], link: Link) -> None:
@@ -88,7 +89,7 @@ class Driver:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Let the workers end. Does nothing a second time."""
+        """End the workers; later calls do nothing."""
         atexit.unregister(self.close)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._errands.put(None)
@@ -104,7 +105,7 @@ class Driver:
 
     def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         hidden, others, named = hidden_of(args, kwargs)
-        named.pop("tokenizer", None)  # `generate` hands its own down to the layers, and none of them reads it
+        named.pop("tokenizer", None)  # `generate` passes its own down to the layers, none of which reads it
         if number == self._first:
             self._pass = _Pass(self._ledger, hidden)
         noted = self._pass
@@ -129,7 +130,7 @@ class Driver:
             for index in own:
                 stand_in(cache, index, batch, tokens, noted.hidden.device)
 
-    # what the thread does --------------------------------------------------------------------------------------------
+    # in the thread ---------------------------------------------------------------------------------------------------
 
     def _errand(self, do: Callable[[], Any]) -> Any:
         self._home.refuse("A model whose layers are on several hosts", "Call it in that process.")
@@ -158,7 +159,7 @@ class Driver:
                 done.set_exception(error)
 
     def _guarded(self, do: Callable[[], Any]) -> Any:
-        """The result of what is done with the others; that one of them is gone ends all."""
+        """The result of an exchange with the workers; if one of them is gone, stop all."""
         if self.error is not None:
             raise HostGoneError(self.error.problem, self.error.remedy)
         try:
@@ -170,7 +171,7 @@ class Driver:
             raise
 
     def _go_through(self, noted: _Pass) -> torch.Tensor:
-        """Send a pass around; its hidden states as the last worker gives them."""
+        """Send a pass through the workers; returns the hidden states from the last one."""
         self._number += 1
         events = self._ledger.take()
         for rank, span in enumerate(self.spans[1:], 1):

@@ -1,7 +1,7 @@
-"""What one process says to another: a word, a number, plain JSON, and tensors, as one run of bytes.
+"""Messages between processes: a word, a number, plain JSON, and tensors, as one run of bytes.
 
-Nothing that is received is unpickled. Little-endian: 8 bytes with the length of the head; the head, JSON; each tensor
-on a multiple of 64 bytes, because kernels give other last bits on inputs that are aligned to less than 16.
+Received data is never unpickled. Format, little-endian: 8 bytes with the length of the head; the head, JSON; each
+tensor at a multiple of 64 bytes, because kernels give different last bits on inputs that are aligned to less than 16.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _LENGTH = 8
 
 
 class Word(enum.Enum):
-    """What a frame is about."""
+    """The kind of a frame."""
 
     READY = "ready"
-    """A worker has loaded its span; or it has not, and says why."""
+    """From a worker: it has loaded its span, or the reason why not."""
     BEGIN = "begin"
-    """All have; or not, and this is why."""
+    """To a worker: all have loaded theirs, or the reason why not."""
     PASS = "pass"
-    """The inputs of the layers of one pass, hidden states apart."""
+    """The inputs of the layers in one pass, except hidden states."""
     HIDDEN = "hidden"
     """The hidden states of a pass, from one process to the next."""
     FAILED = "failed"
-    """Instead of them: why there are none."""
+    """In place of hidden states: the error of a pass."""
     ALIVE = "alive"
-    """Nothing to do; caches that are gone are named."""
+    """A sign of life, with events of caches."""
     STOP = "stop"
-    """There will be no more passes."""
+    """No more passes follow."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Frame:
     """One message.
 
     Attributes:
-        word: what it is about.
-        number: of the pass.
+        word: kind of the message.
+        number: number of the pass.
         content: plain JSON.
-        tensors: on the host.
+        tensors: tensors, on the host after it was received.
     """
 
     word: Word
@@ -77,7 +77,7 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
     """The frame that `to_bytes` wrote; its tensors are views of the buffer.
 
     Raises:
-        HostsError: it is none.
+        HostsError: the bytes are no frame.
     """
     try:
         length = int.from_bytes(buffer[:_LENGTH].numpy().tobytes(), "little")

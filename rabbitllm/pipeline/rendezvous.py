@@ -1,7 +1,7 @@
-"""How processes find each other and talk: torch's own store and gloo. Knows no models.
+"""Rendezvous and communication of processes, by torch's store and gloo.
 
-Each process writes its facts to the store, and all compare them before they connect. Then frames go from process to
-process. gloo notices at once that a process has ended, and after `timeout` that a machine does not answer.
+Each process writes its facts to the store, and all compare them before they connect. Then they exchange frames. gloo
+detects at once that a process has ended, and after `timeout` that a machine does not answer.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _LONGEST_FRAME = 1 << 40
 
 
 class Rendezvous:
-    """The processes that were called together, before they are connected.
+    """Lets the processes find each other, before they are connected.
 
     Args:
-        hosts: who, and where.
+        hosts: address, number and role of the processes.
 
     Attributes:
-        rank: this process's place among them; 0 has the inputs.
-        ranks: how many they are.
+        rank: rank of this process; 0 has the inputs.
+        ranks: number of processes.
 
     Raises:
         HostGoneError: the first process is not reached in time.
-        HostsError: as many as it waits for are there already.
+        HostsError: all expected workers have joined already.
     """
 
     def __init__(self, hosts: Hosts) -> None:
@@ -82,10 +82,13 @@ class Rendezvous:
             )
 
     def exchange(self, facts: Any) -> list[Any]:
-        """Plain JSON of every process, in the order of their ranks.
+        """Publish this process's facts; returns those of every process, in the order of their ranks.
+
+        Args:
+            facts: plain JSON.
 
         Raises:
-            HostGoneError: not all of them say something in time.
+            HostGoneError: a process has not published its facts in time.
         """
         self._store.set(f"facts/{self.rank}", json.dumps(facts))
         return [json.loads(self._wait_for(f"facts/{rank}", f"process {rank}")) for rank in range(self.ranks)]
@@ -94,7 +97,7 @@ class Rendezvous:
         """Connect every process with every other one.
 
         Args:
-            names: of the processes, for messages.
+            names: names of the processes, for messages.
 
         Raises:
             HostGoneError: one of them cannot be reached.
@@ -112,17 +115,17 @@ class Rendezvous:
         return Link(group, self.rank, names, self._server)
 
     def _device(self) -> Any:
-        """The network that the first process is on, by its address; the one that the user names goes before."""
+        """The network interface: GLOO_SOCKET_IFNAME if set, else the one that reaches the first process."""
         named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         if named:
             return ProcessGroupGloo.create_device(interface=named)
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self._host, 9))  # sends nothing; the system chooses the address to send from
+            probe.connect((self._host, 9))  # sends nothing; the system chooses the local address
             return ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
         return ProcessGroupGloo.create_default_device()
 
     def _wait_for(self, key: str, who: str) -> str:
-        """Wait for the value of a key in the store; polls, so that an interrupt is noticed."""
+        """Wait for the value of a key in the store; polls, so that an interrupt takes effect."""
         try:
             while not self._store.check([key]):
                 if time.monotonic() > self._until:
@@ -141,13 +144,13 @@ class Rendezvous:
 
 
 class Link:
-    """Frames from process to process.
+    """Sends and receives frames.
 
     Args:
-        group: connects them.
-        rank: this process's.
-        names: of all.
-        server: kept as long as this is.
+        group: process group.
+        rank: rank of this process.
+        names: names of all processes.
+        server: store, kept alive with the link.
     """
 
     def __init__(self, group: Any, rank: int, names: list[str], server: Any) -> None:
@@ -158,14 +161,14 @@ class Link:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return len(self.names)
 
     def send(self, rank: int, frame: Frame) -> None:
         """Send a frame.
 
         Raises:
-            HostGoneError: who should get it is gone.
+            HostGoneError: the receiver is gone.
         """
         body = to_bytes(frame)
         self._with(rank, lambda: self._group.send([torch.tensor([len(body)])], rank, 0).wait())
@@ -175,8 +178,8 @@ class Link:
         """Wait for the next frame of a process.
 
         Raises:
-            HostGoneError: it is gone, or silent for too long.
-            HostsError: what it sends is no frame.
+            HostGoneError: it is gone, or does not answer in time.
+            HostsError: it sent something that is no frame.
         """
         length = torch.zeros(1, dtype=torch.long)
         self._with(rank, lambda: self._group.recv([length], rank, 0).wait())

@@ -1,6 +1,6 @@
-"""Before a model is loaded: the hosts compare what they have, and agree who computes which layers.
+"""Before a model is loaded: compares the hosts, and plans which of them computes which layers.
 
-Every process does the same with the same facts, so all come to the same end, be it a plan or an error.
+Every process computes this from the same facts, so all get the same plan or the same error.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _SAMPLES, _SAMPLE_BYTES = 32, 4096
 
 
 class Sharing:
-    """A `Share` for `load_model`: meets the others, compares, and plans.
+    """A `PartChooser` for `load_model`: connects the processes, compares them, and plans the spans.
 
     Args:
-        hosts: who, and where.
-        options: how the model is to be run here.
+        hosts: address, number and role of the processes.
+        options: how the model is run in this process.
 
     Attributes:
-        link: to the others, from then on.
-        stack: the layers that are spread.
-        spans: of each process.
+        link: connection to the other processes, after the call.
+        stack: the layers that are spread, after the call.
+        spans: span of each process, after the call.
     """
 
     link: Link
@@ -49,7 +49,7 @@ class Sharing:
 
     @property
     def has_met(self) -> bool:
-        """Whether the others wait for this process."""
+        """Whether the processes are connected, so that the others wait for this one."""
         return hasattr(self, "link")
 
     def __call__(
@@ -60,7 +60,7 @@ class Sharing:
         store: WeightFiles,
         budgets: Mapping[str, int],
     ) -> ModelPart:
-        """See `engine.part.Share`."""
+        """See `engine.part.PartChooser`."""
         self.stack = find_stack(model, sources)
         meeting = Rendezvous(self._hosts)
         limited = set(self._options.max_memory or {})
@@ -74,7 +74,7 @@ class Sharing:
         shares = [_budgets(fact, facts) for fact in facts]
         names = {unit.name for unit in self.stack.units}
         layers = [cost.ready + cost.routed for cost in costs if cost.name in names]
-        # of a mapped embedding the rows of the tokens at hand are touched: next to nothing
+        # of a mapped embedding only the rows of the current tokens are read, which is negligible
         others = ready_once(cost for cost in costs if cost.name not in names and not (cost.by_rows and cost.is_view))
         self.spans = plan_spans(layers, others, [sum(share.values()) for share in shares])
         called = [f"process {rank} ({fact['host'].split()[0]})" for rank, fact in enumerate(facts)]
@@ -87,7 +87,7 @@ class Sharing:
 
 
 def identity_of(model: Any, store: WeightFiles, options: StreamOptions) -> dict[str, str]:
-    """What must be the same on every host, by names that a user understands."""
+    """Properties that must be equal on all hosts, by names for messages."""
     import torch
     import transformers
 
@@ -115,10 +115,10 @@ def identity_of(model: Any, store: WeightFiles, options: StreamOptions) -> dict[
 
 
 def refuse_others(identities: Sequence[Mapping[str, str]]) -> None:
-    """Refuse hosts that do not have the same.
+    """Check that all identities are equal.
 
     Raises:
-        HostsError: names what differs, and where.
+        HostsError: names the rank and the property that differ.
     """
     first = identities[0]
     for rank, other in enumerate(identities):
@@ -132,7 +132,7 @@ def refuse_others(identities: Sequence[Mapping[str, str]]) -> None:
 
 
 def _budgets(fact: Any, facts: Sequence[Any]) -> dict[str, int]:
-    """Device -> bytes; processes that share a device without a limit by the user get equal parts of its free memory."""
+    """Device -> bytes; without a limit by the user, processes on the same device get equal parts of its free memory."""
     found = {}
     for device, (nbytes, given) in fact["budgets"].items():
         others = sum(1 for one in facts if one["host"] == fact["host"] and device in one["budgets"])
@@ -145,14 +145,14 @@ def _digest(content: Any) -> str:
 
 
 def _samples(store: WeightFiles) -> list[str]:
-    """A little of some tensors, where no manifest has checksums."""
+    """Digests of the beginnings of some tensors, used if no manifest has checksums."""
     names = sorted(store.tensors)
     parts = [store.tensors[name].parts[0] for name in names[:: len(names) // _SAMPLES + 1]]
     return [hashlib.sha256(store.mapped(part.file).bytes_of(part)[:_SAMPLE_BYTES]).hexdigest() for part in parts]
 
 
 def _machine() -> str:
-    """Tells machines of the same name apart."""
+    """An identifier that distinguishes machines of the same name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

@@ -1,7 +1,7 @@
-"""Which process gets which layers. Pure: sizes and limits in, spans out. Knows no hosts and no models.
+"""Which process gets which layers.
 
-One token goes through all processes in turn, so it does not matter for its time who has how many layers, as long as all
-of them stay in memory. So first as little as possible is left over to be streamed, and then memory is filled evenly.
+A token goes through all processes in turn, so its time does not depend on the number of layers in each process, as long
+as all of them are resident. So the plan minimizes first the streamed bytes, then the fullest process's share of memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rabbitllm.errors import HostsError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of layers, `begin` to before `end`."""
+    """Consecutive layers, from `begin` to `end` exclusive."""
 
     begin: int
     end: int
@@ -29,16 +29,16 @@ class Span:
 
 
 def plan_spans(layers: Sequence[int], others: int, budgets: Sequence[int]) -> tuple[Span, ...]:
-    """A span for each process, in order, all layers among them.
+    """A span for each process, in order, which together cover all layers.
 
     Args:
         layers: bytes of each layer, in the order of a pass.
-        others: bytes of what is no layer of the stack (embedding, norm, head); the first process has that, and so may
-            have no layer. Every other one has at least one.
+        others: bytes of the other weights (embedding, norm, head); the first process has those, and so may have no
+            layer. Every other one has at least one.
         budgets: bytes that weights may take in each process.
 
     Raises:
-        HostsError: there are more processes than layers.
+        HostsError: there are more workers than layers.
     """
     count, ranks = len(layers), len(budgets)
     if ranks - 1 > count:
@@ -46,7 +46,7 @@ def plan_spans(layers: Sequence[int], others: int, budgets: Sequence[int]) -> tu
     sums = [0]
     for nbytes in layers:
         sums.append(sums[-1] + nbytes)
-    # best[end]: what the processes so far cost if they have the layers before `end`, and where each of them ends
+    # best[end]: the cost of the processes so far if they have the layers before `end`, and the end of each span
     best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}
     for rank, budget in enumerate(budgets):
         reached: dict[int, tuple[int, float, tuple[int, ...]]] = {}
@@ -64,5 +64,5 @@ def plan_spans(layers: Sequence[int], others: int, budgets: Sequence[int]) -> tu
 
 
 def _streamed(load: int, largest: int, budget: int) -> int:
-    """Bytes that a process reads from its disk in each pass: weights for which the buffers leave no memory."""
+    """Bytes that a process streams in each pass: weights that do not fit beside the streaming buffers."""
     return 0 if load <= budget else min(load, load - budget + SLOTS * largest)

@@ -1,4 +1,4 @@
-"""Loads this process's part of a model, and begins when all the others have theirs."""
+"""Loads this process's part of a model, and waits until all processes have theirs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from rabbitllm.pipeline.worker import Worker
 
 
 def load_spread(hosts: Hosts, options: StreamOptions, load: Callable[[Sharing], Any]) -> Any:
-    """The model in the first process, with its `hosts`; in the others a `Worker`.
+    """Load a model that is spread over hosts.
 
     Args:
-        hosts: who, and where.
-        options: how the model is to be run here.
-        load: loads the part that it is given a say in.
+        hosts: address, number and role of the processes.
+        options: how the model is run in this process.
+        load: loads the part that the given `Sharing` chooses.
+
+    Returns:
+        In the first process the model, with its `hosts`; in the others a `Worker`.
 
     Raises:
         HostsError: the hosts cannot compute this model together.
-        RabbitLLMError: as `load_model` does; the others then hear of it.
+        RabbitLLMError: as `load_model` does; it is reported to the other processes.
     """
     sharing = Sharing(hosts, options)
     try:
@@ -45,7 +48,7 @@ def load_spread(hosts: Hosts, options: StreamOptions, load: Callable[[Sharing], 
 
 
 def _agree(link: Link, trouble: str | None) -> str | None:
-    """Tell the others whether this process is ready; returns why not all are, or None."""
+    """Report whether this process is ready; returns the reason if any process is not, else None."""
     if link.rank:
         link.send(0, Frame(Word.READY, content=trouble))
         told = link.receive(0).content

@@ -1,9 +1,8 @@
-"""The layers of a model that can be spread, and whether they can: found out by a rehearsal without weights.
+"""Finds the layers of a model that can be on other hosts, and checks that by a trial run without weights.
 
-Every layer but the embedding's, norm's and head's can be on another host if hidden states are all that goes from one
-layer to the next. Whether that is so for a family is in its forward, so that is run, with the real class and layers
-that do nothing: each must be called once, in order, with the very tensor that the one before it gave, and what else it
-is given must not depend on what the layers before it computed.
+Layers can be on other hosts if only hidden states go from one layer to the next. That depends on the family's forward.
+So it is run with stand-ins for the layers: each must be called once, in order, with the very tensor that the one
+before it returned, and its other arguments must not depend on the results of the layers before it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rabbitllm.pipeline.arguments import Packer
 from rabbitllm.pipeline.caches import recipe_of
 
 FORMS = (None, 0, 1, 2)
-"""What a layer may return: hidden states; or a tuple of them and so many other things."""
+"""The outputs that a layer may have: hidden states (None), or a tuple of them and so many other values."""
 NAME = "hidden_states"
 
 
@@ -32,9 +31,9 @@ class Stack:
     """The layers that are spread.
 
     Attributes:
-        units: they, in the order of a pass.
-        cached: of each, its positions in a KV cache.
-        form: what each of them returns, see `FORMS`; their further results are not used.
+        units: the layers, in the order of a pass.
+        cached: indices of each layer in a KV cache.
+        form: form of each layer's output, see `FORMS`; values besides the hidden states are not used.
     """
 
     units: tuple[Unit, ...]
@@ -42,7 +41,7 @@ class Stack:
     form: int | None
 
     def returned(self, hidden: torch.Tensor) -> Any:
-        """What a layer with these hidden states returns."""
+        """The output of a layer with these hidden states."""
         return _returned(self.form, hidden, None)
 
 
@@ -52,7 +51,7 @@ def _returned(form: int | None, hidden: torch.Tensor, other: Any) -> Any:
 
 @dataclass
 class _Trial:
-    """What one rehearsal saw."""
+    """The records of one trial run."""
 
     calls: list[Any]
     tensors: list[list[torch.Tensor]]
@@ -60,11 +59,11 @@ class _Trial:
 
 
 _GIVEN = torch.ones((1, 4), dtype=torch.long)
-"""Tokens of the rehearsal."""
+"""Input ids of the trial run."""
 
 
 class _Done(BaseException):
-    """All layers were called, and none of them once more before the head."""
+    """Raised at the head, to end the trial run."""
 
 
 def find_stack(model: Any, sources: Mapping[str, UnitSource]) -> Stack:
@@ -72,10 +71,10 @@ def find_stack(model: Any, sources: Mapping[str, UnitSource]) -> Stack:
 
     Args:
         model: the skeleton, on the meta device; afterwards its weights are placeholders on the host.
-        sources: its units.
+        sources: source of each of its units.
 
     Raises:
-        HostsError: it cannot; the model type and the reason are named.
+        HostsError: it cannot be spread; names the model type and the reason.
     """
     stacks: dict[str, list[UnitSource]] = {}
     for source in sources.values():
@@ -95,7 +94,7 @@ def find_stack(model: Any, sources: Mapping[str, UnitSource]) -> Stack:
 
 
 def hidden_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """The hidden states that a layer is called with, and the other arguments."""
+    """Separate the hidden states from the other arguments of a layer's call."""
     if args:
         return args[0], args[1:], dict(kwargs)
     others = dict(kwargs)
@@ -109,10 +108,10 @@ def _cannot(model: Any, why: str) -> HostsError:
 
 
 def _cached(layer: nn.Module, number: int) -> tuple[int, ...]:
-    """The positions in a KV cache that a layer writes to: its attentions and mixers know them."""
+    """The indices in a KV cache that a layer writes to, according to its attention and mixer modules."""
     inner = {getattr(module, "layer_idx", None) for module in layer.modules() if module is not layer}
-    own = inner - {None} or {getattr(layer, "layer_idx", None)}  # LongCat's count differently: two attentions a layer
-    # Zamba2's shared blocks have -1, which is none
+    own = inner - {None} or {getattr(layer, "layer_idx", None)}  # LongCat's layers have two attentions each
+    # Zamba2's shared blocks have -1 for none
     return tuple(sorted(index for index in own if isinstance(index, int) and index >= 0)) or (number,)
 
 
@@ -135,7 +134,7 @@ def _rehearsed(model: Any, layers: Sequence[nn.Module]) -> int | None:
 
 
 class _NotAStack(Exception):
-    """Layers are called otherwise than a stack is."""
+    """The layers are not called as a stack."""
 
 
 def _rehearse(model: Any, layers: Sequence[nn.Module], form: int | None, fill: float, other: Any) -> _Trial:
@@ -148,7 +147,7 @@ def _rehearse(model: Any, layers: Sequence[nn.Module], form: int | None, fill: f
                 raise _NotAStack(f"layer {number} is called when layer {len(trial.calls)} should be")
             if not isinstance(hidden, torch.Tensor) or (number and hidden is not trial.flowing):
                 raise _NotAStack("what one layer gives is changed before the next one gets it")
-            if hidden.shape[:2] != _GIVEN.shape:  # a cache would be filled with other tokens than these
+            if hidden.shape[:2] != _GIVEN.shape:  # stand-ins take the number of cached tokens from it
                 raise _NotAStack(f"its layers get {tuple(hidden.shape)} for {_GIVEN.shape[1]} tokens")
             packer = Packer(lambda cache: len(recipe_of(cache)))
             trial.calls.append(packer.call(others, named))
@@ -175,7 +174,7 @@ def _rehearse(model: Any, layers: Sequence[nn.Module], form: int | None, fill: f
         raise
     except Exception as error:
         if len(trial.calls) == len(layers):
-            return trial  # what comes behind them has no weights here
+            return trial  # the error is from code behind the layers, which has no weights here
         text = str(error).partition("\n")[0]
         raise _NotAStack(f"its forward expects more of a layer ({type(error).__name__}: {text})") from error
     finally:

@@ -1,7 +1,7 @@
 """A worker's side: computes its span of layers, pass after pass, until the first process ends.
 
-It has the genuine layers of the genuine model, calls each with what the first process's forward called it with, and has
-the KV caches of these layers. It runs nothing else of the model, and nothing that it is sent.
+It calls the model's own layers with the arguments that the first process's forward passed to their stand-ins, and holds
+the KV caches of these layers. It runs no other part of the model, and no code that it receives.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Worker:
     """Computes a span of a model's layers.
 
     Args:
-        model: with this process's part of the weights.
+        model: the model, with this process's part of the weights.
         stack: its layers.
-        spans: of each process.
-        link: to the others.
+        spans: span of each process.
+        link: connection to the other processes.
 
     Attributes:
         model: see above.
-        span: of this process.
-        names: of the processes.
-        passes: how many it has computed.
-        caches: those of texts that are not over.
+        span: span of this process.
+        names: names of the processes.
+        passes: number of passes computed so far.
+        caches: KV caches that the first process still uses.
     """
 
     def __init__(self, model: Any, stack: Stack, spans: tuple[Span, ...], link: Link) -> None:
@@ -54,7 +54,7 @@ class Worker:
         """Compute until the first process ends.
 
         Raises:
-            HostGoneError: a process ended without a word, or does not answer.
+            HostGoneError: a process ended unexpectedly, or does not answer.
         """
         with torch.no_grad():
             while (frame := self._link.receive(0)).word is not Word.STOP:
@@ -81,7 +81,7 @@ class Worker:
         self._link.send(self._next, answer)
 
     def _hidden(self, number: int) -> Frame:
-        """The hidden states of this pass; of one that was broken off there may be some left."""
+        """The frame with the hidden states of this pass; frames left from an aborted pass are skipped."""
         while (came := self._link.receive(self._link.rank - 1)).number != number:
             pass
         return came

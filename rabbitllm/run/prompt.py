@@ -1,7 +1,4 @@
-"""What the model is given: the prompt of an argument and of a pipe, as text or through the chat template, as ids.
-
-Knows tokenizers; knows no model.
-"""
+"""The prompt of `rabbitllm run`: from the argument and a pipe, as text or through the chat template, as ids."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation.template import has_template, template_ids
 
 WAIT_SECONDS = 1.5
-"""What is piped is waited for silently for so long."""
+"""Time after which waiting for the pipe is reported on stderr."""
 _NO_TEMPLATE = "Leave --system out, or put the instruction into the prompt."
 
 
 def joined(argument: str | None, piped: str | None) -> str:
-    """One prompt of both: what was piped, an empty line, and what was typed, which mostly asks something about it.
+    """Join the piped text and the argument, which is usually a question about it, by an empty line.
 
     Raises:
-        OptionError: there is neither.
+        OptionError: both are missing or blank.
     """
     parts = [part for part in (piped.strip("\n") if piped is not None else None, argument) if part]
     if not any(part.strip() for part in parts):
@@ -34,10 +31,10 @@ def joined(argument: str | None, piped: str | None) -> str:
 
 
 def piped_text() -> str | None:
-    """What is piped or redirected into this process; None if nothing is. Says on stderr when it has to wait."""
+    """The text piped or redirected into this process, or None. Prints a note to stderr if it has to wait."""
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):  # none, or one that a test put there
+    except (OSError, ValueError, AttributeError):  # no stdin, or a replacement by a test
         return None
     if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
         return None
@@ -58,13 +55,14 @@ def prompt_ids(tokenizer: Any, prompt: str, system: str | None = None, *, raw: b
     """The ids of a prompt, int64 of shape (1, tokens).
 
     Args:
-        tokenizer: of the model.
-        prompt: what the user says.
-        system: what the model is told before that.
-        raw: do without the chat template, if there is one.
+        tokenizer: tokenizer of the model.
+        prompt: message of the user.
+        system: system prompt, or None.
+        raw: do not use the chat template.
 
     Raises:
-        OptionError: a system prompt that there is no place for; a chat template that refuses; nothing to go in.
+        OptionError: no tokenizer; a system prompt without a chat template; the template rejects the messages; or the
+            prompt has no tokens.
     """
     if tokenizer is None:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""What an answer took, for people (on stderr) and for programs."""
+"""Statistics of an answer, as text on stderr and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = {True: "prompt", False: "each token"}
 
 
 def put_statistics(console: Console, answer: Answer, load_seconds: float, sums: Mapping[str, PassSums]) -> None:
-    """Tokens a second, the first token, and where the time went."""
+    """Print the time to the first token, the decode rate, and the mean pass of each kind."""
     put_fact(console, "load", f"{load_seconds:.2f} s")
     put_fact(console, "prompt", counted(answer.prompt_tokens, "token"))
     if answer.first_seconds is not None:
@@ -31,7 +31,7 @@ def put_statistics(console: Console, answer: Answer, load_seconds: float, sums: 
 
 
 def _where(total: PassSums) -> str:
-    """The mean pass of a kind: how long, what of it, and what was read."""
+    """The mean pass of a kind: its time, the shares of its stages, and the bytes read."""
     mean = total.wall / total.passes
     spent = {name: total.stages.get(stage, NOTHING).busy_seconds for stage, name in _STAGES.items()}
     computing = total.stages.get(COMPUTE, NOTHING).busy_seconds
@@ -44,7 +44,13 @@ def _where(total: PassSums) -> str:
 
 
 def how_it_ended(answer: Answer, max_tokens: int, *, raw: bool = False) -> Text | None:
-    """What is worth a line about the end; None for a text that came to its own. `raw`: past a chat template."""
+    """A remark on how the answer ended; None for a normal end.
+
+    Args:
+        answer: the answer.
+        max_tokens: its limit of tokens.
+        raw: whether an existing chat template was not used.
+    """
     if answer.finish == END and not answer.text:
         advice = " without --raw the prompt goes through the chat template" if raw else ""
         return Text(f"the first token ended the text: the answer is empty{';' * bool(advice)}{advice}", "yellow")
@@ -56,12 +62,12 @@ def how_it_ended(answer: Answer, max_tokens: int, *, raw: bool = False) -> Text 
 
 
 def answer_record(model: str, answer: Answer, load_seconds: float, where: Mapping[str, Any]) -> dict[str, Any]:
-    """For `json.dumps`; times in seconds.
+    """The answer as a dict for `json.dumps`; times in seconds.
 
     Args:
-        model: its name.
-        answer: to its prompt.
-        load_seconds: until the model was there, its split included.
+        model: name of the model.
+        answer: the answer.
+        load_seconds: time to load the model, including its split.
         where: how it was run: device, dtype, compression, split directory.
     """
     return {

@@ -1,4 +1,4 @@
-"""Several processes that answer together: how a command becomes the first of them, or one of the others."""
+"""Starts a command as the first of several processes that compute a model together, or as a worker."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rabbitllm.models.pull.make import Wish
 def called_together(
     workers: int, address: str | None, model: str, console: Console, environment: Mapping[str, str] = os.environ
 ) -> Hosts | None:
-    """The processes that compute a model together; None if this one is to do it alone.
+    """The processes that compute a model together; None if this one computes it alone.
 
     Args:
-        workers: how many others to wait for; 0 leaves it to torchrun, if that started this process.
-        address: where they reach this process.
-        model: as the user names it.
-        console: is told where it waits, and what to type there.
-        environment: of this process.
+        workers: number of workers to wait for; 0 to use torchrun's environment if there is one.
+        address: address of this process for the workers.
+        model: name of the model, as given by the user.
+        console: console for the command to start a worker.
+        environment: environment variables of this process.
 
     Raises:
         OptionError: an address without workers, or workers without an address.
@@ -44,7 +44,7 @@ def called_together(
 
 
 def own_device(device: str | None, hosts: Hosts | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The device of this process: of several that torchrun started on a machine each takes a GPU of its own."""
+    """The device of this process; those that torchrun started on one machine get a GPU each."""
     local = environment.get("LOCAL_RANK", "")
     if device is not None or hosts is None or hosts.rank is None or not local.isdigit():
         return device
@@ -57,12 +57,12 @@ def work(wish: Wish, console: Console, *, split: bool = True) -> None:
     """Compute a span of layers until the first process ends.
 
     Args:
-        wish: which model, and with whom.
-        console: where it is said what is done.
-        split: False for out of the checkpoint's own shards.
+        wish: the model and the hosts.
+        console: console for messages.
+        split: False to read the checkpoint's own shards.
 
     Raises:
-        RabbitLLMError: as `loaded_model` does; or another process ended before its time.
+        RabbitLLMError: as `loaded_model` does; or another process ended unexpectedly.
     """
     worker: Any = loaded_model(wish, console, split=split)
     span = worker.span

@@ -1,4 +1,4 @@
-"""Log-likelihoods and embeddings of any number of texts: token ids in, numbers out, in one pass over the weights."""
+"""Log-likelihoods and embeddings of any number of token sequences, in one pass over the weights."""
 
 from __future__ import annotations
 

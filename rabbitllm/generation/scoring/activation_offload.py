@@ -1,13 +1,13 @@
-"""Activation offload: bounds the memory of micro-batches that wait, by host memory and a file.
+"""Activation offload: bounds the device memory of waiting micro-batches by offloading to host memory and a file.
 
 The bytes of a tensor are copied out and its storage is emptied. Before its micro-batch continues, the same storage is
-filled again, so that all references to it stay valid. Micro-batches take turns in a fixed order, so that the one used
-last is needed last. The first ones stay in memory; the others are offloaded after every turn and read back one turn
+filled again, so that all references to it remain valid. Micro-batches take turns in a fixed order, so that the one used
+last is needed last. The first ones remain in memory; the others are offloaded after every turn and read back one turn
 ahead.
 
     on the device   |#######|        up to `near` bytes
     host memory     |####|           only for a device with memory of its own
-    file            |###########     nameless, so that it is gone with the process
+    file            |###########     nameless, so that it ends with the process
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rabbitllm.generation.scoring.held import HeldTensors
 from rabbitllm.storage.durable import NamelessFile
 
 HAS_FILES = NamelessFile.READS_AT_PLACES
-"""Whether a file can be read at one place while it is written at another."""
+"""Whether a file can be read at one offset while it is written at another."""
 BLOCK = 1 << 12
-"""Places in the file begin at multiples of this."""
+"""Offsets in the file are multiples of this."""
 
 
 class NoRoom(Exception):
@@ -36,7 +36,7 @@ class NoRoom(Exception):
 
 @dataclass(slots=True)
 class _Aside:
-    """An offloaded storage, which is empty, and where its bytes are."""
+    """An offloaded storage, which is empty, with its bytes in host memory or their offset in the file."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -50,10 +50,10 @@ class _Owner:
     """The storages of one owner.
 
     Attributes:
-        near: storages that are filled: key -> bytes.
-        aside: offloaded ones.
-        idle: keys of those that its next turn does not need.
-        spare: of these, the ones that are filled.
+        near: resident storages: key -> bytes.
+        aside: offloaded storages, by key.
+        idle: keys of storages that its next turn does not need.
+        spare: storages that are idle and resident, by key.
     """
 
     near: dict[int, int] = field(default_factory=dict)
@@ -66,15 +66,15 @@ class ActivationOffload:
     """Bounds the memory of owners that take turns.
 
     Args:
-        near: bytes that may stay where they are.
-        host: bytes that may be offloaded to host memory; 0 where the storages are there themselves.
+        near: bytes that may be resident.
+        host: bytes that may be offloaded to host memory; 0 if the storages themselves are in host memory.
         disk: bytes that may be offloaded to a file.
-        folder: an existing one for it; None for the system's.
+        folder: existing folder of the file; None for the system's.
         fixed: keys of storages without an owner, which are never offloaded: weights and buffers.
 
     Attributes:
-        written, read: bytes, of the file.
-        max_near: bytes that stayed at most, at the end of a turn.
+        written, read: bytes written to and read from the file.
+        max_near: maximum of the resident bytes at the end of a turn.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ActivationOffload:
         self._fixed = fixed
         self._owners: dict[Hashable, _Owner] = {}
         self._holders: dict[int, set[Hashable]] = {}
-        self._free: dict[int, list[int]] = {}  # size -> places in the file
+        self._free: dict[int, list[int]] = {}  # size -> free offsets in the file
         self._end = 0
         self._near = self._host = 0
         self._file: NamelessFile | None = None
@@ -111,11 +111,11 @@ class ActivationOffload:
             self._file = None
 
     def leave(self, owner: Hashable, held: HeldTensors) -> None:
-        """End the turn of an owner, and offload storages where the limit is exceeded.
+        """End the turn of an owner, and offload storages if the limit is exceeded.
 
         Args:
-            owner: any key for it.
-            held: its tensors now.
+            owner: key of the owner.
+            held: tensors that it holds now.
 
         Raises:
             NoRoom: they fit neither into memory nor into the file.
@@ -137,7 +137,7 @@ class ActivationOffload:
                 known.near[key] = storage.nbytes()
         known.spare = {key: found[key] for key in idle & known.near.keys()}
         for other in list(self._owners.values()) if self._near > self._limits[0] else ():
-            self._make_room(other, other.spare)  # of any owner: no next turn needs it
+            self._make_room(other, other.spare)  # idle storages of any owner, which its next turn does not need
         self._make_room(known, found)
         known.spare = {key: storage for key, storage in known.spare.items() if key in known.near}
         self.max_near = max(self.max_near, self._near)
@@ -163,7 +163,7 @@ class ActivationOffload:
                 aside.coming = self._thread.submit(self._read, aside.place, aside.nbytes)
 
     def take(self, owner: Hashable) -> None:
-        """Fill the storages that the turn of an owner needs."""
+        """Fill the storages that the turn of an owner needs, and read those that were not prefetched."""
         known = self._owners.get(owner)
         if known is None:
             return
@@ -183,7 +183,7 @@ class ActivationOffload:
             self._near += aside.nbytes
 
     def over(self, owner: Hashable) -> None:
-        """Forget an owner, which takes no more turns."""
+        """Drop an owner that takes no more turns."""
         known = self._owners.pop(owner, _Owner())
         self._near -= sum(known.near.values())
         for aside in known.aside.values():
@@ -226,7 +226,7 @@ class ActivationOffload:
         self._end = max(self._end, place + size)
         if self._file is None:
             self._file = NamelessFile(self._folder)
-        # not by numpy(), after which torch would not resize the storage any more
+        # not by numpy(), after which torch would no longer resize the storage
         self._file.write_at(memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr())), place)
         self.written += len(whole)
         return place
@@ -240,12 +240,12 @@ class ActivationOffload:
 
 
 def keys_of(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-    """What storages are known by, as long as they are there."""
+    """Keys of the storages of tensors, valid as long as the storages exist."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """(nbytes,) uint8, over the storage."""
+    """A view of a storage, (nbytes,) uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -1,9 +1,9 @@
-"""Takes a micro-batch through the model, by the model's own forward, and keeps only the numbers that were asked for.
+"""Takes a micro-batch through the model's own forward, and keeps only the requested results.
 
 Logits of all tokens would be larger than the weights. So the output of the model's body is cut down to the rows whose
-logits are needed. The model's own code then goes on to its head, with all that a family does there (soft caps, scales).
-Where these rows are still many, the model's forward is called again for each slice of them, and the body returns that
-slice at once.
+logits are needed. The model's own code then continues with its head, including the family's soft caps and scales. If
+these rows are still many, the model's forward is called again for each slice of them, and the body returns that slice
+at once.
 
     forward ── body: layers ──> all rows ── rows of slice 1 ── head ──> logits
     forward ── body: at once ────────────── rows of slice 2 ── head ──> logits
@@ -34,30 +34,30 @@ from rabbitllm.generation.scoring.segments import Segments
 from rabbitllm.generation.scoring.tasks import Asked
 
 LOGITS_BYTES = 128 << 20
-"""Of the logits that are computed at a time, as float32, at most; a few times as much is needed for a moment."""
+"""Maximum size of the float32 logits that are computed at a time; the peak is a few times as much."""
 
 
 Keep = Callable[[int, torch.Tensor], None]
-"""Is handed the index of a text, and the rows that predict its continuation: (tokens, hidden), gone afterwards."""
+"""Called with the index of a text and the rows that predict its continuation, (tokens, hidden), valid in the call."""
 
 _RETURN = {"return_dict": True}
 _Chances = dict[tuple[int, int], tuple[float, bool]]
-"""Row, token -> logarithm of the token's probability there, and whether it is the most likely one."""
+"""(row, token) -> log probability of the token in that row, and whether it is the most likely one."""
 
 
 class _Cut:
-    """What the body of the model is to do for the forward that runs in this greenlet.
+    """How the body's output is cut for the forward that runs in this greenlet.
 
     Args:
-        wanted: which rows of its output go on, all rows of the batch being counted one after the other; None for all.
-        keeps: whether the other rows are needed too.
+        wanted: indices of the output rows for the head, in the flattened batch; None for all.
+        keeps: whether all rows are needed too.
 
     Attributes:
         is_reached: whether the body has been called.
-        output: as the body returned it, but for the rows that go on.
-        states: (all rows, hidden), if they are needed.
-        chosen: (wanted, hidden); None where the output is none that could be cut.
-        part: those of `chosen` whose turn it is.
+        output: output of the body, whose rows `give` replaces.
+        states: (all rows, hidden) if they are needed, else None.
+        chosen: (wanted, hidden); None if all rows go on, or if the output cannot be cut.
+        part: the slice of `chosen` for the current call of the head.
     """
 
     def __init__(self, wanted: torch.Tensor | None, keeps: bool) -> None:
@@ -70,25 +70,25 @@ class _Cut:
         self.part = slice(0, 0)
 
     def take(self, output: Any) -> None:
-        """Look at what the body returned."""
+        """Keep the needed rows of the body's output."""
         self.output = output
         states = getattr(output, "last_hidden_state", None)
         if not isinstance(states, torch.Tensor) or states.dim() != 3:
             return
         rows = states.flatten(0, 1)
         self.states = rows if self._keeps else None
-        # on several devices not where the ids are
+        # with several devices the rows may be on another one than the ids
         self.chosen = None if self._wanted is None else rows.index_select(0, self._wanted.to(rows.device))
 
     def give(self) -> Any:
-        """What the model's forward goes on with."""
+        """The output of the body from which the model's forward continues."""
         if self.chosen is not None:
             self.output.last_hidden_state = self.chosen[self.part][None]
         return self.output
 
 
 class _RowsAlone:
-    """What a body returned, as far as it was kept: whatever else a family's forward asks for is None."""
+    """A body's output with kept rows alone; all other attributes that a family's forward may read are None."""
 
     last_hidden_state: torch.Tensor
 
@@ -101,7 +101,7 @@ class _RowsAlone:
 
 
 _active: ContextVar[_Cut | None] = ContextVar("forward that scores", default=None)
-"""Of this thread, and this greenlet."""
+"""The cut of this thread and greenlet."""
 
 
 class ScoringForward:
@@ -110,9 +110,9 @@ class ScoringForward:
     Args:
         model: as `AutoModel.from_pretrained` returns it.
         packed: whether micro-batches have segments.
-        whole: compute all logits at once, so that they have the bits that plain transformers gives them.
+        whole: compute all logits at once, so that they are bitwise those of plain transformers.
         logits_bytes: see `LOGITS_BYTES`.
-        keep: is handed the rows of the body's output that predict; no probabilities are computed then.
+        keep: called with the rows of the body's output that predict, in place of computing probabilities.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ScoringForward:
         keep: Keep | None = None,
     ) -> None:
         self._model = model
-        # some models call what is inside their base model, some have none under the name that they give
+        # some models call a module inside their base model; some have no base model under the name that they declare
         named = (model.base_model, model.get_decoder(), *model.children())
         found = [body for body in named if isinstance(body, PreTrainedModel)]
         self._bodies = list({id(body): body for body in found if body is not model}.values())
@@ -142,7 +142,7 @@ class ScoringForward:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Let the body of the model be cut short inside the context, for those forwards that want it."""
+        """Cut the output of the model's body inside the context, for the forwards of this object."""
         before = [(body, body._compiled_call_impl) for body in self._bodies]
         try:
             for body, own in before:
@@ -154,7 +154,7 @@ class ScoringForward:
                 body._compiled_call_impl = own
 
     def ids(self, batch: MicroBatch) -> torch.Tensor:
-        """Of a micro-batch: (1, rows) side by side, or (texts, length)."""
+        """The ids of a micro-batch: (1, rows) if packed, else (texts, length)."""
         if batch.segments is not None:
             found = torch.tensor([[token for part in batch.segments.computed for token in part.ids]])
         else:
@@ -172,17 +172,17 @@ class ScoringForward:
         before: Relay | None = None,
         behind: Relay | None = None,
     ) -> list[Scored]:
-        """Results of all that is asked of a micro-batch.
+        """Compute the results of all texts of a micro-batch.
 
         Args:
             batch: the micro-batch.
             ids: see `ids`.
-            indices: of all texts.
+            indices: indices of all texts, see `ScoredText.index`.
             before, behind: see `SegmentCache`.
 
         Raises:
-            NotPackable: the model does what none of its family did in the tests.
-            ScoringError: its forward returns something else than other models' do.
+            NotPackable: the model deviates from the tested behaviour of its family.
+            ScoringError: its forward returns an unexpected output.
         """
         rows = [batch.rows(number) for number in range(len(batch.tasks))]
         wanted = {} if self._keep is not None else _wanted(batch, rows)
@@ -211,10 +211,10 @@ class ScoringForward:
 
     @torch.no_grad()
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """What the model's head makes of rows that were kept, while `installed`.
+        """Logits of rows that were kept; must be called inside `installed`.
 
         Args:
-            states: (rows, hidden), of the dtype and on the device that the body had them.
+            states: (rows, hidden), with the dtype and device of the body's output.
 
         Returns:
             (rows, vocabulary).
@@ -243,7 +243,7 @@ class ScoringForward:
         for begin in range(0, len(every), step):
             part = every[begin : begin + step]
             cut.part = slice(begin, begin + len(part))
-            # later ones not through the hooks of a whole pass, which let go of the weights that are just used
+            # later slices bypass the hooks of a whole pass, which would free the weights in use
             logits = (self._model.forward if begin else self._call)(**inputs).logits.flatten(0, 1)
             if cut.chosen is None:
                 return _chances_in(logits[every], list(wanted.values()), every)
@@ -256,12 +256,12 @@ class ScoringForward:
         return found
 
     def _call(self, **inputs: Any) -> Any:
-        # not through the model's own call, which waits for the pass that this is
+        # bypasses the model's own call, which would wait for this very pass
         return nn.Module.__call__(self._model, **inputs)
 
 
 def _cutting(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the call of a body; the outermost one that is called gives what it is asked for."""
+    """Wrap the call of a body; the outermost body of a forward returns the cut output."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         cut = _active.get()
@@ -287,7 +287,7 @@ def _packed_inputs(segments: Segments, ids: torch.Tensor, cache: SegmentCache) -
 
 
 def _wanted(batch: MicroBatch, rows: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Row -> tokens whose probabilities its logits are to give, each once, rows in their order."""
+    """Row -> distinct tokens whose probabilities are needed from its logits; rows in ascending order."""
     found: dict[int, dict[int, None]] = {}
     for own, task in zip(rows, batch.tasks, strict=True):
         for one in task.asked:
@@ -297,12 +297,12 @@ def _wanted(batch: MicroBatch, rows: Sequence[Sequence[int]]) -> dict[int, list[
 
 
 def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Sequence[int]) -> _Chances:
-    """Of each token in each row: the logarithm of its probability, and whether it is the most likely one.
+    """Log probability of each target token, and whether it is the most likely one of its row.
 
     Args:
         logits: (rows, vocabulary).
-        targets: of each row.
-        rows: what they are called.
+        targets: target tokens of each row.
+        rows: index of each row in the batch, used as key of the result.
     """
     logprobs = torch.log_softmax(logits.float(), -1)
     places = [place for place, own in enumerate(targets) for _ in own]

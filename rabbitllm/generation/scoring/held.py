@@ -1,9 +1,9 @@
-"""Which tensors a greenlet holds while it waits: those it waits with, and those in the frames of its functions.
+"""Which tensors a waiting greenlet holds: those in the arguments of its call, and those in the frames of its functions.
 
-A frame keeps a variable until its function returns, whether or not it is read again: transformers' models keep their
-input embeddings so for the whole pass, as large as the hidden states. A variable is taken to be read again if an
-instruction loads it that may still come, or that stands in the expression whose value is just being computed (its
-value may lie on the frame's stack). Where the line numbers say too little to know, all variables are.
+A frame keeps a variable until its function returns, even if it is not read again: transformers' models keep their input
+embeddings in this way for the whole pass, as large as the hidden states. A variable counts as read again if it is
+loaded by an instruction that may still run, or by one in the expression that is being evaluated (its value may be on
+the frame's stack). If line numbers do not suffice to decide this, all variables count.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 OUR_OWN = "rabbitllm."
-"""Modules whose frames are not looked into."""
+"""Prefix of the modules whose frames are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTensors:
-    """What a greenlet holds.
+    """The storages that a greenlet holds.
 
     Attributes:
-        needed: storages that it reads when it goes on, or may.
-        idle: those that only variables hold that are not read again.
+        needed: storages that it may read when it continues.
+        idle: storages that are held only by variables that are not read again.
     """
 
     needed: tuple[torch.UntypedStorage, ...]
@@ -36,23 +36,23 @@ class HeldTensors:
 
 
 def held(frame: FrameType | None, waits_with: object, least_bytes: int) -> HeldTensors:
-    """What is held by a function that waits, and by those that called it.
+    """The storages held by a waiting function and its callers.
 
     Args:
-        frame: the innermost one.
-        waits_with: what it was given, and gets back when it goes on.
-        least_bytes: of a storage that counts.
+        frame: the innermost frame.
+        waits_with: arguments of its call, which it needs when it continues.
+        least_bytes: minimum size of a storage that counts.
     """
     needed, idle = _Found(least_bytes), _Found(least_bytes)
     needed.look_at([waits_with])
     while frame is not None:
-        # our own functions hold long lists and no large tensors
+        # functions of this package hold long lists and no large tensors
         if frame.f_code.co_flags & CO_OPTIMIZED and not frame.f_globals.get("__name__", "").startswith(OUR_OWN):
             names = read_again(frame.f_code, frame.f_lasti)
             found = frame.f_locals
             needed.look_at([value for name, value in found.items() if name in names])
             idle.look_at([value for name, value in found.items() if name not in names])
-            if type(found) is dict:  # before Python 3.13 a copy, which the frame would keep with all that is in it
+            if type(found) is dict:  # before Python 3.13 a copy, which the frame would keep together with its values
                 found.clear()
         frame = frame.f_back
     unneeded = (one for key, one in idle.storages.items() if key not in needed.storages)
@@ -61,11 +61,11 @@ def held(frame: FrameType | None, waits_with: object, least_bytes: int) -> HeldT
 
 @lru_cache(maxsize=1024)
 def read_again(code: CodeType, last: int) -> frozenset[str]:
-    """Variables that a function may read after it has come to an instruction.
+    """Variables that a function may read after an instruction.
 
     Args:
-        code: of the function.
-        last: the offset of the instruction, or of what belongs to it.
+        code: code of the function.
+        last: offset of the instruction or of one of its cache entries.
     """
     names = frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
     instructions = list(dis.get_instructions(code))
@@ -94,7 +94,7 @@ def read_again(code: CodeType, last: int) -> frozenset[str]:
 
 
 def _is_known(positions: dis.Positions | None) -> bool:
-    """Whether it is said where an instruction ends that stands somewhere in the source."""
+    """Whether the end of an instruction in the source is known, if it has a line at all."""
     return positions is None or positions.lineno is None or positions.end_lineno is not None
 
 
@@ -105,10 +105,10 @@ def _loaded(instruction: dis.Instruction) -> Iterator[str]:
 
 
 class _Found:
-    """Storages of tensors, which may be in lists and the like; each of these is looked into once.
+    """Storages of tensors, also of those in containers; each container is searched once.
 
     Args:
-        least_bytes: of a storage that counts.
+        least_bytes: minimum size of a storage that counts.
     """
 
     def __init__(self, least_bytes: int) -> None:
@@ -117,7 +117,7 @@ class _Found:
         self._seen: set[int] = set()
 
     def look_at(self, values: list[Any]) -> None:
-        """Find what is in values, which stay as they are as long as this is used."""
+        """Add the storages in values, which must not change while this object is used."""
         waiting = list(values)
         while waiting:
             value = waiting.pop()

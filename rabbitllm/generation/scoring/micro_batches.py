@@ -1,8 +1,8 @@
-"""Which tasks go through a layer together, and which micro-batches through the model in one pass. Pure.
+"""Which tasks go through a layer together, and which micro-batches through the model in one pass.
 
-Three layouts, by what the model allows: packed rows with shared prefixes; texts of nearly the same length, padded at
-the end, to which no token of a causal model attends; texts of the same length, where a longer neighbour would change
-the results of a text (angles that depend on the longest position).
+The layout depends on the model: packed rows with shared prefixes; sequences of nearly the same length, padded at the
+end, to which no token of a causal model attends; or sequences of exactly the same length, if a longer neighbour would
+change results (angles that depend on the longest position).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rabbitllm.generation.scoring.segments import WORTH_TOKENS, Segments, common
 from rabbitllm.generation.scoring.tasks import Task
 
 FILLED_SHARE = 8
-"""At most one part in so many of a micro-batch's tokens fills texts up."""
+"""At most 1 / `FILLED_SHARE` of a micro-batch's tokens is padding."""
 
 
 class TextLayout(Enum):
-    """How texts lie in a micro-batch."""
+    """The layout of the sequences in a micro-batch."""
 
     PACKED = "rows side by side"
     FILLED = "filled up to one length"
@@ -30,12 +30,12 @@ class TextLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tasks that go through a layer as one.
+    """Tasks that go through a layer together.
 
     Attributes:
-        tasks: these.
-        segments: of them, where rows lie side by side; else None: each has a row of the batch of its own.
-        hands_on: tokens of its last text's prefix whose KV cache the next micro-batch needs.
+        tasks: the tasks.
+        segments: their segments if they are packed; None if each has a row of the batch.
+        hands_on: number of prefix tokens of its last text whose KV cache the next micro-batch needs.
     """
 
     tasks: tuple[Task, ...]
@@ -44,16 +44,16 @@ class MicroBatch:
 
     @property
     def length(self) -> int:
-        """Tokens in the longest task."""
+        """Number of tokens in the longest task."""
         return max(len(task.ids) for task in self.tasks)
 
     @property
     def tokens(self) -> int:
-        """That go through, those included that fill up."""
+        """Number of tokens that are computed, including padding."""
         return self.segments.tokens if self.segments is not None else len(self.tasks) * self.length
 
     def rows(self, task: int) -> list[int]:
-        """Where the tokens of a task are, all rows of the batch being counted one after the other."""
+        """Indices of the tokens of a task in the flattened batch."""
         if self.segments is not None:
             return self.segments.rows(task)
         begin = task * self.length
@@ -64,10 +64,10 @@ def micro_batches(tasks: Sequence[Task], form: TextLayout, tokens: int, worth: i
     """All tasks, each in one micro-batch.
 
     Args:
-        tasks: with distinct inputs, unless each goes by itself.
-        form: how texts lie.
-        tokens: of a micro-batch, at most, unless one task has more.
-        worth: tokens of a shared prefix, at least.
+        tasks: tasks, with distinct inputs unless `form` is `ALONE`.
+        form: layout of the micro-batches.
+        tokens: maximum tokens of a micro-batch, unless a single task has more.
+        worth: minimum tokens of a shared prefix.
     """
     if form is TextLayout.PACKED:
         return _packed(tasks, tokens, worth)
@@ -90,7 +90,7 @@ def _joins(group: Sequence[Task], task: Task, form: TextLayout, tokens: int) -> 
 
 
 def _packed(tasks: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
-    """In the order of their tokens, so that those with the same prefix are together."""
+    """Pack tasks sorted by their ids, so that those with the same prefix are together."""
     groups: list[list[Task]] = []
     total = 0
     for task in sorted(tasks, key=lambda task: task.ids):
@@ -108,7 +108,7 @@ def _packed(tasks: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
 def _cut(group: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
     """One micro-batch, or its halves if it has too many tokens.
 
-    That is rare. It happens since not every prefix that two neighbours share becomes a segment of its own.
+    That is rare; it happens because a prefix shared by two neighbours does not always become a segment of its own.
     """
     segments = cut([task.ids for task in group], worth)
     if segments.tokens <= tokens or len(group) == 1:
@@ -118,24 +118,24 @@ def _cut(group: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
 
 
 def passes(batches: Sequence[MicroBatch], token_bytes: int, limit: int) -> list[list[MicroBatch]]:
-    """Which micro-batches go through the model in the same pass: as many as there is room for, and one at least.
+    """Group micro-batches into passes, as many in each as memory has room for, and at least one.
 
     Args:
-        batches: all.
-        token_bytes: that a token takes while other micro-batches are computed.
-        limit: bytes for all of a pass.
+        batches: all micro-batches.
+        token_bytes: bytes of a token while other micro-batches are computed.
+        limit: bytes for all micro-batches of a pass.
     """
     return [list(batches[group]) for group in grouped([batch.tokens * token_bytes for batch in batches], limit)]
 
 
 def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches of a pass, each without what the one before it has computed already.
+    """The micro-batches of a pass, each without the prefix that the one before it computes.
 
-    As they take turns at a layer, a micro-batch hands a part of its KV cache on: that of the prefix that its last text
+    As they take turns at a layer, a micro-batch hands on a part of its KV cache: that of the prefix that its last text
     shares with the first text of the next one. Rows that a task asks for are computed in the task's own micro-batch.
 
     Args:
-        batches: in the order of their turns.
+        batches: micro-batches in the order of their turns.
     """
     found: list[MicroBatch] = []
     for batch in batches:
@@ -146,11 +146,11 @@ def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def chains(batches: Sequence[MicroBatch], most: int) -> list[list[MicroBatch]]:
-    """The micro-batches of a pass in smaller passes, linked: those are together that hand something on to the next.
+    """Split a pass into smaller ones, each of linked micro-batches that hand a prefix on to the next.
 
     Args:
-        batches: not linked yet, in the order of their turns.
-        most: of a pass.
+        batches: micro-batches in the order of their turns, not linked yet.
+        most: maximum micro-batches of a pass.
     """
     found: list[list[MicroBatch]] = []
     for batch in batches:
@@ -164,7 +164,7 @@ def chains(batches: Sequence[MicroBatch], most: int) -> list[list[MicroBatch]]:
 
 
 def _handing_on(before: MicroBatch, own: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
-    """Both, the second without what it needs of the first; as they are if that is nothing."""
+    """Both, the second without the prefix that the first hands on; unchanged if there is none."""
     if before.segments is None or own.segments is None:
         return before, own
     shared = min(common(before.tasks[-1].ids, own.tasks[0].ids), *map(_first_row, own.tasks))
@@ -174,6 +174,6 @@ def _handing_on(before: MicroBatch, own: MicroBatch) -> tuple[MicroBatch, MicroB
 
 
 def _first_row(task: Task) -> int:
-    """Before which no row of a task is asked for."""
+    """The first row that a task asks for."""
     rows = [0 if one.pooling == "mean" else one.first if one.targets else len(task.ids) - 1 for one in task.asked]
     return min(rows, default=0)

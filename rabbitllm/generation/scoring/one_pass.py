@@ -23,11 +23,11 @@ LEAST_BYTES = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What came of a pass.
+    """The outcome of a pass.
 
     Attributes:
-        scored: results.
-        failed: micro-batches without, and why.
+        scored: the results.
+        failed: micro-batches without results, each with its error.
         written: bytes that were offloaded to the file.
     """
 
@@ -50,10 +50,10 @@ def one_pass(
 
     Args:
         model: a streamed model.
-        batches: that take turns at its units, in this order.
-        form: how texts lie in them.
-        limits: of what waits.
-        indices: of all texts.
+        batches: micro-batches that take turns at its units, in this order.
+        form: layout of the micro-batches.
+        limits: memory and disk limits.
+        indices: indices of all texts, see `ScoredText.index`.
         exact: see `Room`.
         keep: see `ScoringForward`.
 

@@ -1,4 +1,4 @@
-"""How much memory scoring takes, and what goes through the model together, before anything does."""
+"""Plans scoring before it starts: its memory, the layout of micro-batches, and the passes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, c
 from rabbitllm.generation.scoring.records import Room
 from rabbitllm.generation.scoring.tasks import Ability, Task
 
-# Which models can have sequences padded at the end without a change of their results: those tested for it.
+# Models whose results do not change if sequences are padded at the end, as tests have shown.
 #
-# In such a model no token depends on later ones, by attention or by a state, and nothing depends on the length of the
+# In such a model no token depends on later ones, by attention or by a state, and no result depends on the length of the
 # longest sequence in the batch.
 
 FILLABLE = PACKABLE | frozenset(
@@ -37,7 +37,7 @@ FILLABLE = PACKABLE | frozenset(
         *("xlstm", "zamba", "zamba2", "zaya"),
     }
 )
-"""Model types (transformers 5.23); their test is `tests/generation/scoring/test_every_family.py`."""
+"""Model types (transformers 5.23), tested in `tests/generation/scoring/test_every_family.py`."""
 
 
 def can_be_filled_up(model: Any) -> bool:
@@ -47,18 +47,18 @@ def can_be_filled_up(model: Any) -> bool:
 
 
 WAITING_SHARE, COMPUTING_SHARE = 2, 4
-"""One part in so many of free memory is for micro-batches that wait, and for the activations of the current one."""
+"""1 / `WAITING_SHARE` of free memory is for waiting micro-batches, 1 / `COMPUTING_SHARE` for the current one."""
 LEAST_TOKENS, MAX_TOKENS = 512, 8192
 """Default bounds of the tokens of a micro-batch. With fewer, shared prefixes are computed several times and products
-are slow. More of them gain little for the memory that they take. On a CPU they even lose time where tensors become too
-large for the allocator's heaps (`pass_cost.HEAP_BLOCK_BYTES`)."""
+are slow. More gain little for their memory, and on a CPU even lose time if tensors become too large for the allocator's
+heaps (`pass_cost.HEAP_BLOCK_BYTES`)."""
 RESIDENT_BATCHES = 8
-"""Micro-batches that share a pass of a model with resident weights. A shared prefix is computed once for so many, and
-an interruption loses no more than these."""
+"""Most micro-batches in a pass of a model with resident weights: a shared prefix is computed once for so many, and an
+interruption loses only these."""
 LOGITS_SHARE = 4
-"""One part in so many of a micro-batch's memory is for logits, which take a few times that for a moment."""
+"""1 / `LOGITS_SHARE` of a micro-batch's memory is for logits, whose peak is a few times that."""
 LEAST_WAITING = 16 << 20
-"""Default bytes in memory for micro-batches that wait, where little is free."""
+"""Minimum of the default bytes in memory for waiting micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ class ScoringLimits:
     """Memory and disk space that scoring may take.
 
     Attributes:
-        near: bytes of waiting micro-batches where the model computes.
-        host: bytes of offloaded ones in host memory; 0 where the model computes there.
-        disk: bytes of offloaded ones in a file.
-        folder: for the file.
-        tokens: of a micro-batch.
-        token_bytes: that a token of a text takes while it waits, about.
-        experts_rows: that go through streamed experts at a time.
-        logits_bytes: of the logits that are computed at a time, as float32.
+        near: bytes of waiting micro-batches on the computing device.
+        host: bytes of offloaded micro-batches in host memory; 0 if the model computes there.
+        disk: bytes of offloaded micro-batches in a file.
+        folder: folder of the file.
+        tokens: maximum tokens of a micro-batch.
+        token_bytes: approximate bytes of a waiting token.
+        experts_rows: maximum rows that go through streamed experts at a time.
+        logits_bytes: maximum size of the float32 logits that are computed at a time.
     """
 
     near: int
@@ -87,19 +87,19 @@ class ScoringLimits:
 
     @property
     def total(self) -> int:
-        """Bytes of what waits."""
+        """Bytes for all waiting micro-batches."""
         return self.near + self.host + self.disk
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringPlan:
-    """What goes through the model together.
+    """The plan of scoring.
 
     Attributes:
-        passes: over the weights, each with its micro-batches.
-        form: how texts lie in them.
-        tokens: of all distinct texts.
-        waiting_bytes: what the largest pass holds between turns, about.
+        passes: the micro-batches of each pass over the weights.
+        form: layout of the micro-batches.
+        tokens: number of tokens of all tasks.
+        waiting_bytes: approximate bytes that the largest pass holds between turns.
     """
 
     passes: tuple[tuple[MicroBatch, ...], ...]
@@ -109,7 +109,7 @@ class ScoringPlan:
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the layers: fewer where prefixes are shared, more where texts are padded."""
+        """Number of tokens that are computed: fewer with shared prefixes, more with padding."""
         return sum(batch.tokens for one in self.passes for batch in one)
 
     def __str__(self) -> str:
@@ -121,10 +121,10 @@ class ScoringPlan:
 
 
 def ability_of(model: Any) -> Ability:
-    """What a model can be asked.
+    """The properties of a model that decide which texts it can score.
 
     Raises:
-        OptionError: nothing: it is no model of this package, or has an encoder too.
+        OptionError: it was not loaded by this package, or has an encoder.
     """
     if not hasattr(model, "placement") or not hasattr(model, "streamer"):
         raise OptionError(
@@ -138,11 +138,11 @@ def ability_of(model: Any) -> Ability:
 
 
 def form_of(model: Any, *, exact: bool) -> TextLayout:
-    """How texts may lie in a micro-batch of a model, so that none of them changes another."""
+    """The layout of micro-batches in which the sequences do not change each other's results."""
     if exact:
         return TextLayout.ALONE
     config = model.config.get_text_config(decoder=True)
-    # of some it is "vision", and concerns images
+    # in some models it is "vision", which concerns images
     looks_ahead = getattr(config, "use_bidirectional_attention", False) in (True, "all") or any(
         getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
     )
@@ -157,7 +157,7 @@ def limits_of(model: Any, room: Room) -> ScoringLimits:
     """The memory and disk space that scoring may take, with the weights of the model loaded.
 
     Raises:
-        OptionError: an impossible number.
+        OptionError: a number in `room` is out of its range, or its folder does not exist.
     """
     for name in ("memory_bytes", "disk_bytes", "tokens"):
         value = getattr(room, name)
@@ -180,14 +180,14 @@ def limits_of(model: Any, room: Room) -> ScoringLimits:
     cost = cost_of_a_pass(config, itemsize)
     most = min(cost.max_tokens, MAX_TOKENS) if on_host else MAX_TOKENS
     tokens = room.tokens or min(max(cost.tokens_in(computing), LEAST_TOKENS), most)
-    token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, what went in, and angles
+    token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, the input of the layer, and rotary angles
     rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
     logits = min(computing // LOGITS_SHARE, LOGITS_BYTES)
     return ScoringLimits(near, host, disk if HAS_FILES else 0, folder, tokens, token_bytes, rows, logits)
 
 
 def _folder(model: Any, room: Room) -> Path:
-    """For the file: the folder of the weights, whose disk is large, or the system's for temporary files."""
+    """The folder of the file: by default that of the weights, whose disk is large, or the system's temporary one."""
     if room.scratch is not None:
         if not room.scratch.is_dir():
             raise OptionError(f"{room.scratch} is no folder.", "Give one that is there.")
@@ -199,15 +199,15 @@ def _folder(model: Any, room: Room) -> Path:
 def planned(
     tasks: Sequence[Task], form: TextLayout, limits: ScoringLimits, *, streamed: bool, hands_on: bool = True
 ) -> ScoringPlan:
-    """What goes through the model together.
+    """Plan the micro-batches and passes.
 
     Args:
         tasks: see `tasks_of`.
-        form: how texts lie in micro-batches.
-        limits: what may be taken.
-        streamed: whether a pass brings weights; where it brings none, only micro-batches that hand something on to the
-            next share one, few enough for results to come now and then, and nothing waits in a file.
-        hands_on: whether a micro-batch may need what the one before has computed.
+        form: layout of the micro-batches.
+        limits: memory and disk limits.
+        streamed: whether weights are streamed. If all are resident, a pass has only a few micro-batches, linked by
+            prefixes, so that results are yielded early, and nothing is offloaded to a file.
+        hands_on: whether a micro-batch may use the KV cache of a prefix from the one before.
     """
     batches = micro_batches(tasks, form, limits.tokens)
     grouped = passes(batches, limits.token_bytes, limits.total if streamed else limits.near + limits.host)

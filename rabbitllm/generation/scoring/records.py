@@ -1,4 +1,4 @@
-"""What is asked of a text, and what comes of it. Records alone; knows no models."""
+"""Inputs, results and limits of scoring."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ Pooling = Literal["last", "mean"]
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """A text as tokens, and what is to be known of it: how likely its continuation is, its embedding, or both.
+    """A token sequence to score: the likelihood of its continuation, its embedding, or both.
 
     Attributes:
-        index: the caller's number of it; its result has the same.
-        context: what comes first; at least one token (the text's beginning-of-sequence token, where there is nothing
-            else).
-        continuation: the tokens whose probabilities are wanted; none, if only an embedding is.
+        index: number chosen by the caller; its result has the same.
+        context: tokens before the continuation, at least one (the beginning-of-sequence token if there are no others).
+        continuation: the tokens whose probabilities are computed; empty for an embedding alone.
         pooling: how the hidden states of context and continuation become one vector: that of the "last" token or the
             "mean" of all; None for no embedding.
     """
@@ -33,16 +32,16 @@ class ScoredText:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What came of a text.
+    """The result of a text.
 
     Attributes:
-        index: of the text.
-        logprob: sum of the natural logarithms of the probabilities of the continuation's tokens, each after all that
-            comes before it; None where there is no continuation, or an error.
-        tokens: of the continuation.
-        greedy: whether each of them is the most likely one where it is; None where `logprob` is.
-        embedding: (hidden size,) as float32 numbers; None where none was asked for, or an error.
-        error: why there is no result, which concerns this text alone.
+        index: see `ScoredText`.
+        logprob: sum of the natural log probabilities of the continuation's tokens, each given all tokens before it;
+            None without a continuation, or after an error.
+        tokens: number of tokens of the continuation.
+        greedy: whether each of them is the most likely one at its position; None if `logprob` is None.
+        embedding: (hidden size,) as float32 numbers; None if not requested, or after an error.
+        error: why there is no result; concerns this text alone.
     """
 
     index: int
@@ -55,18 +54,18 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What scoring may take.
+    """Limits and options of scoring.
 
     Attributes:
-        memory_bytes: for activations of texts that wait for their turn; None for half of the free memory.
-        disk_bytes: for the same, where memory is too small; None for half of what is free where `scratch` is, 0 for
+        memory_bytes: memory for activations of waiting texts; None for half of the free memory.
+        disk_bytes: disk space for the same if memory is too small; None for half of the free space in `scratch`, 0 for
             none. Texts for which both are too small go through the model in a further pass.
-        scratch: an existing folder for it; None for the system's. Files there have no name, and are gone with the
-            process, whatever ends it.
-        tokens: that go through a layer at a time, unless one text has more; None for as many as memory allows.
-        exact: each text goes through the model by itself, so that its numbers have the bits that plain transformers
-            gives them; slower, and nothing is shared.
-        truncate: a text that is longer than the model's context loses its beginning, rather than being refused.
+        scratch: existing folder of that file; None for the model's folder if writable, else the system's. The file has
+            no name and ends with the process.
+        tokens: maximum tokens that go through a layer at a time, unless one text has more; None to choose by memory.
+        exact: compute each text by itself, so that its numbers are bitwise those of plain transformers; slower, since
+            nothing is shared.
+        truncate: cut the beginning of texts that are longer than the model's context, instead of rejecting them.
     """
 
     memory_bytes: int | None = None

@@ -1,8 +1,8 @@
-"""Scores texts in passes that they share, which are one where there is room.
+"""Scores texts in shared passes, in a single one if there is room.
 
-texts ── refused: at once
+texts ── rejected: at once
       └─ tasks ── micro-batches ── passes ── results after each
-                      ↑ one by one, those whose micro-batch has failed
+                      ↑ texts of a failed micro-batch, one by one
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 ROOM = Room()
 REMEDY = "If memory is short, give fewer tokens to a micro-batch, or load the model with less of it in memory."
-"""For an unexpected error while a text is scored."""
+"""Advice after an unexpected error while a text is scored."""
 
 
 def score(
@@ -39,24 +39,23 @@ def score(
     on_plan: Callable[[ScoringPlan], None] = lambda plan: None,
     keep: Keep | None = None,
 ) -> Iterator[Scored]:
-    """Results of texts, in any order: those that are refused at once, the others with the pass they took part in.
+    """Yield the results of texts, in any order: rejected texts at once, the others after their pass.
 
-    The model computes while the next result is asked for, in the caller's thread. The model must not be used otherwise
-    until the last result.
+    Computes in the caller's thread while it waits for the next result. The model must not be used otherwise until the
+    last result.
 
     Args:
         model: a causal model as `AutoModel.from_pretrained` returns it.
-        texts: any number.
-        room: what may be taken for them.
-        on_plan: is told what goes through the model together before it does, and again before what has failed is tried
-            again.
-        keep: is handed the hidden states that predict each continuation, and no probabilities are computed.
+        texts: any number of texts.
+        room: limits and options.
+        on_plan: called with the plan before the passes, and again before failed texts are retried.
+        keep: called with the hidden states that predict each continuation, in place of computing probabilities.
 
     Raises:
-        OptionError: the model cannot score, or `room` is impossible.
+        OptionError: the model cannot score, or `room` is invalid.
         MissingPackageError: greenlet is not installed.
-        BatchError: the model answers requests at the moment.
-        OSError, RabbitLLMError: the weights cannot be read, or what waits has no room.
+        BatchError: the model is answering requests.
+        OSError, RabbitLLMError: the weights cannot be read, or there is no room for waiting micro-batches.
     """
     if importlib.util.find_spec("greenlet") is None:
         raise MissingPackageError("Scoring needs the package greenlet, which is not installed.", "pip install greenlet")
@@ -72,7 +71,7 @@ def score(
             yield Scored(text.index, tokens=len(text.continuation), error=problem)
     indices = [text.index for text in texts]
     tasks = tasks_of(texts, sound, ability.context, shared=not room.exact)
-    hands_on = not (can_be_packed(model) and shares_keys(model))  # those of a layer are there for its turn only
+    hands_on = not (can_be_packed(model) and shares_keys(model))  # a layer's KV cache exists during its turn only
     waiting = deque([(tasks, form_of(model, exact=room.exact))] if tasks else [])
     while waiting:
         tasks, form = waiting.popleft()
@@ -94,7 +93,7 @@ def score(
 
 
 def _then(form: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
-    """How the texts of a micro-batch that has failed are tried again; None if they are not."""
+    """The layout in which the texts of a failed micro-batch are retried; None if they are not retried."""
     if isinstance(error, NotPackable):
         logger.warning("Texts do not share what they begin with: %s.", error)
         return TextLayout.EQUAL

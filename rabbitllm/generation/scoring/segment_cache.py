@@ -1,7 +1,7 @@
 """The KV cache of segments that go through the model in one forward; later segments read that of earlier ones.
 
-To the model it is a cache of transformers. It keeps nothing: the tensors of a layer are dropped when its attention has
-used them, unless the family's later layers use them too.
+It has the interface of a transformers cache. The tensors of a layer are dropped after its attention, unless later
+layers of the family use them too.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from rabbitllm.generation.scoring.segments import Segment, Segments
 
 
 class Relay:
-    """Hands the KV cache of a prefix on, from one micro-batch to the next one, layer by layer."""
+    """Hands the KV cache of a prefix from one micro-batch to the next, layer by layer."""
 
     def __init__(self) -> None:
         self._layer = -1
         self._given: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def give(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """What the next one needs in a layer, (1, heads, tokens, width)."""
+        """Store the keys and values that the next micro-batch needs in a layer, (1, heads, tokens, width)."""
         self._layer, self._given = layer, (keys, values)
 
     def take(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the one before has given.
+        """The keys and values from the micro-batch before.
 
         Raises:
-            NotPackable: nothing for this layer: it has failed, or was not there.
+            NotPackable: it has stored nothing for this layer, for example after an error.
         """
         given, self._given = self._given, None
         if given is None or self._layer != layer:
@@ -40,15 +40,15 @@ class Relay:
 
 
 class SegmentCache(PackedCache):
-    """For one forward.
+    """The cache of one forward.
 
     Args:
-        segments: whose rows lie one after the other.
-        config: of the text model.
+        segments: segments of the micro-batch.
+        config: config of the text model.
         shares: whether layers use the KV cache of others.
-        before: gives the KV cache of known segments; None if there are none.
-        behind: takes the KV cache that the next micro-batch needs; None if it needs none.
-        hands_on: length of that prefix of the last text, in tokens.
+        before: source of the KV cache of known segments; None if there are none.
+        behind: target of the KV cache that the next micro-batch needs; None if it needs none.
+        hands_on: number of tokens of that prefix, which is one of the last text.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class SegmentCache(PackedCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note the new key and value tensor of a layer, and hand a prefix on.
+        """Record the new key and value tensor of a layer, and hand a prefix on.
 
         Args:
-            key_states, value_states: (1, heads, rows of all, width).
-            layer_idx: whose they are.
+            key_states, value_states: (1, heads, rows of all segments, width).
+            layer_idx: number of the layer.
 
         Returns:
-            The same ones.
+            The same tensors.
         """
         if not self._shares:
             self._new.clear()
@@ -106,11 +106,11 @@ class SegmentCache(PackedCache):
         """The KV cache that each segment may attend to, as two tensors (1, heads, tokens, width).
 
         Args:
-            key_states, value_states: what attention is given, which is what `update` returned.
-            module: where; see `PackedCache.of`.
+            key_states, value_states: the keys and values passed to attention: those that `update` returned.
+            module: the attention module; see `PackedCache.of`.
 
         Raises:
-            NotPackable: these are no such keys.
+            NotPackable: attention was given other keys.
         """
         self._unused -= 1
         expand = None
@@ -133,14 +133,14 @@ class SegmentCache(PackedCache):
             yield expand(*joined) if expand is not None else joined
 
     def _of_each(self, new: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Row that a segment begins with -> its keys or values."""
+        """First row of a segment -> its keys or values."""
         parts = torch.split(new, self.lengths, 2)
         return {part.row: own for part, own in zip(self._segments.computed, parts, strict=True)}
 
     def _joined(
         self, chain: Sequence[Segment], own: Mapping[int, torch.Tensor], known: torch.Tensor | None
     ) -> torch.Tensor:
-        """Keys or values of segments one after the other."""
+        """The keys or values of a chain of segments, concatenated."""
         end = sum(len(part.ids) for part in chain if part.is_known)
         found = [own[part.row] for part in chain if not part.is_known]
         if end:
@@ -149,5 +149,5 @@ class SegmentCache(PackedCache):
         return torch.cat(found, 2) if len(found) > 1 else found[0]
 
     def spans(self) -> list[MaskSpan]:
-        """What the mask of each segment covers, in any layer: windows are the mask's business."""
+        """The sizes of each segment's mask, the same in all layers; the mask function applies sliding windows."""
         return self._spans

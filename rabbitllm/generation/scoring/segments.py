@@ -1,4 +1,4 @@
-"""Texts cut where they diverge, so that each shared prefix is computed once. Pure.
+"""Cuts texts where they diverge, so that each shared prefix is computed once.
 
 a b c d e f        segment 0   a b c d           rows 0-3, read by all three
 a b c d g      ->  segment 1   e f      after 0  rows 4-5
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 WORTH_TOKENS = 16
-"""A shared prefix has to have so many more tokens than the next shorter one, since each segment attends by itself."""
+"""A shared prefix must have so many tokens more than the next shorter one: each segment costs an attention call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Segment:
     """A part of one or several texts.
 
     Attributes:
-        ids: its tokens.
-        after: numbers of the segments that come before it in its texts, the first one first.
-        begins: how many tokens these have.
-        row: of its first token, among those that are computed.
-        is_known: it is not computed here: the micro-batch before has its KV cache.
+        ids: ids of its tokens.
+        after: indices of the segments before it in its texts, in their order.
+        begins: number of tokens in those segments.
+        row: index of its first token among the computed tokens; -1 if it is known.
+        is_known: whether its KV cache comes from the micro-batch before, so that it is not computed.
     """
 
     ids: tuple[int, ...]
@@ -37,11 +37,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Parts of several texts.
+    """The segments of several texts.
 
     Attributes:
-        parts: each after those that come before it.
-        ends: for each text, the number of the segment that it ends with.
+        parts: the segments, each after those that precede it in a text.
+        ends: for each text, the index of its last segment.
     """
 
     parts: tuple[Segment, ...]
@@ -49,12 +49,12 @@ class Segments:
 
     @property
     def computed(self) -> list[Segment]:
-        """Those that are computed."""
+        """The segments that are computed."""
         return [part for part in self.parts if not part.is_known]
 
     @property
     def tokens(self) -> int:
-        """That are computed."""
+        """Number of computed tokens."""
         return sum(len(part.ids) for part in self.computed)
 
     def path(self, text: int) -> list[Segment]:
@@ -63,14 +63,14 @@ class Segments:
         return [*(self.parts[number] for number in end.after), end]
 
     def rows(self, text: int) -> list[int]:
-        """Where the tokens of a text are; -1 for those that are not computed here."""
+        """Indices of the tokens of a text among the computed tokens; -1 for those that are not computed."""
         return [-1 if part.is_known else part.row + at for part in self.path(text) for at in range(len(part.ids))]
 
     def knowing(self, tokens: int) -> Segments:
-        """The same, without computing a prefix of the first text.
+        """A copy in which a prefix of the first text is known.
 
         Args:
-            tokens: of that prefix, at most; a segment is known whole or not at all.
+            tokens: maximum tokens of that prefix; only whole segments are known.
         """
         known = {
             number
@@ -85,28 +85,28 @@ class Segments:
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """With how many tokens two texts both begin."""
+    """The length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
-    while high - low > 1:  # one[:low] == other[:low], and not so for high
+    while high - low > 1:  # one[:low] == other[:low], and one[:high] != other[:high]
         middle = (low + high) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
     return low
 
 
 def cut(texts: Sequence[tuple[int, ...]], worth: int = WORTH_TOKENS) -> Segments:
-    """Segments of texts.
+    """Cut texts into segments.
 
     Args:
-        texts: distinct, and sorted as tuples are.
+        texts: distinct texts, sorted as tuples.
         worth: see `WORTH_TOKENS`.
     """
     shared = [0, *(common(one, other) for one, other in pairwise(texts))]
     parts: list[Segment] = []
     ends = [-1] * len(texts)
     rows = 0
-    # texts from, to, that share so many tokens, by these segments
+    # begin and end of a run of texts, the number of tokens that they share, and the segments of those tokens
     waiting: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(texts), 0, ())] if texts else []
     while waiting:
         begin, end, depth, after = waiting.pop()
@@ -124,6 +124,6 @@ def cut(texts: Sequence[tuple[int, ...]], worth: int = WORTH_TOKENS) -> Segments
 
 
 def _runs(shared: Sequence[int], begin: int, end: int, least: int) -> list[tuple[int, int]]:
-    """Texts from begin to end, parted where neighbours share less."""
+    """Split the texts from begin to end wherever neighbours share fewer than `least` tokens."""
     edges = [begin, *(at for at in range(begin + 1, end) if shared[at] < least), end]
     return list(pairwise(edges))

@@ -1,9 +1,9 @@
-"""What has to be computed for texts: distinct rows of tokens, and which of their rows' logits are asked for. Pure.
+"""The computation that texts need: distinct input sequences, and the rows whose logits are needed.
 
     context  a b c   continuation  d e      inputs  a b c d     logits of the rows of c and d, at d and e
 
-The last token of a continuation is predicted, and predicts nothing: it is no input unless an embedding is wanted.
-Texts with the same inputs, as those of a choice between single tokens, are one task.
+The last token of a continuation is only predicted: it is no input unless an embedding is requested. Texts with the same
+inputs, such as alternatives of a single token, are one task.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ POOLINGS = ("last", "mean")
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """What a model can be asked.
+    """The properties of a model that decide which texts it can score.
 
     Attributes:
-        vocabulary: tokens it knows.
-        context: tokens that it takes; None where nothing says so.
-        has_head: whether it gives probabilities.
+        vocabulary: size of its vocabulary.
+        context: maximum number of tokens; None if the model sets no limit.
+        has_head: whether it has an output head, and so computes probabilities.
     """
 
     vocabulary: int
@@ -34,12 +34,12 @@ class Ability:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one text wants of a task.
+    """The results of a task that one text asks for.
 
     Attributes:
-        number: of the text, among those given.
-        first: the input row whose logits belong to the first of `targets`; the next rows' belong to the others.
-        targets: tokens whose probabilities are wanted.
+        number: position of the text in the given ones.
+        first: input row whose logits predict the first of `targets`; the next rows predict the others.
+        targets: tokens whose probabilities are computed.
         pooling: see `ScoredText`.
     """
 
@@ -54,8 +54,8 @@ class Task:
     """Tokens that go through the model once.
 
     Attributes:
-        ids: of the inputs.
-        asked: by whom, and for what.
+        ids: ids of the inputs.
+        asked: the results that each of its texts asks for.
     """
 
     ids: tuple[int, ...]
@@ -67,8 +67,8 @@ def problem_of(text: ScoredText, ability: Ability, *, truncate: bool) -> OptionE
 
     Args:
         text: the text.
-        ability: of the model.
-        truncate: whether it may lose its beginning.
+        ability: properties of the model.
+        truncate: whether its beginning may be cut off.
     """
     name = f"The text with index {text.index}"
     if not text.continuation and text.pooling is None:
@@ -107,13 +107,13 @@ def problem_of(text: ScoredText, ability: Ability, *, truncate: bool) -> OptionE
 def tasks_of(
     texts: Sequence[ScoredText], numbers: Iterable[int], context: int | None, *, shared: bool = True
 ) -> list[Task]:
-    """What has to be computed for some texts that have no problem.
+    """The tasks of valid texts.
 
     Args:
-        texts: all of them.
-        numbers: of those.
-        context: the model's; what is longer loses its beginning.
-        shared: texts with the same inputs are one task.
+        texts: all texts.
+        numbers: positions of the valid ones.
+        context: context of the model; the beginning of longer texts is cut off. None for no limit.
+        shared: whether texts with the same inputs become one task.
     """
     asked: dict[tuple[int, tuple[int, ...]], list[Asked]] = {}
     for number in numbers:
@@ -121,7 +121,7 @@ def tasks_of(
         whole = _inputs(text)
         ids = whole if context is None else whole[-context:]
         targets = tuple(text.continuation)
-        last = len(ids) - (text.pooling is not None)  # behind the row of the last target
+        last = len(ids) - (text.pooling is not None)  # one after the row that predicts the last target
         one = Asked(number, last - len(targets), targets, text.pooling)
         asked.setdefault((0 if shared else number, ids), []).append(one)
     return [Task(ids, tuple(found)) for (_, ids), found in asked.items()]

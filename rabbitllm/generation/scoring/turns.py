@@ -1,10 +1,10 @@
-"""One pass in which micro-batches go through each unit one after the other, while its weights are there.
+"""One pass in which micro-batches go through each unit one after the other, while its weights are resident.
 
 Unlike the generations of a batch they meet nowhere else, so that only one of them is computed at a time. Streamed
 experts are the exception: they compute the rows of several together, else each micro-batch would load them again.
 
     unit 1: A B C D   unit 2: A B C D   …   head: A B C D
-            between its turns, what a micro-batch has computed is the caller's to keep (`before`, `after`)
+            between turns the caller may offload the tensors of a micro-batch (`after`) and restore them (`before`)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rabbitllm.generation.picking import grouped
 from rabbitllm.generation.rows import RowKind
 
 _BY_THEMSELVES = (Tier.ROWS, *READY)
-"""Where the input embedding is if a call of it brings nothing that the next one needs too."""
+"""Tiers of an input embedding for which a call loads nothing that the next call needs too."""
 
 
 class TakingTurns(JointPasses):
@@ -29,11 +29,11 @@ class TakingTurns(JointPasses):
 
     Args:
         model: a streamed model.
-        exact: experts too are computed for each micro-batch by itself.
-        before: called with a member before it goes on.
-        after: called with it when it has stopped again, or has ended.
-        soon: called with the member whose turn is next, before the current one goes on.
-        experts_rows: rows of a layer's experts that go through them together, at most, unless one member has more.
+        exact: compute experts too for each micro-batch by itself.
+        before: called with a member before it continues.
+        after: called with a member when it waits again or has ended.
+        soon: called with the member of the next turn before the current one continues.
+        experts_rows: maximum rows that go through a layer's experts together, unless one member has more.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TakingTurns(JointPasses):
         super()._go_on(member, answer)
         try:
             self._after(member)
-        except Exception as error:  # there is no room for it
+        except Exception as error:  # no room to offload it
             self._end(member, error)
 
     def _through_as_rows(self, point: MeetingPoint, members: Sequence[Member]) -> None:
@@ -97,7 +97,7 @@ class TakingTurns(JointPasses):
         self._go_on(member, answer)
 
     def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
-        """Those whose rows go through a layer's experts together."""
+        """Groups of members whose rows go through a layer's experts together."""
         given = [call_of(member).args for member in members]
         rows = [len(args[0]) if args else self._experts_rows for args in given]
         return [list(members[group]) for group in grouped(rows, self._experts_rows)]
@@ -105,7 +105,7 @@ class TakingTurns(JointPasses):
     def _through_a_unit(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         """Run a unit's hooks once, and between them every member's calls, until all have left it.
 
-        The hooks see none of the inputs, most of which are not in memory: other devices' are brought to each in turn.
+        The hooks get no inputs, since most of them are offloaded: the boundary between devices is run for each member.
         """
         module = point.module
         boundary = self._boundaries.get(id(module))
