@@ -99,7 +99,7 @@ class DiskSampler:
 
     @property
     def peaks(self) -> Peaks:
-        """What was seen so far; final once the context is closed."""
+        """The extremes so far; final once the context is closed."""
         return Peaks(self._max_memory - self._memory_at_start, self._most_disk, self._lowest_free)
 
     def _sample_on(self) -> None:

@@ -49,7 +49,7 @@ class PlannedShard:
 
     @property
     def streams(self) -> bool:
-        """Whether it can be used as it arrives: its header comes first, or can be verified at the end from kept bytes."""
+        """Whether it can be used as it arrives: the header is first, or it is verified at the end from kept bytes."""
         return self.header_first or can_be_kept(self.tensors, self.size)
 
     @property

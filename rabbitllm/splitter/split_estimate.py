@@ -230,8 +230,8 @@ def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) ->
     """Estimate how long a split takes, from a few rates.
 
     Fetching and splitting alternate where each shard is a file and where all are fetched first. They overlap, so that
-    the slower of the two decides, where the next shard is fetched meanwhile and where shards are streamed. Writing is not
-    included: it overlaps with both, and its rate cannot be measured without writing.
+    the slower of the two decides, where the next shard is fetched meanwhile and where shards are streamed. Writing is
+    not included: it overlaps with both, and its rate cannot be measured without writing.
 
     Returns:
         Seconds; None if a rate that it needs is not known.
