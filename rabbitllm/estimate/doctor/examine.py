@@ -120,7 +120,7 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
 def _measured(
     probes: Probes, outlook: list[ModelEstimate], every: bool
 ) -> tuple[tuple[Speed, ...], list[ModelEstimate], tuple[str, ...]]:
-    """Rates, the models with their times, and where they would compute."""
+    """Measure the rates; return them, the models with their times, and the devices they would compute on."""
     speeds = probes.ask("the engine", _speeds)
     if speeds is None:
         return (), outlook, ()
@@ -149,7 +149,7 @@ def _measured(
 
 
 def _speeds() -> ModuleType:
-    """The probes that need the engine, and so torch: loaded only when they are wanted."""
+    """Import the probes that need the engine and torch, which takes seconds."""
     from rabbitllm.estimate.doctor import speeds
 
     return speeds
