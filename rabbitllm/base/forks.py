@@ -36,19 +36,19 @@ def own_lock(lock: L) -> L:
 
 
 def in_child(method: Callable[[], object]) -> None:
-    """Call a method of an object in every forked child, as long as the object lives; it must neither wait nor raise."""
+    """Call a method of an object in every forked child, while the object lives; the method must not wait or raise."""
     _IN_CHILD.append(weakref.WeakMethod(method))
 
 
 class ForkGuard:
-    """Stores the process that created it."""
+    """Stores its owner: the process that created it."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether that is this process."""
+        """Whether the owner is this process."""
         return self._process == os.getpid()
 
     def settle(self) -> None:

@@ -92,7 +92,7 @@ class ExpertCalls:
 
         Args:
             way: the mode of reading.
-            slots: slots of the pool; at most as many are used as there are experts to measure with.
+            slots: slots of the pool; at most one per measured expert is used.
         """
         slots = min(slots, self._some, self._source.experts - self._source.used)
 
@@ -230,7 +230,7 @@ def _bring_all(pool: ExpertPool, count: int) -> None:
 
 
 def _moved(source: ExpertSource, places: Sequence[FileSpan], device: torch.device) -> ExpertSource:
-    """Return the same experts at these places of a sample, each in as many runs as it really has."""
+    """Return the same experts at these spans of a sample, each with its real number of runs."""
     runs = source.spans(0)
     experts = np.arange(source.experts)
 

@@ -44,8 +44,7 @@ class FileSample:
     Args:
         files: existing files.
         unit: bytes of the largest unit that is streamed, which the engine reads at once.
-        whole: whether runs are as long as `unit`, whatever it is, as those of an expert are; else they are at most as
-            long as one system call reads.
+        whole: whether runs always have the length `unit`, as for an expert; else at most that of one system call.
     """
 
     def __init__(self, files: Sequence[Path], unit: int, *, whole: bool = False) -> None:

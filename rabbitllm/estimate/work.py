@@ -133,7 +133,7 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
 
 
 def _owner(source: UnitSource, place: Place) -> nn.Module:
-    """Return the module that holds a place."""
+    """Return the module that holds a `Place`."""
     inside = place.target.rpartition(".")[0].removeprefix(source.unit.name)
     return source.unit.module.get_submodule(inside.removeprefix("."))
 

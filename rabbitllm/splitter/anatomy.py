@@ -91,12 +91,12 @@ def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
 
 
 def is_floating(spec: TensorSpec) -> bool:
-    """Whether a tensor's elements are real numbers."""
+    """Whether a tensor has a floating dtype."""
     return "float" in DTYPES[spec.dtype].torch_name
 
 
 def why_never_compressed(spec: TensorSpec) -> str | None:
-    """Why compression leaves a floating tensor of two or more dimensions alone; None for every other tensor."""
+    """Return why compression leaves a floating tensor of two or more dimensions alone; None for every other tensor."""
     if not is_floating(spec) or len(spec.shape) < 2 or not spec.elements or is_compressible(spec):
         return None
     if not DTYPES[spec.dtype].quantizable:
@@ -129,12 +129,12 @@ def _is_tied(specs: Iterable[TensorSpec], config: Mapping[str, Any]) -> bool | N
 
 
 def big_layers(plan: SplitPlan) -> tuple[str, ...]:
-    """The layers whose files are so large that the split warns of them."""
+    """Return the layers whose files are so large that the split warns of them."""
     return tuple(layer for layer, layout in plan.layouts.items() if layout.size > BIG_LAYER_BYTES)
 
 
 def commonest_dtype(plan: SplitPlan) -> str | None:
-    """The dtype of most of the bytes that compression quantizes; None if it would touch nothing."""
+    """Return the dtype of most of the bytes that compression quantizes; None if it would touch nothing."""
     sums: dict[str, int] = {}
     for spec in filter(is_compressible, plan.tensors):
         sums[spec.dtype] = sums.get(spec.dtype, 0) + spec.nbytes

@@ -174,7 +174,7 @@ class _Limits:
         return shortage(made, self.disk_budget, self.options, way)
 
     def resident_bytes(self, made: BitChoice) -> int:
-        """Bytes of memory that keep all of a choice's weights resident.
+        """Return the bytes of memory that keep all of a choice's weights resident.
 
         The sum of the stored weights, the scales that are made from quantized ones, and room to make the largest layer.
         """

@@ -27,7 +27,7 @@ SHARD_RECORD_BYTES = 1024
 CACHE_RECORD_BYTES = 512
 """Upper bound of one file's entry in the listing of huggingface_hub's cache, bytes."""
 NOTHING: Mapping[str, int] = MappingProxyType({})
-"""The deletion of shards frees nothing."""
+"""For a split in which the deletion of shards frees nothing."""
 
 
 class ShardTransfer(enum.Enum):

@@ -63,7 +63,7 @@ def _telling_at_signals(folder: Path) -> Iterator[None]:
 
     def told(number: int, frame: object) -> None:
         if _goes_on.get():
-            with contextlib.suppress(OSError):  # the terminal may be gone; `print` is not safe if it was interrupted
+            with contextlib.suppress(OSError):  # the terminal may be gone; no `print`, since one may be in progress
                 os.write(2, f"\n{_state(folder)}\n{_way_on()}\n".encode())
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

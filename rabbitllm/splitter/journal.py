@@ -31,7 +31,7 @@ from rabbitllm.store.layer_store import JOURNAL_NAME
 from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
 
 JOURNAL_VERSION = 2
-"""Version 1 has no format version of the layer files; it was the first one."""
+"""Version 1 does not record the format version of the layer files, which was the first."""
 MIXED_VERSION = 3
 """Version with a compression for each tensor. Other journals keep version 2, which earlier releases can resume."""
 

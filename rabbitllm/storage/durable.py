@@ -358,8 +358,8 @@ class NamelessFile:
 
     Written and read at offsets; if `READS_AT_PLACES`, by several threads at a time. The disk may be full, so writing is
     announced as a step. With `aligned` the caller guarantees that memory, offset and length are multiples of 4096
-    bytes: then they bypass the page cache if the file system allows it; otherwise they pass through it, and are dropped
-    from it once they are on the disk.
+    bytes: then they bypass the page cache if the file system allows it; otherwise they pass through it, and pages that
+    are on the disk already are dropped.
 
     Args:
         folder: a writable folder; None for the system's folder for temporary files.

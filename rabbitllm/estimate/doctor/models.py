@@ -34,7 +34,7 @@ class Published:
 
     @functools.cached_property
     def outline(self) -> Outline:
-        """Its tensors."""
+        """The outline of its tensors."""
         return outline_of(self.config)
 
     @property

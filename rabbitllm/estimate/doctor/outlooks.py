@@ -1,4 +1,4 @@
-"""Which models of the short list fit this machine: the disk by their sizes, generation by the prediction of a plan."""
+"""Estimates of the short list's models on this machine: disk use by their sizes, generation as in a plan."""
 
 from __future__ import annotations
 
