@@ -169,7 +169,7 @@ class Completion:
     def _finish_layer(self, layout: LayerLayout) -> None:
         part = self._path(layout, durable.PART_SUFFIX)
         if part.exists():
-            # removed once the layer file has all of it; with scales only, that is before the journal names the shard
+            # removed once the layer file has all of it; scales alone are there before the last shard counts as used up
             joined = not (layout.joins and self._path(layout, SCRATCH_SUFFIX).exists())
             target = (
                 FillTarget(layout, durable.GrowingFile(part, layout.size)) if joined else self._filler.target(layout)
