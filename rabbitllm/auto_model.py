@@ -1,4 +1,4 @@
-"""The front door: `AutoModel.from_pretrained` wires source -> split -> engine, and nothing else."""
+"""The entry point: `AutoModel.from_pretrained` connects source, split and engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, str]] = {
     "kv_cache_dir": (None, "pass cache_implementation='offloaded' to generate() instead"),
     "offload_small_layers_use_cpu_cache": (True, "the page cache serves that purpose"),
 }
-"""Arguments of RabbitLLM 1.1 that are accepted and do nothing: default, and why."""
+"""Arguments of RabbitLLM 1.1 that are accepted and ignored: default, and reason."""
 
 
 class AutoModel:
@@ -98,61 +98,63 @@ class AutoModel:
         Arguments up to `offload_small_layers_use_cpu_cache` may be given by position, in the order of RabbitLLM 1.1.
 
         Args:
-            path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, or Llama as Meta publishes
-                it), a split directory, or a repository on the hub.
+            path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, or Llama as published by
+                Meta), a split directory, or a repository on the hub.
             device: "cuda:N", "cpu", or "auto" for every GPU; by default the first GPU, else the CPU.
             dtype: a floating torch dtype or its name; by default the config's, or float16 for bfloat16 on a GPU that
                 has none.
             layer_shards_saving_path: folder for the split directory; by default the folder of a local checkpoint, and
                 for a repository `HF_HOME/rabbitllm` (or `RABBITLLM_HOME`).
-            profiling_mode: record where time goes; see `model.profiler.report()`.
-            compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with scales quantized too), None, or
-                "auto": one of these for each tensor, for the least expected loss in `max_disk` (or the free disk), and
-                in `max_memory` (or what is free) if all can be kept there, so that nothing is read for each token.
+            profiling_mode: record where time is spent; see `model.profiler.report()`.
+            compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with quantized scales), None, or "auto":
+                one of these for each tensor, for the least expected loss in `max_disk` (or the free disk), and in
+                `max_memory` (or what is free) if all weights can be resident there, so that none are read for each
+                token.
             token, hf_token: for the hub; the two names mean the same.
             prefetching: read the next layer while this one computes.
             prefetch_pin_memory: pinned host buffers for a GPU; False also keeps no layers in RAM for it.
-            delete_original: delete the original checkpoint when the split is whole.
-            attn_implementation: as transformers takes it; "auto" prefers FlashAttention 2 on a GPU that can.
-            show_layer_progress: on stderr, how a split goes on, and a line over each pass that takes 2 s or more:
-                where it is, tokens a second, where the time goes.
+            delete_original: delete the original checkpoint when the split is complete.
+            attn_implementation: as in transformers; "auto" prefers FlashAttention 2 on a GPU that supports it.
+            show_layer_progress: on stderr, the progress of a split, and during each pass that takes 2 s or more a line
+                with its position, tokens per second, and where the time is spent.
             cache_layers: keep the bytes of this many decoder layers in host memory, whatever `max_memory` says.
             offload_small_layers: give embeddings, norm and head no preference over decoder layers.
             sequential_shard_processing: take one shard at a time, and delete it as soon as it is used up.
-            revision: branch, tag or commit of the repository; pinned once.
+            revision: branch, tag or commit of the repository; resolved to a commit once.
             cache_dir: the hub cache.
-            local_files_only: ask the hub for nothing.
+            local_files_only: send no requests to the hub.
             max_memory: device -> bytes for weights, e.g. `{0: "14GiB", "cpu": "24GiB"}`; by default what is free. With
-                GPUs, "cpu" is for what does not fit them.
+                GPUs, "cpu" is for weights that do not fit on them.
             max_disk: bytes that layer files and fetched shards together may occupy, e.g. "57GiB".
-            min_free_disk: bytes that a split leaves free: it is refused, or stops on the way, rather than take them.
+            min_free_disk: bytes to keep free: a split that would need them is refused, or stops.
             shard_transfer: how a repository's shards arrive on the sequential route: "file" (each is fetched whole, and
-                the next one meanwhile where the disk has room), "stream" (none is ever a file on this disk), or "auto"
-                (the first of them that fits).
+                the next one meanwhile if the disk has room), "stream" (none is ever a file on this disk), or "auto"
+                (the first of these that fits).
             trust_remote_code: run Python code that comes with the model.
             fit_scales: at 4bit and 4bit-double, choose the scales with the least squared error instead of bitsandbytes'
                 own: the same bytes and kernels, less loss, and a slower split.
-            verify_source: read every shard that is still there and compare its bytes with the recorded checksum, or
-                with the hub's digest. If the split begins with this call, record the checksums of all shards.
-            exact: compute 4bit and 8bit with the very matrices that dequantizing gives, to the last bit as an ordinary
-                model of those would; on the CPU several times slower than with their codes, and no better.
-            fast_bfloat16: on a CPU without instructions for bfloat16, multiply it by a kernel of this package: sooner,
-                most of all for prompts; sums are float32 as torch's are, in another order, so that last bits of logits
-                differ from transformers'. No effect elsewhere.
-            verify_checksums: compare what is read of layer files with its checksums, the first time in this process,
-                and raise an error instead of answering from a damaged file. False leaves that out.
-            split: False streams out of the checkpoint's own shards, safetensors or files of torch.save: ready at once,
-                and nothing is written; uncompressed only. A split that is there already is used all the same.
+            verify_source: read every shard that still exists and compare its bytes with the recorded checksum, or with
+                the hub's digest. If the split begins with this call, record the checksums of all shards.
+            exact: compute 4bit and 8bit with the dequantized matrices, identical to the last bit to an ordinary model
+                with those; on the CPU several times slower than with their codes, and no better.
+            fast_bfloat16: on a CPU without instructions for bfloat16, multiply it with a kernel of this package:
+                faster, especially for prompts; sums are float32 as in torch, in another order, so the last bits of
+                logits differ from transformers'. No effect elsewhere.
+            verify_checksums: compare layer files with their checksums when they are first read in this process, and
+                raise an error instead of answering from a damaged file.
+            split: False streams from the checkpoint's own shards, safetensors or files of torch.save: ready at once,
+                and nothing is written; uncompressed only. An existing split is still used.
             hosts: processes, here or on other machines, that compute the model together, each a span of its layers.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
         Returns:
-            The model of transformers itself, with `tokenizer`, `profiler` and `placement` on it. With `hosts`, in any
-            but the first process: a `rabbitllm.pipeline.worker.Worker`, whose `work()` computes until the first ends.
+            The transformers model itself, with the attributes `tokenizer`, `profiler` and `placement`. With `hosts`, in
+            all processes but the first, a `rabbitllm.pipeline.worker.Worker`: its `work()` computes until the first
+            process ends.
 
         Raises:
             RabbitLLMError: see the tree in `rabbitllm.errors`.
-            TypeError: an argument that does not exist.
+            TypeError: an unknown argument.
         """
         reject_unknown(unknown, _known_arguments(), "from_pretrained")
         given = locals()
@@ -248,12 +250,12 @@ def _load(
 
 
 def _too_little(hosts: Hosts | None) -> TooLittle:
-    """Of several processes each loads a part, and knows its size only then."""
+    """Return "refuse" for a single process. Of several each loads a part, whose size is known only then: "ignore"."""
     return "refuse" if hosts is None else "ignore"
 
 
 def _locked(model: Any, lock: FolderLock) -> Any:
-    """The model, which keeps the lock on the folder of its weights until it is garbage collected."""
+    """Return the model, which keeps the lock on the folder of its weights until it is garbage collected."""
     lock.keep_for(model)
     return model
 

@@ -1,8 +1,8 @@
-"""Where things belong in a hosted notebook: large files on its scratch disk, and nothing in what it saves.
+"""Folders in a hosted notebook: large files go to its scratch disk, and none into its saved output.
 
-Kaggle saves `/kaggle/working` (20 GB) with the notebook and shows the free space of its host, terabytes that a session
-may not use; its scratch disk is any other folder, and gone with the session. Colab has one disk, whose free space is
-what it says. Knows folders and environment variables; loads no model and asks no hub.
+Kaggle saves `/kaggle/working` (20 GB) with the notebook and shows the free space of its host, terabytes that a notebook
+may not use; its scratch disk is any other folder, and is deleted when the notebook stops. Colab has one disk, whose
+free space is correct. Uses folders and environment variables only; loads no model and sends no requests to the hub.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from rabbitllm.store.locations import HOME_VARIABLE, LOCAL_FOLDER, home, local_f
 logger = logging.getLogger(__name__)
 
 ROOT = Path("/")
-"""Where the folders of a notebook are looked for; a test has another."""
+"""Root of the notebook's folders; replaced in tests."""
 ELSEWHERE = "this machine"
 HF_HOME = "HF_HOME"
 _COLAB_VARIABLE = "COLAB_RELEASE_TAG"
 _SCRATCH = {"Kaggle": ("kaggle/tmp", "tmp", "var/tmp"), "Colab": ("content", "tmp")}
 _DEEPEST = 6
-"""Folders below `/kaggle/input` that a checkpoint may lie in: models/owner/name/framework/variation/version."""
+"""Maximum depth of a checkpoint below `/kaggle/input`: models/owner/name/framework/variation/version."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where things go.
+    """The folders to use.
 
     Attributes:
         kind: "Kaggle", "Colab", or "this machine".
         layers: folder for split directories.
         hub: huggingface_hub's own folder (`HF_HOME`): its cache of small files, tokens.
-        room: bytes that splits may occupy; None where free space says it.
-        attached: folders with checkpoints or splits that are attached to the notebook, read in place.
+        room: bytes that splits may occupy; None if free space shows it.
+        attached: folders with checkpoints or splits that are attached to the notebook, read without copying.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Places:
     attached: tuple[Path, ...] = ()
 
     def max_disk(self, model: str | Path) -> int | None:
-        """Bytes that a split of this model may occupy: the room, less what splits of other models have of it."""
+        """Return the bytes that a split of this model may occupy: the room, less the splits of other models."""
         if self.room is None:
             return None
         return max(self.room - sum(disk_bytes(folder) for folder in self._others(str(model))), 0)
@@ -77,9 +77,9 @@ class Places:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Places:
-    """Where things belong in the notebook that this process runs in; on any other machine, where they go anyway.
+    """Return the folders for the notebook that this process runs in; on any other machine, the default ones.
 
-    `RABBITLLM_HOME` and `HF_HOME` are kept where they are set.
+    `RABBITLLM_HOME` and `HF_HOME` are kept if they are set.
     """
     kind = _kind(environment)
     scratch = _scratch(kind)
@@ -98,9 +98,9 @@ def find(environment: Mapping[str, str] = os.environ) -> Places:
 
 
 def settle() -> Places:
-    """Find the places; in a hosted notebook make their folders, and set `RABBITLLM_HOME` and `HF_HOME` to them.
+    """Find the folders; in a hosted notebook create them, and set `RABBITLLM_HOME` and `HF_HOME` to them.
 
-    To be called before anything imports huggingface_hub, which reads its variable once.
+    Must be called before anything imports huggingface_hub, which reads its variable once.
     """
     places = find()
     if places.kind == ELSEWHERE:
@@ -124,7 +124,7 @@ def _kind(environment: Mapping[str, str]) -> str:
 
 
 def _scratch(kind: str) -> Path | None:
-    """The scratch folder: the first one where it can be made, else the one with the most room; None elsewhere."""
+    """Return the scratch folder: the first if it can be created, else the one with the most room; None elsewhere."""
     candidates = [ROOT / name for name in _SCRATCH.get(kind, ())]
     if not candidates:
         return None
@@ -140,7 +140,7 @@ def _scratch(kind: str) -> Path | None:
 
 
 def _checkpoints_in(folder: Path) -> Iterator[Path]:
-    """Folders below this one with a checkpoint or a finished split; none below another such folder."""
+    """Yield folders below this one with a checkpoint or a finished split; none below another such folder."""
     for where, folders, names in os.walk(folder):
         here = Path(where)
         if {*ENTRY_NAMES, META_PARAMETERS, MANIFEST_NAME} & set(names):

@@ -1,7 +1,7 @@
-"""Leaves Python's cyclic garbage collector out while a great many records are made that all stay.
+"""Disables Python's cyclic garbage collector while many long-lived records are created.
 
-It would go through everything that is alive, torch's modules too, again and again, and find nothing to free: half of
-the time that planning a model of 74,000 tensors takes.
+The collector would traverse all live objects, torch's modules too, repeatedly without finding garbage: half of the time
+of planning a model of 74,000 tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No collection while the context is open, in any thread; also a decorator. It stays off where it was off."""
+    """Disable collection in all threads while the context is open; also a decorator. It stays off if it was off."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,10 @@
-"""What becomes of threads and locks in a forked process, and of reads that a fork would disturb.
+"""Handling of threads, locks and direct reads when a process forks.
 
-A fork (multiprocessing's fork method, a DataLoader with workers, os.fork) copies the memory of a process, and only the
+A fork (multiprocessing's fork method, a DataLoader with workers, os.fork) copies the memory of a process, but only the
 calling thread. A lock that another thread held stays locked in the child, a job of another thread never ends, and torch
-waits for an OpenMP team that is not there. So locks of objects that outlive a call are `own_lock`s, their threads are
-`Workers`, and both are ready for use in a child; the first pass there computes on one thread. A child that does not use
-the model runs only a few resets. Knows no models.
+waits for an OpenMP team that does not exist. So locks of objects that outlive a call are `own_lock`s, their threads are
+`Workers`, and both are usable in a child; the first pass there computes on one thread. A child that does not use the
+model only runs a few resets. Independent of models.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ logger = logging.getLogger(__name__)
 L = TypeVar("L")
 
 _IN_CHILD: list[Callable[[], Callable[[], object] | None]] = []
-"""References to what is called in a child, in the order of registration."""
+"""References to functions that are called in a child, in the order of registration."""
 _LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def own_lock(lock: L) -> L:
-    """The same lock (threading.Lock, RLock or Condition), which is free in every forked child."""
+    """Return the same lock (threading.Lock, RLock or Condition), registered to be free in every forked child."""
     _LOCKS.add(lock)
     return lock
 
 
 def in_child(method: Callable[[], object]) -> None:
-    """Call a method of an object in every forked child, as long as the object lives; it must neither wait nor raise."""
+    """Call a method of an object in every forked child, while the object lives; the method must not wait or raise."""
     _IN_CHILD.append(weakref.WeakMethod(method))
 
 
 class ForkGuard:
-    """Remembers the process that made it."""
+    """Stores its owner: the process that created it."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether that is this process."""
+        """Whether the owner is this process."""
         return self._process == os.getpid()
 
     def settle(self) -> None:
-        """From now on this process counts as the one."""
+        """Set this process as the owner."""
         self._process = os.getpid()
 
     def refuse(self, thing: str, remedy: str) -> None:
-        """Raise unless this is the process.
+        """Raise an error unless this process is the owner.
 
         Raises:
-            ForkedError: this process was forked from it.
+            ForkedError: this process was forked from the owner.
         """
         if not self.is_here:
             raise ForkedError(
@@ -69,10 +69,10 @@ class ForkGuard:
 
 
 class Workers:
-    """Threads that do jobs. In a forked child there are new ones, and unfinished jobs have failed.
+    """Threads that run jobs. In a forked child there are new threads, and unfinished jobs have failed.
 
     Args:
-        count: threads, at most; each is started when it is needed.
+        count: the most threads; each is started on demand.
         name: of the threads.
     """
 
@@ -83,7 +83,7 @@ class Workers:
         in_child(self._start_again)
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Do a job in one of the threads."""
+        """Run a job in one of the threads."""
         future = self._pool.submit(job, *args)
         self._jobs.add(future)
         return future
@@ -101,7 +101,7 @@ class Workers:
 
 
 def fail_unfinished(futures: Iterable[Future[Any]]) -> None:
-    """In a forked child: let futures whose thread is in the parent fail with `ForkedError` instead of never ending."""
+    """In a forked child: make futures whose thread is in the parent fail with `ForkedError` instead of never ending."""
     for future in futures:
         future._condition = threading.Condition()  # the thread may have held it
         if not future.done():
@@ -114,8 +114,7 @@ def fail_unfinished(futures: Iterable[Future[Any]]) -> None:
 
 
 def compute_on_one_thread() -> None:
-    """In a forked child: let torch compute without the team of threads, which is in the parent; libgomp, which torch
-    computes with, would wait for it forever."""
+    """In a forked child: make torch compute on one thread, since libgomp would wait forever for the parent's team."""
     import torch
 
     if torch.get_num_threads() > 1:
@@ -128,7 +127,7 @@ def compute_on_one_thread() -> None:
 
 
 class _DirectReads:
-    """Reads past the page cache that are under way; a fork waits for them.
+    """Direct reads (past the page cache) in progress; a fork waits for them.
 
     The kernel writes such a read to the pages of a buffer. A fork in the meantime marks the pages as copy-on-write, and
     the parent may get a copy of a page before the bytes arrive (open(2), O_DIRECT: never run concurrently with fork).
@@ -150,23 +149,23 @@ class _DirectReads:
                 self._change.notify_all()
 
     def hold(self) -> None:
-        """Before a fork: wait for those under way, and let none begin."""
+        """Before a fork: wait for reads in progress, and block new ones."""
         self._change.acquire()
         while self._count:
             self._change.wait()
 
     def let_go(self) -> None:
-        """After it, in the parent."""
+        """After a fork, in the parent: allow reads again."""
         self._change.release()
 
     def begin_again(self) -> None:
-        """After it, in the child."""
+        """After a fork, in the child: reset the lock and the count."""
         self._change, self._count = threading.Condition(threading.Lock()), 0
 
 
 _READS = _DirectReads()
 direct_read = _READS.one
-"""A context of a read past the page cache, which no fork begins in."""
+"""A context for a read past the page cache, in which no fork begins."""
 
 
 def _after_fork() -> None:

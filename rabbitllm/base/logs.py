@@ -1,7 +1,7 @@
-"""What the package's loggers say on stderr or into a file, by the environment: `RABBITLLM_LOG=LEVEL` or `LEVEL:FILE`.
+"""Sends the package's log records to stderr or a file, by the environment: `RABBITLLM_LOG=LEVEL` or `LEVEL:FILE`.
 
-Without that variable nothing is set up, as befits a library: warnings come out by Python's own rules, and a program
-that sets up logging has the records of the logger "rabbitllm" like any other.
+Without that variable nothing is set up, as usual for a library: warnings appear by Python's own rules, and a program
+that sets up logging receives the records of the logger "rabbitllm" like any other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 def set_up(value: str) -> None:
-    """Do as the variable says; what makes no sense is said on stderr, and otherwise does nothing.
+    """Set up logging by the variable; an invalid value is reported on stderr, and otherwise ignored.
 
     Args:
         value: of the variable: "debug", "info", "warning" or "error"; after a colon a file, which is appended to.
@@ -44,11 +44,11 @@ def set_up(value: str) -> None:
         old.close()
     logger.addHandler(handler)
     logger.setLevel(LEVELS[name])
-    logger.propagate = False  # or a program that logs to stderr too would have everything twice
+    logger.propagate = False  # else a program that logs to stderr too would print everything twice
 
 
 def show(name: str) -> None:
-    """Let a logger of this package speak on stderr from INFO on, unless the environment says what is to be seen.
+    """Print the records of one of the package's loggers on stderr from INFO on, unless the environment sets up logging.
 
     Args:
         name: of the logger.
@@ -72,7 +72,7 @@ def _handler(file: str) -> logging.Handler:
 
 
 class _ToStderr(logging.StreamHandler[Any]):
-    """Writes to what stderr is at that moment: it may be another than when this was made."""
+    """Writes to the current `sys.stderr`, which may change after this was created."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

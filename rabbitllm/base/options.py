@@ -1,4 +1,4 @@
-"""The choices a caller makes, checked once, here. Knows no files and no devices."""
+"""The options of a call, validated once, here. Independent of files and devices."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 TRANSFERS = ("auto", "file", "stream")
-"""How shards of a repository may arrive; see `SplitOptions.shard_transfer`."""
+"""Ways for shards of a repository to arrive; see `SplitOptions.shard_transfer`."""
 FIRST_GPU = type("DefaultDevice", (str,), {})("cuda:0")
-"""The default of a `device` argument: an object of its own, so that a caller's "cuda:0" is told from none."""
+"""The default of a `device` argument: a separate object, to distinguish it from a caller's "cuda:0"."""
 BIG_LAYER_BYTES = 10 * 1000**3
-"""A layer above this is warned of; it is filled on disk, so it costs no RAM, but streaming it will."""
+"""Layers above this size cause a warning; they are filled on disk, so splitting takes no RAM, but streaming does."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
-    """How a checkpoint is split.
+    """Options of a split.
 
     Attributes:
         compression: None, one for all tensors ("8bit", "4bit", "4bit-double"), or "auto" for bits chosen by tensor.
         sequential: take one shard at a time and delete it as soon as it is used up.
-        delete_original: remove the original when the split is whole; with `sequential`, what the loop left of it.
+        delete_original: remove the original when the split is complete; with `sequential`, the rest of it.
         max_disk: bytes that the split may create (layer files and fetched shards); None for what is free.
         shard_transfer: how shards of a repository arrive on the sequential route: "file" (each is fetched whole, and
-            the next one meanwhile where the disk has room), "stream" (none is ever a file), or "auto" (the first of
-            them that fits).
-        keep_own: of a repository without `sequential`: take one shard at a time all the same, and delete those that the
-            split fetched for itself; what is in the hub cache stays there.
-        memory: at "auto", bytes that all weights should stay in; None for no such wish.
-        memory_is_said: whether the caller named those bytes, rather than that so much is free.
-        fit_scales: at 4bit and 4bit-double choose scales that fit their blocks best; else they are bitsandbytes' own.
+            the next one meanwhile if the disk has room), "stream" (none is ever a file), or "auto" (the first of these
+            that fits).
+        keep_own: for a repository without `sequential`: take one shard at a time, and delete those that the split
+            fetched itself; shards in the hub cache are kept.
+        memory: at "auto", bytes in which all weights should be resident; None for no such limit.
+        memory_is_said: whether the caller gave those bytes; else they are what is free.
+        fit_scales: at 4bit and 4bit-double choose scales that fit their blocks best, instead of bitsandbytes' own.
         verify_source: read every shard on this machine and compare its bytes with the recorded checksum, or with the
             hub's digest; when a split begins, record the checksums.
-        profiling: record where the time of each layer goes.
-        threads: workers that read, quantize and write; by default one a core, at least 2.
-        min_free: bytes; free disk below which a split stops cleanly, since the machine itself needs some.
+        profiling: record the time spent on each layer.
+        threads: workers that read, quantize and write; by default one per core, at least 2.
+        min_free: bytes; free disk below which a split stops cleanly, since the system needs some.
     """
 
     compression: str | None = None
@@ -64,24 +64,23 @@ class SplitOptions:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How a split model is run.
+    """Options for running a split model.
 
     Attributes:
         device: "cuda:N", "cuda", "cpu", or "auto" for every GPU; None for the first GPU, else the CPU.
         dtype: name of a torch dtype, or None for the config's own.
-        attn_implementation: as transformers takes it, or "auto".
+        attn_implementation: as in transformers, or "auto".
         prefetching: read the next layer while this one computes.
         pin_memory: pinned host buffers for a GPU.
         max_memory: device -> bytes, in accelerate's form with sizes parsed; None for what is free.
-        cache_layers: decoder layers to keep in host memory, at least; None leaves it to `max_memory`.
+        cache_layers: minimum number of decoder layers to keep in host memory; None leaves it to `max_memory`.
         small_layers_resident: place embeddings, norm and head before the decoder layers.
-        profiling: record where the time of each layer goes.
-        show_progress: a line over a slow pass.
+        profiling: record the time spent on each layer.
+        show_progress: a line during a slow pass.
         trust_remote_code: allow the model's own Python code.
-        exact: compute with the very matrices that 4bit and 8bit stand for, also where products with their codes are
-            faster.
-        fast_bfloat16: multiply bfloat16 by a kernel of ours where the processor has no instructions for that type.
-        verify_checksums: compare what is read of layer files for the first time with its checksums.
+        exact: compute with the matrices that 4bit and 8bit dequantize to, even if products with their codes are faster.
+        fast_bfloat16: multiply bfloat16 with a kernel of this package if the processor has no instructions for it.
+        verify_checksums: compare layer files with their checksums when they are first read.
     """
 
     device: str | None = None
@@ -118,12 +117,12 @@ class Hosts:
     Any process that reaches the address can send inputs to the model. Use it only in a trusted network.
 
     Attributes:
-        address: "host:port" of the first process, as the others reach it; for that one itself port 0 takes a free one.
-        workers: how many others the first process waits for; 0 in those others.
-        rank: this process's place; None gives each the next one that is free.
-        patience: seconds to wait for the others to come.
-        timeout: seconds within which each has loaded its part, and then answers in every pass.
-        announce: called in the first process with the address at which it waits, as soon as it does.
+        address: "host:port" of the first process, as the others reach it; in the first one, port 0 selects a free port.
+        workers: number of other processes that the first one waits for; 0 in those others.
+        rank: rank of this process; None for the next free one.
+        patience: seconds to wait for the others at the rendezvous.
+        timeout: seconds within which each must have loaded its part, and later must answer in every pass.
+        announce: called in the first process with the address at which it waits.
     """
 
     address: str
@@ -136,7 +135,7 @@ class Hosts:
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: no address, or no number that can be meant.
+            OptionError: no address, or an invalid number.
         """
         host, colon, port = self.address.rpartition(":")
         if not (host and colon and port.isdigit() and int(port) < 1 << 16):
@@ -155,7 +154,7 @@ class Hosts:
 
     @classmethod
     def of_torchrun(cls, environment: Mapping[str, str] = os.environ) -> Hosts | None:
-        """As torchrun's environment says; None outside of it, or for one process alone.
+        """Return the hosts by torchrun's environment; None outside of it, or for a single process.
 
         Raises:
             OptionError: the variables contradict each other.
@@ -172,16 +171,16 @@ class Hosts:
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may use: at least 2, so that reading and computing overlap, at most 8."""
+    """Return the processor cores to use: at least 2, so that reading and computing overlap, at most 8."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     return min(max(allowed, 2), 8)
 
 
 def parse_size(size: int | str, name: str) -> int:
-    """A number of bytes from an int, or from text such as "57GiB" or "15 GB" (1024s and 1000s).
+    """Parse a number of bytes from an int, or from text such as "57GiB" or "15 GB" (1024s and 1000s).
 
     Raises:
-        OptionError: not understood, or negative.
+        OptionError: malformed, or negative.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
@@ -193,10 +192,10 @@ def parse_size(size: int | str, name: str) -> int:
 
 
 def check_transfer(transfer: str, sequential: bool) -> str:
-    """`shard_transfer`, if it exists and suits the route.
+    """Return `shard_transfer` if it is valid and suits the route.
 
     Raises:
-        OptionError: it does not.
+        OptionError: it is not or does not.
     """
     if transfer not in TRANSFERS:
         raise OptionError(
@@ -212,7 +211,7 @@ def check_transfer(transfer: str, sequential: bool) -> str:
 
 
 def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[str, int] | None:
-    """accelerate's `max_memory` with devices as text ("cuda:0", "cpu") and sizes in bytes.
+    """Convert accelerate's `max_memory` to devices as text ("cuda:0", "cpu") and sizes in bytes.
 
     Raises:
         OptionError: a key that is neither a GPU number, "cuda:N" nor "cpu".
@@ -232,7 +231,7 @@ def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[st
 
 
 def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) -> None:
-    """Refuse keyword arguments that do not exist, naming the nearest that does.
+    """Refuse unknown keyword arguments, naming the nearest known one.
 
     Raises:
         TypeError: as Python itself raises for an unexpected keyword argument.
@@ -244,5 +243,5 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) ->
 
 
 def expand(path: str | Path) -> Path:
-    """A path with `~` expanded."""
+    """Expand `~` in a path."""
     return Path(path).expanduser()

@@ -1,4 +1,4 @@
-"""Records as what `json.dumps` takes: no folder is a Path any more, and no choice an enum. Knows nothing of records."""
+"""Converts values to those that `json.dumps` accepts: paths to strings, enums to their values."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 KEYS = {"quantize": "quantise", "quantized": "quantised", "quantize_on": "quantise_on"}
-"""Field -> its key, for the fields whose keys were published in another spelling: programs read them."""
+"""Field -> its key, for fields whose published keys have another spelling, which programs depend on."""
 
 
 def plain(value: Any) -> Any:
-    """A value with all that is in it as dicts, lists, strings and numbers.
+    """Convert a value, recursively, to dicts, lists, strings and numbers.
 
     Args:
-        value: what `dataclasses.asdict` gives, or a part of it: mappings with string keys, lists, tuples, enums of
-            plain values, paths, and what JSON knows itself.
+        value: a result of `dataclasses.asdict`, or a part of it: mappings with string keys, lists, tuples, enums of
+            plain values, paths, and JSON's own types.
     """
     if isinstance(value, Mapping):
         return {KEYS.get(key, key): plain(entry) for key, entry in value.items()}

@@ -1,6 +1,6 @@
-"""What happens during a split, as records that anyone may listen to.
+"""Events of a split, as records for listeners.
 
-The splitter tells; a progress bar, a log, the demo or a test listens. Knows neither.
+The splitter sends them; a progress bar, a log, the demo or a test listens. Independent of both sides.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class DownloadStarted:
-    """The standard route is about to download what it lacks of a repository, all of it, before it splits.
+    """The standard route is about to download all missing files of a repository before it splits.
 
     Attributes:
         label: the repository.
-        files: how many it lacks.
+        files: number of missing files.
         nbytes: of them together.
     """
 
@@ -28,21 +28,21 @@ class DownloadStarted:
 
 @dataclass(frozen=True, slots=True)
 class SplitStarted:
-    """A split begins or goes on.
+    """A split begins or is resumed.
 
     Attributes:
         label: the source.
-        shards: shard names in the order they will be taken; those already used up are not among them.
+        shards: names of the remaining shards in processing order, without those already used up.
         source_bytes: of all shards, used up or not.
         output_bytes: of all layer files.
-        peak_bytes: the most the split will add to the disk at any moment.
-        resumed: shards that an earlier run used up.
+        peak_bytes: the most that the split will add to the disk at any moment.
+        resumed: number of shards that an earlier run used up.
         shard_bytes: of each of `shards`.
-        layers: how many there will be.
-        layers_before: of them, those that an earlier run finished.
+        layers: number of all layers.
+        layers_before: number of those that an earlier run finished.
         source_left_bytes: of the source's shards that are on this disk as it begins.
         fetches: whether any shard comes from the hub.
-        quantizes: whether tensors are quantized on the way.
+        quantizes: whether tensors are quantized.
     """
 
     label: str
@@ -70,12 +70,12 @@ class ShardStarted:
 
 @dataclass(frozen=True, slots=True)
 class BytesFetched:
-    """Bytes of a shard that have come from the hub, or that an earlier run had fetched; told of from any thread.
+    """Bytes of a shard that arrived from the hub, or that an earlier run had fetched; sent from any thread.
 
-    During a download on the standard route, bytes of any file. Negative where a download starts over.
+    During a download on the standard route, bytes of any file. Negative if a download starts over.
 
     Attributes:
-        earlier: they were here before; no rate is to be estimated from them.
+        earlier: whether they were here before; they must not count in a rate.
     """
 
     shard: str
@@ -85,12 +85,12 @@ class BytesFetched:
 
 @dataclass(frozen=True, slots=True)
 class BytesDone:
-    """Source bytes of a shard that are in their layer files; told of from any thread, for a few MB at a time.
+    """Source bytes of a shard that are in their layer files; sent from any thread, for a few MB at a time.
 
     Attributes:
-        layer: which the last of them went to.
-        quantized: of them, those that were quantized.
-        written: bytes that were made of them.
+        layer: layer of the last of them.
+        quantized: number of them that were quantized.
+        written: bytes that were written for them.
     """
 
     shard: str
@@ -102,12 +102,12 @@ class BytesDone:
 
 @dataclass(frozen=True, slots=True)
 class DiskSampled:
-    """A look at the disk; several times a second, from a thread of its own.
+    """A sample of the disk; several times a second, from a separate thread.
 
     Attributes:
-        disk_bytes: what the split occupies: layer files (finished or not) and staged shards.
-        limit_bytes: what it may occupy: `max_disk`, or that and what else is free less `min_free_disk`, whichever is
-            less. Where others use the same disk, or shards of the source are deleted, it changes.
+        disk_bytes: bytes of the split: layer files (finished or not) and staged shards.
+        limit_bytes: bytes that it may occupy: the smaller of `max_disk`, and of `disk_bytes` plus the free disk less
+            `min_free_disk`. It changes if others use the same disk, or shards of the source are deleted.
     """
 
     disk_bytes: int
@@ -128,8 +128,8 @@ class ShardDone:
     """A shard is used up: durable in the layer files, and disposed of (or kept).
 
     Attributes:
-        disposal: what became of it, in words.
-        disk_bytes: what the split occupies now: layer files (finished or not) and staged shards.
+        disposal: its disposal, in words.
+        disk_bytes: present bytes of the split: layer files (finished or not) and staged shards.
         source_left_bytes: of the source's shards that are still on this disk.
     """
 
@@ -143,15 +143,15 @@ class ShardDone:
 
 @dataclass(frozen=True, slots=True)
 class SplitDone:
-    """The split directory is whole.
+    """The split directory is complete.
 
     Attributes:
-        folder: where it is.
-        layers: how many.
+        folder: the split directory.
+        layers: number of layers.
         output_bytes: of them together.
-        seconds: that this call took.
-        peak_disk_bytes: the most that the folder was seen to occupy.
-        peak_memory_bytes: the most anonymous memory that the process was seen to have above that at the start.
+        seconds: duration of this call.
+        peak_disk_bytes: the most that the folder occupied in any sample.
+        peak_memory_bytes: the most anonymous memory of the process in any sample, above that at the start.
     """
 
     folder: str
@@ -180,11 +180,11 @@ _showing: list[Callable[[Event], None]] = []
 
 @contextlib.contextmanager
 def listening(listener: Callable[[Event], None], *, shows: bool = True) -> Iterator[None]:
-    """Call `listener` with every event while the context is open; from the thread that causes it.
+    """Call `listener` with every event while the context is open, from the thread that causes it.
 
     Args:
-        listener: what to call.
-        shows: whether it shows them to a person, or only keeps them.
+        listener: function to call.
+        shows: whether it displays events to a user, or only records them.
     """
     _listeners.append(listener)
     if shows:
@@ -204,5 +204,5 @@ def tell(event: Event) -> None:
 
 
 def is_shown() -> bool:
-    """Whether a listener shows the events to a person; if none does, a default display may be put up."""
+    """Whether a listener displays the events to a user; if none does, a default display may be created."""
     return bool(_showing)

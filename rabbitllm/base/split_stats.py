@@ -1,6 +1,6 @@
-"""What can be said of a split at a moment, folded from its events. Knows no terminal, and no clock but the one given.
+"""Statistics of a split, accumulated from its events. Independent of terminals; the clock is a parameter.
 
-Rates are those of the last seconds. What an earlier run had done counts as done, and in no rate.
+Rates are those of the last seconds. Work of an earlier run counts as done, but in no rate.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from rabbitllm.base import progress
 
 RATE_SECONDS = 10.0
-"""Rates are estimated over the last so many."""
+"""Period over which rates are estimated."""
 SAMPLE_SECONDS = 0.25
-"""Between two points that rates are estimated from; however many events come."""
+"""Minimum time between two points that rates are estimated from, however many events arrive."""
 FIRST_SECONDS = 0.5
-"""A rate over less says nothing."""
+"""Minimum period for a rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurrentRates:
-    """Bytes a second over the last seconds; None where there is no such stage, or not long enough.
+    """Bytes per second over the last seconds; None if there is no such stage, or the period is too short.
 
     Attributes:
-        done: source bytes that got into layer files; of a download, bytes that came.
-        fetch: bytes that came from the hub.
+        done: source bytes that got into layer files; during a download, bytes that arrived.
+        fetch: bytes that arrived from the hub.
         quantize: source bytes that were quantized.
         write: bytes that were written to layer files.
     """
@@ -39,25 +39,25 @@ class CurrentRates:
 
 @dataclass(frozen=True, slots=True)
 class SplitStats:
-    """A split, or the download before it, at a moment.
+    """The state of a split, or of the download before it, at a moment.
 
     Attributes:
         doing: "downloading" or "splitting".
         label: the source.
-        done_bytes: of the source's bytes that are in layer files (or here, of a download), earlier runs' too.
-        total_bytes: of the source (or of what is downloaded).
+        done_bytes: source bytes in layer files (during a download, bytes here), including earlier runs.
+        total_bytes: of the source (or of the download).
         rates: see there.
-        seconds_left: by the slower of fetching and splitting, as they are now; None where neither goes on. A fetch that
-            waits for room on the disk is as fast as it was before.
-        disk_bytes: what the split occupies; None while it is not known.
-        limit_bytes: what it may occupy.
+        seconds_left: by the slower of fetching and splitting, at their present rates; None if neither is in progress.
+            A fetch that waits for room on the disk counts with its rate before.
+        disk_bytes: bytes that the split occupies; None while it is not known.
+        limit_bytes: bytes that it may occupy.
         source_left_bytes: of the source's shards that are on this disk.
         shard: number of the current one, from 1; 0 before the first.
-        shards: how many there are.
-        shard_here: what part of the current one has come; 1 where it is here, or not fetched.
-        layer: where the last bytes went.
+        shards: number of all shards.
+        shard_here: fraction of the current one that arrived; 1 if it is here, or not fetched.
+        layer: layer of the last bytes.
         layers_done: finished, in this run or before.
-        layers: how many there are in all.
+        layers: number of all layers.
         seconds: since it began.
     """
 
@@ -80,15 +80,15 @@ class SplitStats:
 
     @property
     def share(self) -> float:
-        """Done of all, from 0 to 1."""
+        """Done share of all bytes, from 0 to 1."""
         return min(self.done_bytes / self.total_bytes, 1.0) if self.total_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Bytes since this run began; differences of two of them, by seconds, are rates.
+    """Bytes since this run began; differences of two of them, divided by seconds, are rates.
 
-    Of `idle` seconds nothing was fetched because there was no room for another shard.
+    During `idle` seconds nothing was fetched because there was no room for another shard.
     """
 
     at: float
@@ -100,7 +100,7 @@ class _Counts:
 
 
 class SplitLedger:
-    """Derives facts from events. Not thread-safe: a caller with several threads must lock.
+    """Derives statistics from events. Not thread-safe: a caller with several threads must lock.
 
     Args:
         clock: seconds.
@@ -131,7 +131,7 @@ class SplitLedger:
         self._points: deque[_Counts] = deque([self._counts])
 
     def hear(self, event: progress.Event) -> None:
-        """Take an event in."""
+        """Process an event."""
         match event:
             case progress.BytesDone():
                 known = self._shard_done
@@ -170,7 +170,7 @@ class SplitLedger:
         return self._idle + (self._clock() - self._idle_since if self._idle_since is not None else 0.0)
 
     def _take_up(self, event: progress.SplitStarted) -> None:
-        disk, limit = self._disk, self._limit  # a look at the disk comes before the split's own first word
+        disk, limit = self._disk, self._limit  # the disk is sampled before the split's first own event
         self._begin("splitting", event.label, event.source_bytes)
         self._disk, self._limit = disk, limit
         self._started = event
@@ -195,7 +195,7 @@ class SplitLedger:
             self._points.popleft()
 
     def facts(self) -> SplitStats:
-        """As things are now."""
+        """Return the present statistics."""
         now = self._clock()
         rates, done, started = self._rates(now), self._done(), self._started
         return SplitStats(
@@ -248,7 +248,7 @@ class SplitLedger:
         )
 
     def _seconds_left(self, rates: CurrentRates, done: int) -> float | None:
-        """What is left to split at the rate of splitting, or what is left to fetch at that of fetching: the longer."""
+        """Return the longer of the time left to split, at the rate of splitting, and the time left to fetch."""
         found = []
         if rates.done:
             found.append((self._total - done) / rates.done)

@@ -1,7 +1,7 @@
-"""What the reports of commands share: facts with their names, tables that fit a width, and text that does no harm.
+"""Common parts of the commands' reports: facts with their names, tables that fit a width, and harmless text.
 
-What a file says is printed as text and never as markup, and every character that a terminal might act upon (escape
-sequences, line breaks, marks that turn the writing round) stands there as an escape. Knows nothing of what is reported.
+Content of files is printed as text and never as markup, and every character that a terminal might act upon (escape
+sequences, line breaks, bidirectional controls) is printed as an escape. Independent of the contents of reports.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.text import Text
 
 LABEL = 14
-"""Columns of the facts' names."""
+"""Columns for the names of facts."""
 GAP = "  "
 
 
 def harmless(text: str, most: int = 200) -> str:
-    """Text of a file for a terminal: one line of printable characters, at most so many and a mark where more follow."""
+    """Make text of a file harmless: one line of printable characters, cut after `most` of them with a mark."""
     cut = text[:most]
     if not cut.isprintable():
         cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
@@ -28,10 +28,10 @@ def harmless(text: str, most: int = 200) -> str:
 
 
 def disarmed(text: str) -> str:
-    """Text of a model for a terminal, with its lines and tabs: what a terminal would act upon is an escape.
+    """Make text of a model harmless, keeping its lines and tabs: characters that a terminal acts upon become escapes.
 
-    That is control characters, and the marks that turn the writing round (Unicode's property Bidi_Control). What joins
-    characters stays: emoji are made with it, and Persian cannot do without.
+    These are control characters and bidirectional controls (Unicode's property Bidi_Control). Joiners are kept: emoji
+    consist of them, and Persian requires them.
     """
     return text.translate(_ACTED_UPON)
 
@@ -45,20 +45,20 @@ _ACTED_UPON = {
 
 
 def shortened(path: Path) -> str:
-    """A path with `~` for the home folder, harmless."""
+    """Return a path with `~` for the home folder, harmless."""
     try:
         return harmless(str(Path("~") / path.relative_to(Path.home())))
-    except (ValueError, RuntimeError):  # elsewhere; there is no home
+    except (ValueError, RuntimeError):  # the path is elsewhere; there is no home
         return harmless(str(path))
 
 
 def counted(count: int, what: str) -> str:
-    """`1 shard`, `2 shards`."""
+    """Format a count: `1 shard`, `2 shards`."""
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def large(count: int) -> str:
-    """A number as people say it: `6.74 billion`."""
+    """Format a large number: `6.74 billion`."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if count >= size:
             return f"{count / size:.2f} {word}"
@@ -66,12 +66,12 @@ def large(count: int) -> str:
 
 
 def unit_of(nbytes: float) -> tuple[int, str]:
-    """The unit that a size is shown in, and its name: GiB from one GiB on, else MiB."""
+    """Return the unit for a size, and its name: GiB from one GiB on, else MiB."""
     return (1 << 30, "GiB") if abs(nbytes) >= 1 << 30 else (1 << 20, "MiB")
 
 
 def size(nbytes: int) -> str:
-    """Bytes as people read them: in MiB or GiB, with two decimals; to the byte where those would show one digit."""
+    """Format bytes in MiB or GiB, with two decimals; below 100,000 as a number of bytes."""
     if abs(nbytes) < 100_000:
         return counted(nbytes, "byte")
     scale, unit = unit_of(nbytes)
@@ -79,7 +79,7 @@ def size(nbytes: int) -> str:
 
 
 def size_rounded_up(nbytes: int) -> str:
-    """In MiB or GiB, rounded up: parsed again, the text is never less than `nbytes`."""
+    """Format bytes in MiB or GiB, rounded up: parsed again, the text is never less than `nbytes`."""
     scale, unit = unit_of(nbytes)
     whole, hundredths = divmod(-(-nbytes * 100 // scale), 100)
     return f"{whole}.{hundredths:02} {unit}"
@@ -91,7 +91,7 @@ def put(console: Console, text: Text) -> None:
 
 
 def put_fact(console: Console, name: str, value: str) -> None:
-    """Print a fact, its further lines below its first."""
+    """Print a fact, with its further lines below its first."""
     width = max(console.width - LABEL, 20) if console.is_terminal else len(value)
     for number, line in enumerate(Text(value).wrap(console, width)):
         line.rstrip()
@@ -105,8 +105,8 @@ class Column:
 
     Attributes:
         name: its head.
-        right: whether its values stand on the right.
-        rank: where not all fit, those with the lowest are taken as long as there is room; one of 0 is always there.
+        right: whether its values are right-aligned.
+        rank: if not all columns fit, those with the lowest ranks are shown; one of 0 is always shown.
     """
 
     name: str
@@ -118,7 +118,7 @@ def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequen
     """Print a table; on a terminal, without the columns that do not fit its width.
 
     Args:
-        console: where to.
+        console: the console to print to.
         columns: from left to right.
         rows: a value for each column, harmless already.
 
@@ -139,7 +139,7 @@ def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequen
 
 
 def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int | None) -> list[int]:
-    """The numbers of the columns that are shown, from left to right."""
+    """Return the indices of the columns that are shown, from left to right."""
     shown: list[int] = []
     taken = -len(GAP)
     for at in sorted(range(len(columns)), key=lambda at: columns[at].rank):

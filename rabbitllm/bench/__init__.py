@@ -1,1 +1,1 @@
-"""`rabbitllm bench`: how fast a model generates here, and where the time goes."""
+"""`rabbitllm bench`: measures how fast a model generates on this machine, and how the time is divided."""

@@ -1,8 +1,8 @@
-"""Loads a model as `from_pretrained` does, generates greedily, and takes the time. Shows nothing.
+"""Loads a model like `from_pretrained`, generates greedily, and measures the time. Prints nothing.
 
-First one token right after loading, which reads all that was not read yet; then the turns, whose times are reported,
-with the profiler off; then one turn with the profiler on, which gives the bytes, the overlap and the limit. The prompt
-is of random tokens, and a generation always has the wanted length.
+The first token right after loading reads all weights that were not read yet. It is followed by the turns, whose times
+are reported, with the profiler off; then by one turn with the profiler on, for the bytes, the overlap and the limit.
+The prompt consists of random tokens, and a generation always has the requested length.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rabbitllm.auto_model import AutoModel
 from rabbitllm.telemetry.passes import FURTHER, Pass, PassSums
 from rabbitllm.telemetry.trace import Trace
 
-# The most memory that this process has had. Knows nothing of models.
+# Peak memory of this process. Independent of models.
 
 
 def peak_memory() -> int | None:
-    """Bytes resident at the peak, pages of mapped files included; None where the system does not tell."""
+    """Return the peak resident bytes, pages of mapped files included; None if the system does not report it."""
     try:
-        # not what getrusage tells: on Linux that includes what the parent had before this program was started
+        # not getrusage: on Linux its value includes the memory of the parent before this program was started
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -54,13 +54,13 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """What to generate.
+    """The size of the generation to measure.
 
     Attributes:
-        tokens: new ones, of each sequence.
+        tokens: new tokens of each sequence.
         prompt_tokens: of each sequence.
-        batch: sequences.
-        turns: whose times are taken.
+        batch: number of sequences.
+        turns: number of measured generations.
     """
 
     tokens: int = 32
@@ -71,11 +71,11 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation; seconds.
+    """Times of one generation, seconds.
 
     Attributes:
-        first: until the first token was there.
-        further: for each pass after that, in the mean.
+        first: time to the first token.
+        further: mean time of each pass after that.
     """
 
     first: float
@@ -84,22 +84,22 @@ class Turn:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of it.
+    """The result of a measurement.
 
     Attributes:
-        name: of the model, as it was given.
-        request: what was generated.
-        device, dtype, compression: how.
-        placement: where the weights are; prints as a table.
-        load: seconds until the model was there, splitting included if it was not split yet.
+        name: of the model, as given.
+        request: the size of the generation.
+        device, dtype, compression: of the model.
+        placement: of the weights; prints as a table.
+        load: seconds of loading, including a split if one had to be made.
         first_after_load: seconds of the very first token.
         turns: with the profiler off.
         sums: kind of pass -> sums, of the turn with the profiler on.
-        profile: that turn's, see `rabbitllm.telemetry.record`.
-        passes: that turn's.
-        in_place: "device tier" -> stored bytes that each pass uses where they are.
-        trace: that turn's.
-        peak: bytes of memory that the process had at its peak, mapped files included; None where it is not known.
+        profile: of that turn, see `rabbitllm.telemetry.record`.
+        passes: of that turn.
+        in_place: "device tier" -> stored bytes that each pass uses without moving them.
+        trace: of that turn.
+        peak: peak memory of the process, bytes, mapped files included; None if not known.
     """
 
     name: str
@@ -130,33 +130,33 @@ class Measured:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences together, after the first."""
+        """Tokens per second of all sequences together, after the first token."""
         return self.request.batch / self.further
 
     def per_token(self, nbytes: int) -> float:
-        """Bytes of all further passes -> bytes for each token that they made."""
+        """Convert bytes of all further passes to bytes per token."""
         return nbytes / (self.sums[FURTHER].passes * self.request.batch)
 
 
 def measure(
     source: str, request: BenchRequest, options: Mapping[str, Any], say: Callable[[str], None] = lambda text: None
 ) -> Measured:
-    """Load and generate.
+    """Load a model and generate.
 
     Args:
         source: as for `AutoModel.from_pretrained`.
-        request: what to generate.
+        request: size of the generation.
         options: for `AutoModel.from_pretrained`.
-        say: told what is being done.
+        say: called with a description of each step.
 
     Raises:
-        RabbitLLMError: as `AutoModel.from_pretrained` does.
+        RabbitLLMError: as in `AutoModel.from_pretrained`.
     """
     say("loading")
-    import rabbitllm.engine.load  # noqa: F401  what that imports is no part of loading
+    import rabbitllm.engine.load  # noqa: F401  its imports are not part of the loading time
 
     start = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):  # the profile of a split that is made now
+    with contextlib.redirect_stdout(sys.stderr):  # the profile of a split that is made by this call
         model = AutoModel.from_pretrained(source, profiling_mode=True, show_layer_progress=False, **options)
     loaded = time.perf_counter() - start
     model.profiler.enabled = False
@@ -191,14 +191,14 @@ def measure(
 
 
 def _prompt(model: Any, request: BenchRequest) -> torch.Tensor:
-    """Ids (batch, prompt tokens), the same every time."""
+    """Return reproducible random ids (batch, prompt tokens)."""
     random = torch.Generator().manual_seed(SEED)
     vocabulary = model.config.get_text_config().vocab_size
     return torch.randint(vocabulary, (request.batch, request.prompt_tokens), generator=random).to(model.device)
 
 
 def _turn(model: Any, prompt: torch.Tensor, tokens: int) -> Turn:
-    """Generate so many tokens of each sequence."""
+    """Generate this many tokens of each sequence."""
     ends: list[float] = []
 
     def stamp(module: Any, args: Any, output: Any) -> None:

@@ -1,15 +1,15 @@
-"""What was measured as one object of JSON. All times are seconds, all sizes bytes.
+"""A measurement as one JSON object. All times are seconds, all sizes bytes.
 
 model, device, dtype, compression
-tokens, prompt_tokens, batch       of each sequence; and sequences
-load_seconds                       until the model was there (splitting included, if it was not split yet)
+tokens, prompt_tokens, batch       per sequence; number of sequences
+load_seconds                       of loading (including a split, if one had to be made)
 first_after_load_seconds           the very first token after loading
 first_token_seconds                median of the turns
 token_seconds                      median of the turns, of a further pass: a token of each sequence
 tokens_per_second                  of all sequences, after the first token
 turns                              each with `first_token_seconds` and `token_seconds`
-bytes_per_token                    `disk`: read; `copied`: from host memory to a device; `in_place`: used where they
-                                   are, as "device tier" -> bytes
+bytes_per_token                    `disk`: read; `copied`: from host memory to a device; `in_place`: used without moving
+                                   them, as "device tier" -> bytes
 overlap                            max(moving, computing) / wall, of the further passes
 bottleneck                         the stage that further passes wait for longest
 peak_memory_bytes                  of the process, mapped files included, or null
@@ -26,7 +26,7 @@ from rabbitllm.telemetry.passes import FURTHER
 
 
 def as_record(measured: Measured) -> dict[str, Any]:
-    """See the module."""
+    """Convert a measurement; see the module."""
     request, further = measured.request, measured.sums[FURTHER]
     return {
         "model": measured.name,

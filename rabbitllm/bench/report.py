@@ -1,4 +1,4 @@
-"""What was measured as text for people, laid out for 80 columns. Decides nothing."""
+"""A measurement as text, laid out for 80 columns. Decides nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rabbitllm.telemetry.passes import FURTHER, PassSums
 from rabbitllm.telemetry.totals import COMPUTE, DEQUANTIZE, NOTHING, READ, READ_WAIT, UPLOAD_WAIT, copies_of
 
 BAR = 36
-"""Columns of a whole."""
+"""Columns of a full bar."""
 _STYLES = {READ_WAIT: "blue", UPLOAD_WAIT: "cyan", DEQUANTIZE: "magenta", COMPUTE: "yellow"}
 _LABELS = {READ_WAIT: "wait for weights", UPLOAD_WAIT: UPLOAD_WAIT, DEQUANTIZE: "dequantize", COMPUTE: "compute"}
 
 
 def show(measured: Measured, console: Console) -> None:
-    """Print it."""
+    """Print a measurement."""
     put(console, Text(headline(measured), "bold"))
     console.print()
     for name, value in _facts(measured):
@@ -37,20 +37,20 @@ def show(measured: Measured, console: Console) -> None:
 
 
 def headline(measured: Measured) -> str:
-    """The model and how it runs."""
+    """Return the title: the model, its compression or dtype, and its device."""
     how = measured.compression or measured.dtype
     return f"{harmless(measured.name)}, {how}, on {measured.device}"
 
 
 def summary(measured: Measured) -> str:
-    """The figures in a line, for a picture."""
+    """Return the main figures in one line, for a picture."""
     further = measured.sums[FURTHER]
     rate = f"{measured.further:.3g} s a token, {measured.tokens_per_second:.3g} tokens a second"
     return f"{rate}, overlap {further.overlap:.0%}, limit: {further.bottleneck}"
 
 
 def shares(further: PassSums) -> Iterator[tuple[str, float, float, str]]:
-    """(label, seconds in the mean pass, share of it, colour) of what the caller does; what is left over last."""
+    """Yield (label, mean seconds per pass, share of it, colour) of the calling thread's stages; the rest comes last."""
     mean, left = further.wall / further.passes, further.wall
     for stage, label in _LABELS.items():
         total = further.stages.get(stage, NOTHING)

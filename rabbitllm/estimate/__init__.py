@@ -1,1 +1,1 @@
-"""What a split would take, told before it: the survey, the forecast's public function, and its report as text."""
+"""Estimates of a split and of generation before a split is made: the scan of the source, `plan`, and its report."""

@@ -1,6 +1,6 @@
-"""How fast this machine multiplies with weights that are published in bitsandbytes' own form: by its own modules.
+"""Measures how fast this machine multiplies with weights published in bitsandbytes' own form, with its modules.
 
-They are made as a checkpoint's are, around codes and scales that are there, and nothing is quantized for it.
+They are constructed as for a checkpoint, around existing codes and scales; nothing is quantized for it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from rabbitllm.quant.compression import Quantized
 
 _FORM = "bitsandbytes "
 _BLOCK = 64
-"""Elements that share a scale, as bitsandbytes has it by default."""
+"""Elements that share a scale, bitsandbytes' default."""
 _STATE = ".quant_state.bitsandbytes__"
 
 
 def form_of(module: nn.Module) -> str | None:
-    """The form that such a module's weight is multiplied from: "bitsandbytes 8bit", or of 4bit with the dtype that it
-    computes in; None for any other module."""
+    """Return the form that a module's weight is multiplied from: "bitsandbytes 8bit", or 4bit with its compute dtype.
+
+    None for any other module.
+    """
     kind = type(module).__name__
     if kind == "Linear8bitLt":
         return f"{_FORM}8bit"
@@ -32,12 +34,12 @@ def form_of(module: nn.Module) -> str | None:
 
 
 def is_form(form: str) -> bool:
-    """Whether a form is one of these."""
+    """Whether a form is one of bitsandbytes' own."""
     return form.startswith(_FORM)
 
 
 def nbytes_of(form: str, rows: int, columns: int) -> int:
-    """Of a matrix as it is stored, its scales among them."""
+    """Return the bytes of a matrix as stored, with its scales."""
     if "8bit" in form:
         return rows * columns + 4 * rows
     return rows * columns // 2 + -(-rows * columns // _BLOCK) * 4
@@ -48,7 +50,7 @@ class BitsandbytesMatrix:
 
     Args:
         module: with its weight bound.
-        form: of which only the shape is asked.
+        form: only its shape is used.
     """
 
     def __init__(self, module: Any, form: Quantized) -> None:
@@ -57,25 +59,25 @@ class BitsandbytesMatrix:
         self.payload = self.absmax = self.table = module.weight.data
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """Never asked for."""
+        """Never called."""
         raise NotImplementedError
 
     def grouped(self, x: torch.Tensor) -> None:
-        """One by one."""
+        """Return None: matrices are multiplied with one by one."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ W.T`, as the module does it."""
+        """Compute `x @ W.T` with the module."""
         result: torch.Tensor = self._module(x)
         return result
 
 
 def matrix(form: str, rows: int, columns: int, filled: Callable[[int], torch.Tensor]) -> BitsandbytesMatrix:
-    """A matrix of made-up codes.
+    """Return a matrix of made-up codes.
 
     Args:
         form: see `form_of`.
         rows, columns: of the matrix.
-        filled: gives uint8 (nbytes,) that has been written to.
+        filled: returns uint8 (nbytes,) that has been written to.
     """
     from bitsandbytes import functional
     from bitsandbytes import nn as modules
@@ -103,7 +105,7 @@ def matrix(form: str, rows: int, columns: int, filled: Callable[[int], torch.Ten
 
 
 def made_up_state(name: str) -> torch.Tensor | None:
-    """What a stored part of that name says, uint8 (nbytes,), if it is read and not multiplied with; else None."""
+    """Return made-up content, uint8 (nbytes,), of a stored part of that name that is metadata; None for other parts."""
     if _STATE not in name:
         return None
     said = {

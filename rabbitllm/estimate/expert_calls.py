@@ -1,9 +1,9 @@
-"""How long a routed module takes for a pass, measured on the model's own module, by the code that a pass runs.
+"""Measures how long a routed module takes per pass, on the model's own module and with the code that a pass runs.
 
-The module gets made-up experts: so many as memory for `SET_BYTES` has, or all of them laid over each other in as much,
-so that the processor's caches find few of them again. They come out of a real pool, and what has to be read is read by
-it, from files that are there. So the calls have all that a token pays: products with small matrices, Python, finding
-and bringing. Which experts a call uses is drawn, all alike.
+The module gets made-up experts: as many as fit into `SET_BYTES`, or all of them overlapping in that memory, so that
+few are found in the processor's caches. They come from a real pool, which reads missing ones from existing files. So
+the calls include all costs of a token: products with small matrices, Python, lookup and reading. The experts that a
+call uses are drawn uniformly.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from rabbitllm.store.order import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import Profiler
 
 BETWEEN_BYTES = 64 << 20
-"""No processor's caches find what was used before so much else."""
+"""Bytes used between two calls, after which no processor's caches contain earlier data."""
 _BYTE = 0x3C
-"""What experts are filled with: see `products`."""
+"""Byte that experts are filled with: see `products`."""
 
 _Call = Callable[[torch.Tensor], None]
-"""The module's forward, for tokens that are routed so."""
+"""The module's forward, for tokens with this routing."""
 _NO_FILE = 1 << 50
-"""Bytes of a file that is only asked how tensors would lie in it."""
+"""Size of a placeholder file from which only the layout of tensors is read."""
 
 
 class ExpertCalls:
     """The experts module of one kind, on one device.
 
     Args:
-        model: the skeleton that it is in.
+        model: the skeleton that contains it.
         source: one module of the kind; it is left with placeholders.
-        device: where it computes.
+        device: the device that computes.
         sample: to read from.
-        between: bytes of other weights that a pass uses between two such modules: they go through the processor's
+        between: bytes of other weights that a pass uses between two such modules: they pass through the processor's
             caches between two calls, and are not counted.
     """
 
@@ -69,29 +69,30 @@ class ExpertCalls:
         self._some = max(min(products.SET_BYTES // source.nbytes, source.experts), source.used)
 
     def mapped(self, tokens: int, *, for_good: bool) -> float:
-        """Seconds of a call whose experts are all in mapped files, or made for good."""
+        """Measure the seconds of a call whose experts are all in mapped files, or converted once (`for_good`)."""
         with self._with_stacks(_laid_over_each_other(self._model, self._source, for_good)) as call:
             return self._mean(lambda: call(self._draw(tokens, np.arange(self._source.experts))))
 
     def found(self, tokens: int) -> float:
-        """Seconds of a call whose experts are all in slots of a pool."""
+        """Measure the seconds of a call whose experts are all in slots of a pool."""
         with self._pool(self._some, 0, _Filling()) as pool, self._pooled(pool) as call:
             _bring_all(pool, self._some)
             return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
     def near(self, tokens: int) -> float:
-        """Seconds of a call whose experts are all in pinned memory, and copied from there."""
+        """Measure the seconds of a call whose experts are all in pinned memory, and copied from there."""
         with self._pool(0, self._some, _Filling()) as pool, self._pooled(pool) as call:
             _bring_all(pool, self._some)
             return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
     def read(self, way: ReadMode, slots: int) -> float | None:
-        """Seconds of a token's call whose experts are all read, into one slot after the other: the processor's caches
-        have none of it; None where there is nothing to read.
+        """Measure the seconds of a token's call whose experts are all read; None if there is nothing to read.
+
+        They are read into one slot after the other, so that the processor's caches contain none of them.
 
         Args:
-            way: how they are read.
-            slots: that the pool has for them, of which no more are used than are measured with.
+            way: the mode of reading.
+            slots: slots of the pool; at most one per measured expert is used.
         """
         slots = min(slots, self._some, self._source.experts - self._source.used)
 
@@ -102,7 +103,7 @@ class ExpertCalls:
         return self._reading(way, slots, once)
 
     def first(self, tokens: int, way: ReadMode, slots: int) -> float | None:
-        """Seconds of a call for a prompt, with a pool that is empty."""
+        """Measure the seconds of a call for a prompt, with an empty pool."""
 
         def once(pool: ExpertPool, call: _Call) -> None:
             for slot in range(pool.cache.slots):
@@ -122,7 +123,7 @@ class ExpertCalls:
                 return None
 
     def _mean(self, call: Callable[[], None]) -> float:
-        """Seconds of a call, after one that is not counted: the mean without the slowest tenth.
+        """Return the mean seconds of a call without the slowest tenth, after one call that is not counted.
 
         Not the median: threads that read while others compute slow down some calls, and a token makes many calls.
         """
@@ -137,7 +138,7 @@ class ExpertCalls:
         return statistics.mean(sorted(taken)[: -(-len(taken) * 9 // 10)])
 
     def _draw(self, tokens: int, among: Numbers) -> torch.Tensor:
-        """Which experts each token is routed to, int64 (tokens, used)."""
+        """Draw the experts that each token is routed to, int64 (tokens, used)."""
         chosen = [self._random.choice(among, self._source.used, replace=False) for _ in range(tokens)]
         return torch.from_numpy(np.stack(chosen)).to(self._device.torch_device)
 
@@ -156,7 +157,7 @@ class ExpertCalls:
 
     @contextmanager
     def _pooled(self, pool: ExpertPool) -> Iterator[_Call]:
-        """The module's call with the experts of a pool."""
+        """Yield the module's call with the experts of a pool."""
         supply, module = PooledExperts(pool, 0), self._source.module
         before = module.register_forward_pre_hook(supply.before, with_kwargs=True)
         after = module.register_forward_hook(supply.after, always_call=True)
@@ -173,7 +174,7 @@ class ExpertCalls:
 
     @contextmanager
     def _with_stacks(self, stacks: dict[str, torch.Tensor]) -> Iterator[_Call]:
-        """The module's call with these parameters, and made-up others (biases)."""
+        """Yield the module's call with these parameters, and made-up others (biases)."""
         module, device, dtype = self._source.module, self._device.torch_device, self._model.dtype
         for key, stack in stacks.items():
             self._source.leaves[key].place.bind(stack)
@@ -197,31 +198,31 @@ class ExpertCalls:
 
 
 class _Filling(SpanReader):
-    """Reads nothing: fills memory with what experts are made up of."""
+    """A reader that reads nothing and fills memory with made-up weights."""
 
     def __init__(self) -> None:
         super().__init__(_Nowhere(), THROUGH_THE_CACHE)
 
     def read(self, spans: Any, buffer: memoryview) -> None:
-        """All of it."""
+        """Fill all of it."""
         np.frombuffer(buffer, np.uint8)[:] = _BYTE
 
 
 @dataclass(frozen=True)
 class _Nowhere:
     def path(self, file: str) -> Any:
-        """There is none."""
+        """Always raise, since no file exists."""
         raise FileNotFoundError(file)
 
 
 def _width(source: ExpertSource) -> int:
-    """Of what goes into a module's experts."""
+    """Return the width of the inputs of a module's experts."""
     first = next(leaf for key, leaf in source.leaves.items() if not key.startswith("down"))
     return first.shape[0] if source.module.is_transposed else first.shape[-1]
 
 
 def _bring_all(pool: ExpertPool, count: int) -> None:
-    """Have the first experts in memory."""
+    """Bring the first experts into memory."""
     (source,) = pool.sources
     uses = np.zeros((len(HALF_LIVES), source.experts))
     uses[:, :count] = 1
@@ -229,7 +230,7 @@ def _bring_all(pool: ExpertPool, count: int) -> None:
 
 
 def _moved(source: ExpertSource, places: Sequence[FileSpan], device: torch.device) -> ExpertSource:
-    """The same experts as if they lay at these places of a sample, in as many runs each as they really do."""
+    """Return the same experts at these spans of a sample, each with its real number of runs."""
     runs = source.spans(0)
     experts = np.arange(source.experts)
 
@@ -243,7 +244,7 @@ def _moved(source: ExpertSource, places: Sequence[FileSpan], device: torch.devic
 
 
 def _with_parts(source: ExpertSource, part: Callable[[ExpertPart], ExpertPart], device: torch.device) -> ExpertSource:
-    """A source with other parts, and made-up tables."""
+    """Return a source with other parts, and made-up tables."""
 
     def block(old: Block) -> Block:
         scales = None if old.scales is None else part(old.scales)
@@ -263,7 +264,7 @@ def _with_parts(source: ExpertSource, part: Callable[[ExpertPart], ExpertPart], 
 
 
 def _laid_over_each_other(model: Any, source: ExpertSource, for_good: bool) -> dict[str, torch.Tensor]:
-    """All experts in small pages of `SET_BYTES` together: ordinary tensors where those of the model will be."""
+    """Lay all experts over small pages of `SET_BYTES` in all; as ordinary tensors where the model will have such."""
     largest = max(source.nbytes, *(leaf.ready_bytes // source.experts for leaf in source.leaves.values()))
     memory = small_pages(max(products.SET_BYTES, 2 * largest)).fill_(_BYTE)
     step = (len(memory) - largest) // source.experts // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT

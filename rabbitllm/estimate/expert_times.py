@@ -1,4 +1,4 @@
-"""What calls of routed modules take of a token and of a prompt: which are measured, and what follows from them."""
+"""Times of routed modules' calls for a token and for a prompt: selects the measurements and combines them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rabbitllm.estimate.routing import RoutedWork
 
 DIRECT, DROPPED = ReadMode(direct=True), ReadMode(drop=True)
 PIECE_BYTES = 1 << 20
-"""Smaller experts are read from pieces of so much."""
+"""Minimum size of the pieces that are read to measure smaller experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """Seconds of calls of one kind of module; None for what could not be measured or is not needed.
+    """Seconds of calls of one kind of module; None if one could not be measured or is not needed.
 
     Attributes:
-        found: of one token, with all its experts where they compute.
+        found: for one token, with all its experts on the computing device.
         near: with all of them in pinned memory.
         read: with all of them read.
-        prompt: of the first prompt, all of whose experts are read.
+        prompt: for the first prompt, all of whose experts are read.
     """
 
     found: float
@@ -40,7 +40,7 @@ class CallTimes:
     prompt: float | None
 
     def token(self, work: RoutedWork) -> float | None:
-        """Of a token that finds as many as are found if all were used alike; None if that is not known."""
+        """Return the expected seconds of a token if all experts are used equally; None if that is not known."""
         total = 0.0
         for share, seconds in ((work.on_device, self.found), (work.in_host, self.near), (work.missed, self.read)):
             if share and seconds is None:
@@ -54,9 +54,9 @@ class ExpertTimes:
 
     Args:
         drawn: the model.
-        work: what a pass does with its experts.
-        machine: where.
-        files: to measure reading with.
+        work: work of a pass with its experts.
+        machine: the machine.
+        files: files to measure reading with.
     """
 
     def __init__(self, drawn: LoadPlan, work: Sequence[RoutedWork], machine: Machine, files: Sequence[Path]) -> None:
@@ -71,7 +71,7 @@ class ExpertTimes:
                 self._times[routed.kind] = self._measured(routed)
 
     def of(self, work: RoutedWork) -> CallTimes:
-        """Of one module."""
+        """Return the times of one module."""
         return self._times[work.kind]
 
     def _measured(self, work: RoutedWork) -> CallTimes:
@@ -92,12 +92,12 @@ class ExpertTimes:
         read = None
         if work.missed:
             if is_cached:
-                sample.cached_rate()  # leaves it there
+                sample.cached_rate()  # leaves it in the page cache
             read = calls.read(way, pool.slots)
         return CallTimes(calls.found(1), calls.near(1) if pool.host_slots else None, read, prompt)
 
     def _way(self, sample: FileSample, own: Sequence[ExpertSource], nbytes: int) -> tuple[ReadMode, bool]:
-        """How the engine will read these experts, and whether they come out of the page cache."""
+        """Return how the engine will read these experts, and whether they come from the page cache."""
         if stays_cached(nbytes, cache_room(self._drawn.placement, self._machine.devices)):
             return THROUGH_THE_CACHE, True
         past = self._machine.measured(("read", DIRECT), lambda: sample.rate(DIRECT))
@@ -109,7 +109,7 @@ class ExpertTimes:
 
 
 def _staying(calls: ExpertCalls, work: RoutedWork, sample: FileSample | None) -> CallTimes:
-    """Of experts in mapped files, of which the first prompt touches many for the first time."""
+    """Return the times of resident experts in mapped files, many of which the first prompt reads from the disk."""
     for_good = work.tier is Tier.RESIDENT
     rate = sample.mapped_rate() if sample is not None else None
     prompt = None

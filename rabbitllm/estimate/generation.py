@@ -1,4 +1,4 @@
-"""What generating will take, as records: where the weights will be, and how long a token. Pure data."""
+"""Records of a generation estimate: placement of the weights, and time per token. Pure data."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rabbitllm.engine.placement import Placement
 from rabbitllm.splitter.split_estimate import SplitEstimate
 
 PROMPT_TOKENS = 16
-"""Of the prompt whose answer's first token is estimated."""
+"""Length of the prompt whose answer's first token is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierContent:
-    """What is in one place: `tier` as in `engine.placement.Tier`, units and the bytes they are stored in."""
+    """The content of one tier: `tier` as in `engine.placement.Tier`, units and the bytes they are stored in."""
 
     device: str
     tier: str
@@ -23,7 +23,7 @@ class TierContent:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A rate that was measured on this machine: of what, and bytes a second."""
+    """A rate that was measured on this machine: its description, and bytes per second."""
 
     what: str
     bytes_per_second: float
@@ -31,19 +31,19 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What is known of the experts that compute on one device, of all layers together; bytes as they are stored.
+    """The experts that compute on one device, of all layers together; bytes as stored.
 
     Attributes:
-        device: which.
+        device: the device.
         tier: as in `engine.placement.Tier`: "by routing" if they are streamed, else all are resident.
-        count: how many there are.
-        used: of them by a token.
+        count: number of experts.
+        used: number of them that a token uses.
         stored_bytes: of all.
         used_bytes: of those that a token uses.
         kept_bytes: of those that are kept on the device.
         host_bytes: of those that are kept in pinned host memory.
-        read_bytes: what a token reads, if all experts were used alike.
-        copied_bytes: what a token copies from host memory, if they were.
+        read_bytes: bytes that a token reads, if all experts are used equally.
+        copied_bytes: bytes that a token copies from host memory, in the same case.
     """
 
     device: str
@@ -60,29 +60,29 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEstimate:
-    """Generating at one compression.
+    """The generation estimate at one compression.
 
-    Of a mixture of experts a token reads what it does not find in memory. Which it finds is in the text; bytes and
-    times are those of a model that uses all its experts alike, which finds the fewest.
+    In a mixture of experts a token reads the experts that are not in memory. Which ones those are depends on the text;
+    bytes and times are for a model that uses all its experts equally, which finds the fewest in memory.
 
     Attributes:
-        compression: None, "8bit", "4bit" or "4bit-double".
-        obstacle: why nothing can be told of the model; None if it can.
+        compression: None, "8bit", "4bit", "4bit-double" or "auto".
+        obstacle: why there is no estimate for the model; None if there is one.
         refused: whether that is because loading would refuse it.
-        placed: where its units will be, as `model.placement` will say, without such experts.
-        stays_bytes: stored bytes that stay in memory or on a device, experts included.
-        read_bytes: what each token reads, from the disk or, where it fits there, out of the page cache.
-        from_the_disk: whether it is the disk, on every token.
-        token_seconds: a token after the first; None where a rate could not be measured.
+        placed: placement of its units, as in `model.placement`, without experts that are streamed individually.
+        stays_bytes: stored bytes that are resident in memory or on a device, experts included.
+        read_bytes: bytes that each token reads, from the disk or, if they fit there, from the page cache.
+        from_the_disk: whether they come from the disk, on every token.
+        token_seconds: a token after the first; None if a rate could not be measured.
         first_token_seconds: the first one, with a prompt of `PROMPT_TOKENS` and nothing of the model in the page cache.
-        speeds: what both rest on.
-        copied_bytes: what each token copies from host memory to devices.
-        experts: those that are brought in by themselves, by device.
+        speeds: the rates that both are based on.
+        copied_bytes: bytes that each token copies from host memory to devices.
+        experts: experts with a placement of their own, by device.
         found_token_seconds: a token after the first all of whose experts are where they compute; that of any token
-            where there are none that come and go.
-        placement: where each unit will be.
-        too_little_memory: what a pass takes at least and what this process may take, where that is less: loading it
-            here would be refused; None where it is enough.
+            if no experts are streamed.
+        placement: of each unit.
+        too_little_memory: the memory that a pass needs and that this process may take, if that is less: loading it
+            here would be refused; None if it is enough.
     """
 
     compression: str | None
@@ -104,11 +104,11 @@ class GenerationEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Plan(SplitEstimate):
-    """All that can be told before a split, and of generating after it.
+    """The complete estimate of a split, and of generation after it.
 
     Attributes:
-        devices: where it would compute.
-        prompt_tokens: of the prompt before the first token.
+        devices: devices that would compute.
+        prompt_tokens: length of the prompt before the first token.
         generations: by compression, as the outlooks are.
     """
 

@@ -1,7 +1,4 @@
-"""What generating will take, as text for people: a line for every compression. Decides nothing.
-
-Laid out for 80 columns.
-"""
+"""The generation estimate as text: a line for every compression, laid out for 80 columns. Decides nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.estimate.generation import Experts, GenerationEstimate, Plan
 
 NAME_WIDTH = 19
-"""Of the first column."""
+"""Width of the first column."""
 
 
 def show_generations(console: Console, plan: Plan) -> None:
-    """Print a line a compression; an obstacle that all of them share is said once."""
+    """Print a line per compression; an obstacle that all of them share is printed once."""
     known = [found for found in plan.generations if found.obstacle is None]
     for obstacle in dict.fromkeys(found.obstacle for found in plan.generations if found.obstacle is not None):
         which = [plan.called(found.compression) for found in plan.generations if found.obstacle == obstacle]
@@ -70,7 +67,7 @@ def _show(console: Console, plan: Plan, found: GenerationEstimate) -> None:
 
 
 def _of_experts(found: GenerationEstimate) -> Iterator[str]:
-    """What is kept of the experts that come and go, and a token that misses none."""
+    """Describe the kept part of streamed experts, and a token that finds all of its experts there."""
     coming = [own for own in found.experts if own.tier == Tier.ROUTED.value]
     if not coming:
         return
@@ -84,7 +81,7 @@ def _of_experts(found: GenerationEstimate) -> Iterator[str]:
 
 
 def _legend_of_experts(known: Sequence[Experts]) -> Iterator[str]:
-    """What is assumed of experts, in lines of 80."""
+    """Yield the assumptions about experts, in lines of 80 columns."""
     if any(own.tier == Tier.ROUTED.value for own in known):
         yield "experts: as if all were used alike, when most is read; models prefer some, which"
         yield "are kept: others found 44 to 91 % of what they used with 12 to 54 % kept"
@@ -93,7 +90,7 @@ def _legend_of_experts(known: Sequence[Experts]) -> Iterator[str]:
 
 
 def moment(seconds: float | None) -> str:
-    """A time as it is told of tokens: milliseconds below a second, minutes from one on."""
+    """Format the time of a token: milliseconds below a second, minutes from one on."""
     if seconds is None:
         return "?"
     if seconds < 0.9995:
@@ -104,7 +101,7 @@ def moment(seconds: float | None) -> str:
 
 
 def generation_basis(plan: Plan) -> str | None:
-    """What the times of tokens rest on; None where there are none."""
+    """Return the measured rates that the times of tokens are based on, as text; None if there are none."""
     found: dict[str, float] = {}
     for generation in plan.generations:
         for one in generation.speeds:

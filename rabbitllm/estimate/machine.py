@@ -1,4 +1,4 @@
-"""This machine as far as it has been measured: each rate once, however many models are asked about."""
+"""The measured rates of this machine; each is measured once, however many models use it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from rabbitllm.estimate.reading import something_to_read, upload_rate
 
 Measured = TypeVar("Measured")
 TYPICAL = LayerSizes(vocabulary=128256, hidden=4096, inner=14336, heads=32, key_heads=8, head=128)
-"""Of a model with 8 billion parameters."""
+"""Sizes of a model with 8 billion parameters."""
 
 
 def product_key(device: str, form: str, mapped: bool, tokens: int) -> Hashable:
-    """What `Machine.measured` knows products by.
+    """Return the key of a measurement of products in `Machine.measured`.
 
     Args:
-        device: where.
-        form: that weights are multiplied from.
-        mapped: whether they stay, as mapped, or come into a buffer for each pass.
-        tokens: at a time.
+        device: its name.
+        form: form that weights are multiplied from.
+        mapped: whether they are resident in mapped files, or come into a buffer for each pass.
+        tokens: number at a time.
     """
     return ("product", device, form, mapped, tokens)
 
 
 @dataclass
 class Machine:
-    """Where models would compute.
+    """The devices and options that models would run with.
 
     Attributes:
         devices: the first layer's first.
-        options: as `AutoModel.from_pretrained` would be given them.
-        min_free: bytes that are to stay free of the disk.
-        prompts: whether the first token is asked for, after a prompt; else nothing is measured for it.
+        options: as `AutoModel.from_pretrained` would get them.
+        min_free: bytes of the disk to keep free.
+        prompts: whether the first token, after a prompt, is estimated; else nothing is measured for it.
     """
 
     devices: Sequence[Device]
@@ -51,7 +51,7 @@ class Machine:
     _uploads: dict[str, float] = field(default_factory=dict)
 
     def device(self, name: str) -> Device:
-        """By name."""
+        """Return a device by name."""
         return next(device for device in self.devices if device.name == name)
 
     def something_to_read(self, folder: Path, files: Sequence[Path]) -> AbstractContextManager[Sequence[Path]]:
@@ -59,7 +59,7 @@ class Machine:
         return something_to_read(folder, files, self.min_free)
 
     def measured(self, key: Hashable, measure: Callable[[], Measured]) -> Measured:
-        """What is measured for one model, of its own shapes and sizes; `key` says what kind of thing it is."""
+        """Measure a rate for one model, of its own shapes and sizes; `key` identifies the kind of measurement."""
         return measure()
 
     def overhead(self, sizes: LayerSizes, dtype: torch.dtype, device: str) -> Overhead:
@@ -78,28 +78,28 @@ class Machine:
 
 @dataclass
 class RoughMachine(Machine):
-    """The same for many models in little time: of each kind of thing what was measured first is taken for all.
+    """A machine for many models in little time: the first measurement of each kind is reused for all.
 
     Large products of one form are about equally fast, whatever their shapes. The other costs of a token depend on the
     sizes of layers; typical sizes are measured.
 
     Attributes:
-        files: that reading was measured with, once there are any.
+        files: files to measure reading with; None to choose them for each model.
     """
 
     files: Sequence[Path] | None = None
     _measured: dict[Hashable, object] = field(default_factory=dict)
 
     def something_to_read(self, folder: Path, files: Sequence[Path]) -> AbstractContextManager[Sequence[Path]]:
-        """What is given beforehand, or see `reading.something_to_read`."""
+        """Yield `files`; if None see `reading.something_to_read`."""
         return super().something_to_read(folder, files) if self.files is None else nullcontext(self.files)
 
     def measured(self, key: Hashable, measure: Callable[[], Measured]) -> Measured:
-        """By its kind."""
+        """Return the first measurement with the same key."""
         if key not in self._measured:
             self._measured[key] = measure()
         return cast(Measured, self._measured[key])
 
     def overhead(self, sizes: LayerSizes, dtype: torch.dtype, device: str) -> Overhead:
-        """Of typical sizes."""
+        """Return the overhead of typical sizes."""
         return super().overhead(TYPICAL, dtype, device)

@@ -1,8 +1,8 @@
-"""A model told from its config alone: names and shapes of its tensors, each kind of decoder layer once.
+"""An outline of a model from its config alone: names and shapes of its tensors, each kind of decoder layer once.
 
 A model of 80 equal layers takes what one of them takes, 80 times, and a mixture of 48 layers with 512 experts each has
-74,000 tensors of which 3,000 are of another kind than the rest. So what is known here is a small model that has each
-kind of layer once, and which of them every layer of the real one is like. Imports no torch; reads no file.
+74,000 tensors, of which 3,000 cover all kinds of layers. So an outline is a small model with each kind of layer once,
+and a map from every layer of the real model to its kind. Imports no torch; reads no file.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rabbitllm.splitter.disk_use import on_disk
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed
 
 SHARD = "outline.safetensors"
-"""The file that the tensors are thought to lie in; there is none."""
+"""Name of the nonexistent file that the tensors are assumed to be in."""
 _LAYER = re.compile(r"layers\.(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class OutlinedTensor:
-    """A tensor of a checkpoint: its name, shape and dtype, as safetensors names it."""
+    """A tensor of a checkpoint: its name, shape and dtype, as named by safetensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,13 +37,13 @@ class OutlinedTensor:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model and its smaller likeness.
+    """A model and a smaller sample of it.
 
     Attributes:
         config: of the model, as published.
-        sample: the config of a model that has each kind of its decoder layers once.
-        stored: the tensors of that one; what is no decoder layer is there as the model has it.
-        layers: for each decoder layer of the model the number of the sample's that is like it.
+        sample: config of a model with each kind of its decoder layers once.
+        stored: the tensors of the sample; those outside of decoder layers are the model's own.
+        layers: for each decoder layer of the model, the number of the sample's layer of the same kind.
     """
 
     config: Mapping[str, Any]
@@ -53,11 +53,11 @@ class Outline:
 
     @property
     def compressions(self) -> tuple[str | None, ...]:
-        """At which it can be split: published quantized, only as it is."""
+        """The compressions at which it can be split: only None if it is published quantized."""
         return (None,) if self.config.get("quantization_config") else COMPRESSIONS
 
     def times(self, layer: str) -> int:
-        """How often the model has a layer of the sample, by the layer's id."""
+        """Return how often the model has a layer of the sample, by the layer's id."""
         found = _LAYER.search(layer)
         return self._counts.get(int(found[1]), 1) if found else 1
 
@@ -67,7 +67,7 @@ class Outline:
 
     @cached_property
     def plans(self) -> dict[str | None, SplitPlan]:
-        """The sample's split at each compression, as if all of it lay in one shard."""
+        """The sample's split at each compression, as if all of it were in one shard."""
         specs, at = [], 0
         for one in self.stored:
             nbytes = byte_size(one.dtype, one.shape)
@@ -81,14 +81,14 @@ class Outline:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Of all tensors as they are published."""
+        """Bytes of all tensors as published."""
         return sum(
             self.times(layer) * sum(form.source.nbytes for form in layout.forms)
             for layer, layout in self.plans[None].layouts.items()
         )
 
     def output_bytes(self, compression: str | None) -> int:
-        """Of all layer files, as they occupy a disk."""
+        """Return the bytes of all layer files, as they occupy a disk."""
         return sum(
             self.times(layer) * on_disk(layout.size) for layer, layout in self.plans[compression].layouts.items()
         )

@@ -1,7 +1,7 @@
-"""The tensors of a few families of models, as functions of their configs; names and shapes as they are published.
+"""The tensors of a few families of models, as functions of their configs; names and shapes as published.
 
 Sources: the models' own repositories (model.safetensors.index.json) and the classes of transformers that read them;
-the tests compare every family with these classes, the published quantized forms of GPT-OSS and DeepSeek-V3 too.
+the tests compare every family with these classes, and also the published quantized forms of GPT-OSS and DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Config = Mapping[str, Any]
 _FP8_BLOCK = 128
 """Rows and columns that share a scale (DeepSeek-V3's `weight_block_size`)."""
 _MXFP4_BLOCK = 32
-"""Elements of a row that share a scale, two in a byte (the OCP's MX formats)."""
+"""Elements of a row that share a scale, two per byte (the OCP's MX formats)."""
 
 
 def outline_of(config: Config) -> Outline:
-    """The outline of a published model.
+    """Return the outline of a published model.
 
     Args:
         config: its config.json.
 
     Raises:
-        UnknownArchitectureError: of a family that is not known here.
+        UnknownArchitectureError: the family is not known here.
     """
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
@@ -107,12 +107,12 @@ def _dense(config: Config, biased: str = "", normed: bool = False) -> Outline:
 
 
 def _types(config: Config, count: int) -> Config:
-    """The entry of a config that has a word for each layer, for the first few."""
+    """Return the entry of a config that names a type for each layer, for the first few."""
     return {"layer_types": config["layer_types"][:count]} if config.get("layer_types") else {}
 
 
 def _qwen3_moe(config: Config) -> Outline:
-    experts = config.get("num_experts") or config["num_local_experts"]  # as transformers saves it again
+    experts = config.get("num_experts") or config["num_local_experts"]  # transformers saves it with the latter name
 
     def layer() -> Iterator[OutlinedTensor]:
         yield from _norms(config)
@@ -124,7 +124,7 @@ def _qwen3_moe(config: Config) -> Outline:
 
 
 def _qwen3_next(config: Config) -> Outline:
-    """Three of four layers have linear attention, a gated delta net, the fourth has full attention."""
+    """Of four layers, three have linear attention (a gated delta net) and the fourth has full attention."""
     hidden, number = config["hidden_size"], config["num_hidden_layers"]
     every = config.get("full_attention_interval", 4)
     kinds = ("linear_attention", "full_attention")
@@ -206,7 +206,7 @@ def _deepseek_v3(config: Config) -> Outline:
 
     kinds = [layer(True)] * few + [layer(False)] * (number > dense)
     layers = [0 if at < dense else few for at in range(number)]
-    ahead = config.get("num_nextn_predict_layers", 0) if fp8 else 0  # transformers saves none
+    ahead = config.get("num_nextn_predict_layers", 0) if fp8 else 0  # transformers saves none of it
     further = [replace(one, name=f"model.layers.{number}.{one.name}") for one in _ahead(config, layer)] if ahead else []
     return _outline(config, kinds, layers, {"first_k_dense_replace": few}, further)
 
@@ -238,7 +238,7 @@ def _ahead(config: Config, layer: Callable[[bool], Iterable[OutlinedTensor]]) ->
 
 
 def _in_fp8(parts: Iterable[OutlinedTensor]) -> Iterator[OutlinedTensor]:
-    """Matrices in FP8, each with a tensor of scales, one float32 a block; other tensors as they are."""
+    """Yield matrices in FP8, each with a tensor of scales, one float32 per block; other tensors unchanged."""
     for one in parts:
         if len(one.shape) < 2:
             yield one

@@ -1,7 +1,7 @@
 """Costs of a token other than products with weights: Python, small operations, and the binding of streamed weights.
 
 The first two are measured on a Llama of transformers that has the model's own sizes and no matrices, run by the same
-`generate`; a decoder layer of another kind is assumed to cost as much for each module in it. Binding is timed on the
+`generate`; a decoder layer of another kind is assumed to cost as much for each module in it. Binding is measured on the
 model's own skeleton, with made-up bytes, by the code that a pass runs.
 """
 
@@ -29,12 +29,12 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 FEW_LAYERS, MORE_LAYERS = 1, 7
 TOKENS = 24
 MADE_BYTES = 64 << 20
-"""Of a conversion of many tensors (experts), as much is carried out to find what all of it takes."""
+"""Bytes of a conversion of many tensors (experts) that are carried out; the whole is extrapolated from these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds a token without the products with weights: once a pass, and for each module inside a decoder layer."""
+    """Seconds per token without the products with weights: once per pass, and per module inside a decoder layer."""
 
     a_pass: float
     a_module: float
@@ -42,7 +42,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """What the small operations of a layer are the size of."""
+    """The sizes that small operations of a layer depend on."""
 
     vocabulary: int
     hidden: int
@@ -53,12 +53,12 @@ class LayerSizes:
 
 
 def sizes_of(config: Any) -> LayerSizes:
-    """By the words of a config; those of a small model for what it does not say, or says in another form."""
+    """Return the sizes in a config; those of a small model for missing entries and ones in another form."""
 
     def whole(name: str, default: int) -> int:
         try:
             value = getattr(config, name, None)
-        except RuntimeError:  # transformers' way to say that layers differ in it
+        except RuntimeError:  # raised by transformers if layers differ in it
             return default
         return value if type(value) is int and value > 0 else default
 
@@ -76,7 +76,7 @@ def sizes_of(config: Any) -> LayerSizes:
 
 
 def overhead(sizes: LayerSizes, dtype: torch.dtype, device: Device) -> Overhead:
-    """Measure it, with models of few and of more layers."""
+    """Measure the overhead, with models of few and of more layers."""
     few, more = (_weightless(layers, sizes, dtype, device) for layers in (FEW_LAYERS, MORE_LAYERS))
     short, long = _token_seconds(few), _token_seconds(more)
     modules = sum(1 for _ in few.model.layers[0].modules())
@@ -85,7 +85,7 @@ def overhead(sizes: LayerSizes, dtype: torch.dtype, device: Device) -> Overhead:
 
 
 def _weightless(layers: int, sizes: LayerSizes, dtype: torch.dtype, device: Device) -> Any:
-    """A Llama of these sizes whose matrices are never multiplied with, so that it has none."""
+    """Return a Llama of these sizes without matrices, since they are never multiplied with."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings: dict[str, Any] = {
@@ -114,7 +114,7 @@ def _weightless(layers: int, sizes: LayerSizes, dtype: torch.dtype, device: Devi
 
 
 class _Given(nn.Module):
-    """In the place of a matrix: the same result for every input of a shape, which is there already."""
+    """Replaces a matrix: returns the same precomputed result for every input of a shape."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Given(nn.Module):
         self._made = torch.empty(0, dtype=dtype, device=device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Of ids, (..., T), or of vectors, (..., T, K): (..., T, width)."""
+        """Return (..., T, width) for ids (..., T) or vectors (..., T, K)."""
         shape = tuple(input.shape[:-1]) if input.is_floating_point() else tuple(input.shape)
         if shape not in self._results:
             self._results[shape] = self._made.new_full((*shape, self.width), 0.5)
@@ -131,7 +131,7 @@ class _Given(nn.Module):
 
 
 def _token_seconds(model: Any) -> float:
-    """The median time of a token after the first."""
+    """Return the median time of a token after the first."""
     prompt = torch.ones(1, PROMPT_TOKENS, dtype=torch.int64, device=model.device)
     clock = _Clock()
     model.generate(
@@ -141,22 +141,22 @@ def _token_seconds(model: Any) -> float:
 
 
 class _Clock:
-    """Notes when tokens come, as a streamer of `generate`."""
+    """Records the time of each token, as a streamer of `generate`."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, tokens: Any) -> None:
-        """The prompt first, then each token."""
-        tokens.tolist()  # on a GPU, when it is there
+        """Record the prompt first, then each token."""
+        tokens.tolist()  # on a GPU this waits for the tokens
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def binding_seconds(drawn: LoadPlan, unit: str, device: Device) -> float:
-    """What it takes to make and bind a unit's parameters from its stored bytes, and to let them go."""
+    """Measure the seconds to make and bind a unit's parameters from its stored bytes, and to free them."""
     source = drawn.sources[unit]
     part = _made_up(source, device)
     total = 0.0
@@ -183,7 +183,7 @@ def _seconds(source: UnitSource, model: Any, part: PartReader, device: Device) -
 
 
 def _in_small(source: UnitSource) -> Iterator[tuple[UnitJob, float]]:
-    """Each job, or one like it with fewer sources, and how many times as long the whole of it takes."""
+    """Yield each job, or one like it with fewer sources, and the factor from its time to that of the whole job."""
     for job in source.jobs:
         of_pattern: dict[str, list[tuple[str, str]]] = {}
         for pattern, name in job.recipe.sources:
@@ -199,12 +199,12 @@ def _in_small(source: UnitSource) -> Iterator[tuple[UnitJob, float]]:
 
 
 def _made_up(source: UnitSource, device: Device) -> PartReader:
-    """A reader of parts that all are the same bytes, on the device."""
+    """Return a reader of parts that all have the same bytes, on the device."""
     largest = max((part.nbytes for tensor in source.stored.values() for part in tensor.parts), default=0)
     make = device.host_buffer if device.shares_host_memory else device.device_buffer
     buffer = make(max(largest, 1))
     if any(job.places and (job.recipe.converter or not source.is_view) for job in source.jobs):
-        buffer.fill_(0)  # what has not been written to is read at no cost
+        buffer.fill_(0)  # untouched memory is read at no cost
 
     def read(spec: TensorSpec) -> torch.Tensor:
         said = made_up_state(spec.name)

@@ -1,4 +1,4 @@
-"""One model on one machine: what has to be measured for it, and the times that come of that."""
+"""Estimates for one model on one machine: selects the measurements, and computes times from them."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from rabbitllm.estimate.routing import RoutedWork, by_unit
 from rabbitllm.estimate.work import UnitWork, shapes
 from rabbitllm.quant.compression import BLOCKS
 
-# How long a pass takes, from what each unit reads and computes. Pure: seconds in, seconds out.
+# The time of a pass, from the times of reading and computing each unit. Pure: seconds in, seconds out.
 #
-# A pass walks the units in order, and so does the next one behind it. Of a device's streamed units one computes while
-# the following one is read: reading begins when the one before it is taken, goes on through whatever computes until it
-# is needed, and is waited for if it is not done by then (`engine/loader.py`: one thread and two buffers a device). The
-# first streamed unit of a pass is read while the last ones of the pass before compute.
+# A pass runs the units in order, and is followed by the next one. Of a device's streamed units one computes while the
+# following one is read: reading begins when the one before it is taken, continues while other units compute until it is
+# needed, and is waited for if it is not done by then (`engine/loader.py`: one thread and two buffers per device). The
+# first streamed unit of a pass is read while the last units of the pass before compute.
 #
-# While both go on, each is slower than alone: computing by `Strain.computing`, reading by `Strain.reading`, which are
-# measured, not assumed. (Reading past the page cache costs the processor little; out of the page cache it is a copy
-# that takes a core.) Devices that read at the same time share the disk.
+# While both are in progress, each is slower than alone: computing by `Strain.computing`, reading by `Strain.reading`,
+# which are measured, not assumed. (Reading past the page cache costs the processor little; from the page cache it is a
+# copy that occupies a core.) Devices that read at the same time share the disk.
 #
-# So where streamed units follow each other with r seconds of reading and c of computing each, a unit takes max(r, c)
-# where neither strains the other, and r + c where it is the only one, which nothing is read ahead of.
+# So for consecutive streamed units with r seconds of reading and c of computing each, a unit takes max(r, c) if neither
+# slows the other down, and r + c if it is the only streamed unit, since nothing is read ahead of it.
 
 PASSES = 3
-"""That are walked after a first one, which nothing was read ahead of."""
+"""Passes that are simulated after the first one, for which nothing was read ahead."""
 _NOTHING = 1e-12
-"""Seconds that rounding may leave over."""
+"""Remaining seconds that are due to rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTime:
-    """One unit of a pass, in seconds of work that nothing else disturbs.
+    """Times of one unit of a pass, in seconds of undisturbed work.
 
     Attributes:
-        device: where it computes; each has a reader of its own.
-        compute: to bind, make and multiply.
-        read: to bring it; 0 where it stays.
+        device: the device that computes; each has a reader of its own.
+        compute: seconds to bind, make and multiply.
+        read: seconds to read or copy it; 0 if it is resident.
     """
 
     device: str
@@ -62,7 +62,7 @@ class UnitTime:
 
 @dataclass(frozen=True, slots=True)
 class Strain:
-    """How many times as long each takes while both go on; at least 1."""
+    """The factors by which computing and reading take longer while both are in progress; at least 1."""
 
     computing: float = 1.0
     reading: float = 1.0
@@ -72,11 +72,11 @@ ALONE = Strain()
 
 
 def pass_seconds(steps: Sequence[UnitTime], strain: Strain = ALONE) -> float:
-    """What a pass takes that follows others: the mean of a few, since those of several devices may differ in turn.
+    """Return the seconds of a pass that follows others: the mean of a few, since those of several devices may differ.
 
     Args:
         steps: the units, in the order of a pass.
-        strain: what reading and computing do to each other.
+        strain: how reading and computing slow each other down.
     """
     walk = _Walk(strain)
     follower = _followers(steps)
@@ -94,7 +94,7 @@ def pass_seconds(steps: Sequence[UnitTime], strain: Strain = ALONE) -> float:
 
 
 def _followers(steps: Sequence[UnitTime]) -> dict[int, int]:
-    """Streamed unit -> the one that the same device streams next, around the end; itself where it is the only one."""
+    """Map each streamed unit to the next one of its device, cyclically; to itself if it is the only one."""
     found: dict[int, int] = {}
     for device in {step.device for step in steps}:
         order = [number for number, step in enumerate(steps) if step.device == device and step.read]
@@ -103,7 +103,7 @@ def _followers(steps: Sequence[UnitTime]) -> dict[int, int]:
 
 
 class _Walk:
-    """The time, and how much each device's reader has still to read, in seconds alone; 0 when it waits to be taken."""
+    """The simulated time, and the undisturbed seconds left for each device's reader; 0 when its unit can be taken."""
 
     def __init__(self, strain: Strain) -> None:
         self.now = 0.0
@@ -111,18 +111,18 @@ class _Walk:
         self._left: dict[str, float] = {}
 
     def begin(self, device: str, seconds: float) -> None:
-        """Have the next unit read."""
+        """Start reading the next unit."""
         self._left[device] = seconds
 
     def wait(self, device: str, seconds: float) -> None:
-        """Until the unit that was begun is read; `seconds` if none was."""
+        """Wait until the unit being read is complete; `seconds` is its time if none was begun."""
         self._left.setdefault(device, seconds)
         while self._left[device] > _NOTHING:
             self._pass(float("inf"), 1.0)
         del self._left[device]
 
     def compute(self, seconds: float) -> None:
-        """So many seconds of work, were there no reading."""
+        """Compute for this many seconds of undisturbed work."""
         while seconds > _NOTHING:
             speed = 1 / self._strain.computing if self._reading() else 1.0
             seconds -= self._pass(seconds / speed, self._strain.reading) * speed
@@ -131,7 +131,7 @@ class _Walk:
         return [device for device, left in self._left.items() if left > _NOTHING]
 
     def _pass(self, most: float, slower: float) -> float:
-        """Let time go by until a reader is done, at most so many seconds; how many it were."""
+        """Advance the time until a reader is done, by at most this many seconds; return how many."""
         readers = self._reading()
         slower *= max(len(readers), 1)
         took = min([most, *(self._left[device] * slower for device in readers)])
@@ -142,14 +142,14 @@ class _Walk:
 
 
 Memory = tuple[str, bool]
-"""What weights are multiplied from, and whether they stay, as mapped, or come into a buffer for each pass."""
+"""The form that weights are multiplied from, and whether they are resident as mapped, or come into a buffer."""
 _SMALL = 0.02
-"""Of all bytes that are multiplied with: a form with less is taken to be as fast as the commonest one."""
+"""Share of all multiplied bytes; a form with less is assumed to be as fast as the commonest one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Times in seconds, None for what could not be measured; see `generation.Generation`."""
+    """Times in seconds, None for those that could not be measured; see `generation.GenerationEstimate`."""
 
     from_the_disk: bool
     token_seconds: float | None
@@ -160,7 +160,7 @@ class PassTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """How streamed units are read between two tokens, and at the first: bytes a second."""
+    """How streamed units are read: the mode, and bytes per second between two tokens and at the first."""
 
     way: ReadMode
     steady: float
@@ -168,14 +168,14 @@ class _Reads:
 
 
 class _Products:
-    """Rates of products with so many inputs, by the form and the memory of the weights."""
+    """Rates of products with a number of inputs, by the form and the memory of the weights."""
 
     def __init__(self, sets: Mapping[Memory, _Set], tokens: int) -> None:
         self.tokens = tokens
         self.rates = {memory: found.rate(tokens) for memory, found in sets.items()}
 
     def seconds(self, unit: UnitWork) -> float:
-        """Of all products of a unit; those of a form that was not measured are as fast as the commonest."""
+        """Return the seconds of all products of a unit; forms that were not measured count as the commonest one."""
         commonest = next(iter(self.rates.values()), 0.0)
         return sum(
             product.touched(self.tokens) / self.rates.get((product.form, not unit.streamed), commonest)
@@ -184,7 +184,7 @@ class _Products:
 
 
 class _Set:
-    """Matrices to measure with, which are made when something is to be measured."""
+    """Matrices to measure with, which are made on first use."""
 
     def __init__(self, machine: Machine, device: str, memory: Memory, make: Callable[[], WorkingSet]) -> None:
         self.key = (device, *memory)
@@ -193,26 +193,26 @@ class _Set:
         self._made: WorkingSet | None = None
 
     def rate(self, tokens: int) -> float:
-        """Bytes of weights a second, with so many inputs at a time."""
+        """Return the bytes of weights per second, with this many inputs at a time."""
         return self._machine.measured(product_key(*self.key, tokens), lambda: self.matrices.rate(tokens))
 
     @property
     def matrices(self) -> WorkingSet:
-        """The matrices."""
+        """The matrices, made on first use."""
         if self._made is None:
             self._made = self._make()
         return self._made
 
 
 class PassEstimator:
-    """Measures what this model needs and nothing else.
+    """Measures only the rates that this model needs, and computes its times.
 
     Args:
         drawn: the model.
-        work: what a pass over it does.
-        routed: what it does with experts that are brought in by themselves.
-        machine: where.
-        files: to measure reading with.
+        work: work of a pass with its units.
+        routed: work of a pass with experts that have a placement of their own.
+        machine: the machine.
+        files: files to measure reading with.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class PassEstimator:
         self._speeds: list[Speed] = []
 
     def pace(self) -> PassTimes:
-        """The times."""
+        """Measure and return the times."""
         reads = self._reads()
         if reads is None and self._streamed:
             return PassTimes(not self._cached, None, None, ())
@@ -268,7 +268,7 @@ class PassEstimator:
         )
 
     def _of_units(self, seconds: Callable[[RoutedWork], float | None]) -> dict[str, float] | None:
-        """Of the experts of each unit; None if it is not known of one."""
+        """Return the seconds of the experts of each unit; None if those of one are not known."""
         found: dict[str, float] = {}
         for unit, modules in by_unit(self._routed).items():
             taken = [seconds(routed) for routed in modules]
@@ -308,7 +308,7 @@ class PassEstimator:
         return _Reads(DROPPED, through, through)
 
     def _mapped_bytes(self) -> int:
-        """What stays in host memory as it lies in the files, and comes from the disk when it is first used."""
+        """Return the bytes that are mapped into host memory from the files, and read from the disk on first use."""
         found = 0
         embedding = input_embedding(self._drawn.model)
         for placed in self._drawn.placement.units:
@@ -321,7 +321,7 @@ class PassEstimator:
     # Computing
 
     def _working_sets(self, device: str) -> dict[Memory, _Set]:
-        """By form and kind of memory, the one with the most bytes first; those of few bytes have none."""
+        """Return matrices by form and kind of memory, the most bytes first; forms with few bytes have none."""
         here = [unit for unit in self._work if unit.device == device]
         touched: Counter[Memory] = Counter()
         stored: Counter[Memory] = Counter()
@@ -341,7 +341,7 @@ class PassEstimator:
         return found
 
     def _strain(self, reads: _Reads, sets: dict[str, dict[Memory, _Set]], alone: dict[str, _Products]) -> Strain:
-        """What reading does to the commonest products, and they to it; nothing to those on a GPU."""
+        """Measure how reading and the commonest products slow each other down; those on a GPU are not slowed down."""
         for name, found in sets.items():
             if found and self._machine.device(name).shares_host_memory:
                 memory, commonest = next(iter(found.items()))
@@ -358,7 +358,7 @@ class PassEstimator:
         return Strain(max(alone / rate, 1.0), max(slower, 1.0))
 
     def _bindings(self) -> dict[tuple[Any, ...], float]:
-        """Of each kind of unit whose parameters are bound for each pass."""
+        """Measure the binding of each kind of unit whose parameters are bound for each pass."""
         found: dict[tuple[Any, ...], float] = {}
         for unit in self._work:
             if unit.hooked and unit.kind not in found:
@@ -373,7 +373,7 @@ class PassEstimator:
         work: Sequence[UnitWork],
         experts: Mapping[str, float],
     ) -> list[UnitTime]:
-        """A pass, in seconds; `experts`: unit -> those of its experts, which nothing is read ahead of."""
+        """Return the times of a pass; `experts`: unit -> seconds of its experts, for which nothing is read ahead."""
         dtype, home = self._drawn.model.dtype, self._drawn.placement.home
         sizes = sizes_of(self._drawn.model.config.get_text_config())
         steps = [UnitTime(home, self._machine.overhead(sizes, dtype, home).a_pass)]
@@ -383,7 +383,7 @@ class PassEstimator:
             small = self._machine.overhead(sizes, dtype, unit.device).a_module * unit.modules
             products = rates[unit.device].seconds(unit)
             bound = binding[unit.kind] if unit.hooked else 0.0
-            # a GPU is told what to do ahead of doing it
+            # a GPU's work is queued ahead of its execution
             compute = bound + (small + products if device.shares_host_memory else max(small, products))
             compute += experts.get(unit.unit, 0.0)
             brought = unit.streamed if device.shares_host_memory else unit.uploaded
@@ -391,10 +391,10 @@ class PassEstimator:
         return steps
 
     def _bringing(self, name: str, work: Sequence[UnitWork], read_rate: float) -> float:
-        """Seconds a byte that a pass brings to a device.
+        """Return the seconds per byte that a pass brings to a device.
 
-        To one that shares no host memory bytes are copied while others are read ahead for it, whichever takes longer;
-        the disk has time for a unit while those that are kept in pinned memory are copied.
+        To a device that does not share host memory bytes are copied while others are read ahead, and the slower of the
+        two decides; while units in pinned memory are copied, the disk has time to read a streamed one.
         """
         here = [unit for unit in work if unit.device == name]
         read, copied = sum(unit.streamed for unit in here), sum(unit.uploaded for unit in here)
@@ -403,7 +403,7 @@ class PassEstimator:
         return max(read / read_rate, copied / self._machine.upload(name)) / copied
 
     def _note(self, rates: Mapping[str, _Products], reads: _Reads | None) -> None:
-        """What the times rest on, in words."""
+        """Record the rates that the times are based on, with their descriptions."""
         for device, known in rates.items():
             said = set()
             for (form, _), rate in known.rates.items():
@@ -416,7 +416,7 @@ class PassEstimator:
             self._speeds.append(Speed(f"reading {words.get(reads.way, 'out of the page cache')}", reads.steady))
 
     def _note_experts(self, calls: ExpertTimes) -> None:
-        """The same of experts: bytes that a token uses, and seconds until their module is done with them."""
+        """Do the same for experts: bytes that a token uses, per second of their module's call."""
         said = set()
         for routed in self._routed:
             times = calls.of(routed)

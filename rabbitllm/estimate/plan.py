@@ -1,7 +1,7 @@
-"""`rabbitllm.plan`: what a split would take and how long, told from headers and a few measurements; and generating.
+"""`rabbitllm.plan`: the disk use and time of a split and of generation, from headers and a few measurements.
 
 Reads the free space of the disks and the state of the source, and passes both to `splitter.split_estimate`. Writes
-only small files into the hub cache, and what `estimate/reading.py` needs for a second.
+only small files into the hub cache, and for a second a file that `estimate/reading.py` needs.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ def plan(
     max_memory: Mapping[int | str, int | str] | None = None,
     fit_scales: bool = False,
 ) -> Plan:
-    """Tell what a split would take of the disk and how long, at each compression and on each route; make none.
+    """Estimate the disk use and the time of a split, at each compression and on each route, without making it.
 
-    And what generating would take after it: where the weights would be, and how long a token, from what is measured on
-    this machine in a few seconds. Of a repository only headers and small files are fetched, and up to 8 MiB of a shard
-    to measure the connection.
+    Also estimate generation after it: the placement of the weights, and the time per token, from measurements on this
+    machine that take a few seconds. Of a repository only headers and small files are fetched, and up to 8 MiB of a
+    shard to measure the connection.
 
     Args:
-        path_or_repo_id: as `AutoModel.from_pretrained` takes it, and so are all that follow but `bandwidth`.
-        compression: None, "8bit", "4bit", "4bit-double" or "auto"; the one to prefer.
+        path_or_repo_id: as for `AutoModel.from_pretrained`, like all that follow except `bandwidth`.
+        compression: the preferred one: None, "8bit", "4bit", "4bit-double" or "auto".
         layer_shards_saving_path: folder for the split directory.
         revision: branch, tag or commit of the repository.
         token: for the hub.
         cache_dir: the hub cache.
         max_disk: bytes that the split may occupy, e.g. "57GiB".
-        min_free_disk: bytes of the disk that are to stay free.
-        bandwidth: bytes a second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
+        min_free_disk: bytes of the disk to keep free.
+        bandwidth: bytes per second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
             measurement.
-        device: where to generate.
+        device: device to generate on.
         max_memory: device -> bytes for weights, e.g. `{0: "14GiB"}`; by default what is free.
         fit_scales: see `SplitOptions`.
 
@@ -85,7 +85,7 @@ def plan(
         A record; its `choice` has the best call that fits.
 
     Raises:
-        RabbitLLMError: an argument that no call could honour, no such source, or one that is malformed.
+        RabbitLLMError: an invalid argument, no such source, or a malformed one.
     """
     check_split(compression)
     options = SplitOptions(
@@ -103,7 +103,7 @@ def plan(
     source = prepare.find(sought)
     survey = SourceScan(source, sought, options)
 
-    from rabbitllm.estimate.predict import generations  # seconds, with all of transformers: not before it is needed
+    from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
     devices, predicted = generations(survey, stream_options, options.min_free)
     survey.refused |= {one.compression: one.obstacle for one in predicted if one.refused and one.obstacle}
@@ -149,7 +149,7 @@ def _said_rate(bandwidth: int | str) -> Rate:
 
 
 def _measure(survey: SourceScan, said: Rate | None) -> Rates:
-    """What the estimates rest on; what is not needed is not measured."""
+    """Measure the rates that the estimates are based on, as far as they are needed."""
     from rabbitllm.engine.devices import default_device
 
     device, threads = default_device(), survey.options.threads
@@ -178,7 +178,7 @@ def _measure(survey: SourceScan, said: Rate | None) -> Rates:
 
 
 def outlook_at(survey: SourceScan, compression: str | None, measured: Rates) -> CompressionEstimate:
-    """What lies ahead at one compression."""
+    """Return the split estimate at one compression."""
     folder, plan = survey.folders[compression], survey.plans.get(compression)
     manifest = survey.manifests.get(compression)
     finished = compression in survey.manifests
@@ -212,7 +212,7 @@ def _mixture(survey: SourceScan, compression: str | None) -> AllocationSummary |
 
 
 def _finished_at(folder: Path) -> str:
-    """When a split directory became whole; RabbitLLM 1.1's, when its last layer was written."""
+    """Return when a split directory was completed; for RabbitLLM 1.1's, when its last layer was written."""
     manifest = folder / MANIFEST_NAME
     files = [manifest] if manifest.exists() else folder.glob(f"*{LAYER_SUFFIX}")
     last = max(path.stat().st_mtime for path in files)
@@ -220,10 +220,10 @@ def _finished_at(folder: Path) -> str:
 
 
 def _route_names(survey: SourceScan, compression: str | None) -> Sequence[str]:
-    """The routes that there are, the one to prefer first.
+    """Return the possible routes in order of preference.
 
-    The standard one deletes nothing, so it comes first; but a split that was begun on a sequential one goes on there,
-    since for the standard one the shards that are used up would be fetched again.
+    The standard one deletes nothing, so it comes first; but a split that was begun on a sequential one stays on it,
+    since on the standard one the used-up shards would be fetched again.
     """
     plan = survey.feasible[compression]
     ways = candidates(plan, "auto")
@@ -243,7 +243,7 @@ def _route(survey: SourceScan, name: str, compression: str | None, measured: Rat
 
 
 def _placed(survey: SourceScan, name: str, compression: str | None) -> tuple[SplitPlan, DiskBudget]:
-    """The plan and its ground on a route; on the standard one what the hub cache lacks is downloaded there first."""
+    """Return plan and disk state on a route; on the standard one missing shards go to the hub cache first."""
     sequential = name != STANDARD and not survey.options.keep_own
     plan, request = survey.feasible[compression], survey.request(compression, sequential=sequential)
     if name != STANDARD or survey.source.repository is None:
@@ -254,7 +254,7 @@ def _placed(survey: SourceScan, name: str, compression: str | None) -> tuple[Spl
 
 
 def _disks(survey: SourceScan) -> tuple[Disk, ...]:
-    """The disk of the split directory, and that of the hub cache if it is another one."""
+    """Return the disk of the split directory, and that of the hub cache if it is another one."""
     places = [survey.folders.get(survey.options.compression, survey.source.split_folder)]
     if survey.source.repository is not None:
         places.append(survey.source.repository.cache)
@@ -262,7 +262,7 @@ def _disks(survey: SourceScan) -> tuple[Disk, ...]:
 
 
 def _of_different_disks(places: Iterable[Path]) -> tuple[Path, ...]:
-    """The nearest folders that exist, the first on each disk."""
+    """Return the nearest existing folders, the first on each disk."""
     found: dict[int, Path] = {}
     for at in map(existing, places):
         found.setdefault(at.stat().st_dev, at)
@@ -281,7 +281,7 @@ def _choice(
         return None
     outlook, route = found
     sequential = True if route is not None and route.name != STANDARD else None
-    # how shards arrive is left to the split: "auto" takes the very way that is preferred here
+    # how shards arrive is left to the split: "auto" selects the same way as here
     own = {"compression": outlook.compression, "sequential_shard_processing": sequential}
     if outlook.compression not in (None, "8bit") and survey.options.fit_scales and survey.fitted(outlook.compression):
         given = {**given, "fit_scales": True}  # elsewhere it would be refused

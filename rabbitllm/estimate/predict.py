@@ -1,7 +1,7 @@
-"""Seconds a token, before there is a split: the engine's own placement, this machine's rates, and the model of time.
+"""Predicts the seconds per token before a split is made: from the engine's placement and this machine's rates.
 
-What is not needed is not measured: what no unit is multiplied from has no rate, and where nothing is streamed reading
-does not strain computing.
+Only the needed rates are measured: none for a form that no unit is multiplied from, and no slowdown by reading if
+nothing is streamed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 
 STAYING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED)
-"""Tiers that the disk is not asked for again."""
+"""Tiers that are not read from the disk again."""
 
 
 def generations(
     survey: SourceScan, options: StreamOptions, min_free: int
 ) -> tuple[tuple[str, ...], list[GenerationEstimate]]:
-    """Where a model will compute, and what generating takes at each compression.
+    """Return the devices of a model, and the generation estimate at each compression.
 
     Args:
         survey: of the model.
-        options: as `AutoModel.from_pretrained` would be given them.
-        min_free: bytes that are to stay free of the disk.
+        options: as `AutoModel.from_pretrained` would get them.
+        min_free: bytes of the disk to keep free.
 
     Raises:
         DeviceError: the device does not exist.
@@ -66,7 +66,7 @@ def generations(
 
 
 def _store(survey: SourceScan, compression: str | None) -> WeightFiles | None:
-    """The layer files as they are, or as they are planned."""
+    """Return the layer files, existing or planned."""
     folder = survey.folders[compression]
     if compression in survey.manifests and survey.obstacle(compression) is None:
         return LayerStore(folder)
@@ -74,7 +74,7 @@ def _store(survey: SourceScan, compression: str | None) -> WeightFiles | None:
 
 
 def _readable(survey: SourceScan, compression: str | None) -> Sequence[Path]:
-    """Files to measure reading with: layer files of this compression, or shards, or layer files of another one."""
+    """Return files to measure reading with: layer files of this compression, or shards, or other layer files."""
     groups = [list(survey.folders[compression].glob(f"*{LAYER_SUFFIX}"))]
     if survey.source.local is not None and survey.checkpoint is not None:
         groups.append([survey.source.local / shard for shard in survey.checkpoint.index.shards])
@@ -85,14 +85,14 @@ def _readable(survey: SourceScan, compression: str | None) -> Sequence[Path]:
 def foretell(
     compression: str | None, drawn: LoadPlan, folder: Path, machine: Machine, readable: Sequence[Path]
 ) -> GenerationEstimate:
-    """What generating takes with a model that is drawn already.
+    """Return the generation estimate for a model from its load plan.
 
     Args:
         compression: of its files.
-        drawn: the model.
-        folder: where its layer files are, or will be.
-        machine: where it would be.
-        readable: files that may be on the disk that the layer files are on, or will be.
+        drawn: the load plan.
+        folder: the folder of its layer files, which may not exist yet.
+        machine: the machine to run it on.
+        readable: files that may be on the same disk as the layer files.
     """
     work, routed = work_of(drawn), routed_work(drawn)
     experts, refusal = experts_of(routed), too_little_memory(drawn, machine.devices)
@@ -131,7 +131,7 @@ def _held(placement: Placement) -> tuple[TierContent, ...]:
 
 
 def experts_of(work: Sequence[RoutedWork]) -> tuple[Experts, ...]:
-    """All modules of a device, and of a tier, together."""
+    """Sum up the modules of each device and tier."""
     groups: dict[tuple[str, Tier], list[RoutedWork]] = {}
     for routed in work:
         groups.setdefault((routed.device, routed.tier), []).append(routed)

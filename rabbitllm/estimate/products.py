@@ -1,7 +1,7 @@
-"""How fast this machine multiplies with weights that are in memory, measured on matrices of a model's own shapes.
+"""Measures how fast this machine multiplies with weights in memory, on matrices of a model's own shapes.
 
-A token reads every weight once, so of a large model nothing is in the processor's caches: the matrices measured are
-many times larger than those are. Makes its own numbers and knows no files.
+A token reads every weight once, so in a large model none is found in the processor's caches: the measured matrices are
+many times larger than those caches. Makes its own numbers; independent of files.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantized, code_va
 from rabbitllm.quant.packed_products import Matrix
 
 SET_BYTES = 256 << 20
-"""Of all matrices that are multiplied with in turn."""
+"""Bytes of all matrices that are multiplied with in turn."""
 MATRIX_BYTES = 64 << 20
-"""A larger matrix is measured by some of its rows."""
+"""A larger matrix is represented by some of its rows."""
 SECONDS = 0.12
-"""Of one measurement, after a round that is not counted: it loads kernels and touches the memory."""
+"""Duration of one measurement, after an uncounted round that loads kernels and touches the memory."""
 _BYTE = 0x3C
-"""What weights are filled with: a small number in every floating dtype, two codes at 4bit and one at 8bit."""
+"""Byte that weights are filled with: a small number in every floating dtype, two codes at 4bit and one at 8bit."""
 
 Shapes = Mapping[tuple[int, int], int]
 """(rows, columns) -> bytes that a token needs of matrices of that shape."""
@@ -36,17 +36,17 @@ Shapes = Mapping[tuple[int, int], int]
 
 @dataclass(frozen=True)
 class WorkingSet:
-    """Matrices in memory, and how many bytes they are as they are stored."""
+    """Matrices in memory, and their stored bytes."""
 
     weights: Sequence[torch.Tensor]
     nbytes: int
     device: Device
 
     def rate(self, inputs: int, *, disturbed: bool = False) -> float:
-        """Bytes of weights a second, with so many inputs at a time.
+        """Measure the bytes of weights per second, with this many inputs at a time.
 
-        Undisturbed, by the median of rounds. While other work runs (`disturbed`), by their mean, since few rounds may
-        hold most of the disturbance.
+        Undisturbed, by the median of rounds. While other work runs (`disturbed`), by their mean, since most of the
+        disturbance may fall into a few rounds.
         """
         rows = {key: self._inputs(inputs, *key) for key in {_fits(weight) for weight in self.weights}}
         products: list[Callable[[], object]] = [
@@ -63,12 +63,12 @@ class WorkingSet:
 
 
 def _fits(weight: torch.Tensor) -> tuple[int, torch.dtype]:
-    """Width and dtype of inputs: a matrix that is kept in float32 gets such."""
+    """Return width and dtype of inputs: a matrix in float32 has float32 inputs."""
     return weight.shape[1], weight.dtype
 
 
 def _rounds(work: Sequence[Callable[[], object]], device: Device) -> list[float]:
-    """Seconds of doing all of it once, again and again."""
+    """Repeat all of the work, and return the seconds of each round."""
     taken: list[float] = []
     begun = 0.0
     while not taken or time.perf_counter() - begun < SECONDS:
@@ -84,15 +84,15 @@ def _rounds(work: Sequence[Callable[[], object]], device: Device) -> list[float]
 
 
 Memory = Callable[[int], torch.Tensor]
-"""Makes uint8 (nbytes,)."""
+"""Allocates uint8 (nbytes,)."""
 
 
 def memory_of(device: Device, *, mapped: bool) -> Memory:
-    """Memory of the kind that weights are in.
+    """Return an allocator of the kind of memory that weights are in.
 
     Args:
-        device: which has a kind of its own if it does not share the host's.
-        mapped: as where they are used from a mapped file, in small pages; else as in the loader's buffers.
+        device: if it does not share host memory, its own memory is used.
+        mapped: small pages, as for weights in mapped files; else as in the loader's buffers.
     """
     if not device.shares_host_memory:
         return device.device_buffer
@@ -100,7 +100,7 @@ def memory_of(device: Device, *, mapped: bool) -> Memory:
 
 
 def small_pages(nbytes: int) -> torch.Tensor:
-    """Host memory in pages of the size that mapped files have: products with codes are slower there by a fifth."""
+    """Allocate host memory in small pages, as of mapped files: products with codes are slower there by a fifth."""
     if sys.platform != "linux":
         return aligned_host(nbytes)
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -111,14 +111,14 @@ def small_pages(nbytes: int) -> torch.Tensor:
 def working_set(
     form: str, shapes: Shapes, dtype: torch.dtype, device: Device, nbytes: int, *, mapped: bool = False
 ) -> WorkingSet:
-    """Matrices of these shapes, in proportion to the bytes that a token needs of each.
+    """Make matrices of these shapes, in proportion to the bytes that a token needs of each.
 
     Args:
         form: "4bit" or "8bit", multiplied from codes; a form of bitsandbytes' own; else a torch dtype's name.
         shapes: at least one.
         dtype: of the inputs to codes.
-        device: where.
-        nbytes: of all that the model has in this form: a small model is found in the processor's caches again.
+        device: device of the matrices.
+        nbytes: bytes of all the model's weights in this form: a small model stays in the processor's caches.
         mapped: see `memory_of`.
     """
     memory = memory_of(device, mapped=mapped)
@@ -136,7 +136,7 @@ def working_set(
 
 
 def _nbytes(form: str, rows: int, columns: int) -> int:
-    """Of a matrix as it is stored, its scales among them."""
+    """Return the bytes of a matrix as stored, with its scales."""
     if is_form(form):
         return nbytes_of(form, rows, columns)
     elements = rows * columns
@@ -161,5 +161,5 @@ def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memo
 
 
 def _filled(memory: Memory, nbytes: int) -> torch.Tensor:
-    """Memory that has been written to, uint8 (nbytes,): what has not is nowhere, and read at no cost."""
+    """Allocate filled memory, uint8 (nbytes,): untouched memory has no pages, and is read at no cost."""
     return memory(nbytes).fill_(_BYTE)

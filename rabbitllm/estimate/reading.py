@@ -1,7 +1,7 @@
-"""How fast streamed layers come: from the disk or out of the page cache, and from there to a device.
+"""Measures how fast streamed layers are read, from the disk or the page cache, and copied to a device.
 
-Read by the engine's own reader, in pieces as large as the units that it will stream, from files that are on that disk
-already; where there are none, from a nameless file that is written for it and gone when this is over.
+Uses the engine's own reader, in pieces as large as the units that it will stream, on files that are on that disk
+already; if there are none, on an unnamed temporary file that is written for it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.storage import durable
 
 SAMPLE_BYTES = 256 << 20
-"""What is read to find a rate, at most."""
+"""The most that is read to find a rate."""
 WRITTEN_BYTES = 128 << 20
-"""What is written where nothing is there to be read, at most."""
+"""The most that is written if there are no files to read."""
 SECONDS = 0.25
-"""A measurement stops then, whatever of the sample is left."""
+"""Duration of a measurement; the rest of the sample is then skipped."""
 APART_BYTES = 128 << 20
-"""More memory than that need not be filled in turns."""
+"""The most memory that is filled in turns."""
 WRITE_SECONDS = 1.0
 UPLOADED_BYTES = 64 << 20
-"""What is copied to a device at a time."""
+"""Bytes that are copied to a device at a time."""
 
 
 class FileSample:
     """Runs of bytes of files on a disk.
 
     Args:
-        files: that are there.
+        files: existing files.
         unit: bytes of the largest unit that is streamed, which the engine reads at once.
-        whole: whether runs are as long as that however long it is, as those of an expert are; else at most as long as
-            one call of the system reads.
+        whole: whether runs always have the length `unit`, as for an expert; else at most that of one system call.
     """
 
     def __init__(self, files: Sequence[Path], unit: int, *, whole: bool = False) -> None:
@@ -53,23 +52,23 @@ class FileSample:
         sizes = {name: path.stat().st_size for name, path in self._files.items()}
         self.spans = tuple(_pieces(sizes, max(unit if whole else min(unit, READ_BYTES), BLOCK)))
         longest = max((span.end for span in self.spans), default=BLOCK)
-        # as much memory in turns as the engine fills: less might stay in the processor's caches
+        # as much memory in turns as the engine fills: less might be found in the processor's caches
         count = min(SLOTS * -(-unit // longest), max(APART_BYTES // longest, SLOTS))
         self._buffers = itertools.cycle([page_aligned(longest) for _ in range(count)])
 
     def path(self, file: str) -> Path:
-        """A file's path, for `SpanReader`."""
+        """Return a file's path, for `SpanReader`."""
         return self._files[file]
 
     def rate(self, way: ReadMode) -> float | None:
-        """Bytes a second from the disk; None where it cannot be read this way, or not at all."""
+        """Measure bytes per second from the disk; None if it cannot be read in this mode, or not at all."""
         self.forget()
         found = self._rate(way)
         self.forget()
         return found
 
     def cached_rate(self) -> float | None:
-        """Bytes a second out of the page cache, where this leaves the sample."""
+        """Measure bytes per second from the page cache, which keeps the sample afterwards."""
         if self._rate(THROUGH_THE_CACHE) is None:
             return None
         found: list[float] = []
@@ -82,8 +81,10 @@ class FileSample:
         return statistics.median(found)
 
     def mapped_rate(self) -> float | None:
-        """Bytes a second from the disk of files that are mapped and touched page by page, in pieces here and there;
-        None where they cannot be mapped."""
+        """Measure bytes per second from the disk of mapped files that are touched page by page, in scattered pieces.
+
+        None if they cannot be mapped.
+        """
         self.forget()
         done, start = 0, time.perf_counter()
         try:
@@ -122,7 +123,7 @@ class FileSample:
 
     @contextlib.contextmanager
     def going_on(self, way: ReadMode) -> Iterator[BackgroundReading]:
-        """Read over and over in a thread while the context is open."""
+        """Read repeatedly in a thread while the context is open."""
         background = BackgroundReading(self, way)
         thread = threading.Thread(target=background.run, name="background-read", daemon=True)
         thread.start()
@@ -134,7 +135,7 @@ class FileSample:
 
 
 class BackgroundReading:
-    """Reading in the background of other work; `rate` when it is over, bytes a second."""
+    """Reading in the background of other work; `rate` is set at its end, bytes per second."""
 
     def __init__(self, sample: FileSample, way: ReadMode) -> None:
         self.stop = threading.Event()
@@ -143,7 +144,7 @@ class BackgroundReading:
         self._way = way
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Read until `stop` is set."""
         reader, done = SpanReader(self._sample, self._way), 0
         start = time.perf_counter()
         with contextlib.suppress(OSError):
@@ -157,7 +158,7 @@ class BackgroundReading:
 
 
 def _pieces(sizes: dict[str, int], piece: int) -> Iterator[FileSpan]:
-    """Spans that are spread evenly over files, of at most `SAMPLE_BYTES` in all."""
+    """Yield spans that are spread evenly over files, of at most `SAMPLE_BYTES` in all."""
     whole = [
         FileSpan(file, at, min(piece, size - at), 0)
         for file, size in sizes.items()
@@ -173,12 +174,12 @@ def _up(nbytes: int) -> int:
 
 @contextlib.contextmanager
 def something_to_read(folder: Path, files: Sequence[Path], min_free: int) -> Iterator[Sequence[Path]]:
-    """Files on the disk of a folder: those of `files` that are on it, or one that is written for this.
+    """Yield files on the disk of a folder: those of `files` that are on it, or one that is written for this.
 
     Args:
-        folder: the nearest one that exists counts.
-        files: that may be on the same disk.
-        min_free: bytes that are to stay free of it; without room nothing is written, and there is nothing to read.
+        folder: the folder; if it does not exist, its nearest existing parent.
+        files: files that may be on the same disk.
+        min_free: bytes of it to keep free; without room nothing is written, and no file is yielded.
     """
     at = next(place for place in (folder, *folder.parents) if place.is_dir())
     disk = at.stat().st_dev
@@ -200,7 +201,7 @@ def something_to_read(folder: Path, files: Sequence[Path], min_free: int) -> Ite
 
 
 def _noise() -> Iterator[bytes]:
-    """What no file system can shrink, for a second at most."""
+    """Yield incompressible data, for a second at most."""
     generator, start = np.random.default_rng(0), time.perf_counter()
     for _ in range(WRITTEN_BYTES // READ_BYTES):
         yield generator.bytes(READ_BYTES)
@@ -209,13 +210,13 @@ def _noise() -> Iterator[bytes]:
 
 
 def upload_rate(device: Device) -> float:
-    """Bytes a second from host memory to a device that does not share it, as the engine copies."""
-    memory = HostBuffers(device)  # unlocks the memory before it goes
+    """Measure bytes per second from host memory to a device that does not share it, copied as in the engine."""
+    memory = HostBuffers(device)  # unpins the memory before it is freed
     host, buffer = memory.take_anyhow(UPLOADED_BYTES).fill_(0), device.device_buffer(UPLOADED_BYTES)
     times, start = 0, 0.0
     while times < 2 or time.perf_counter() - start < SECONDS / 2:
         if times == 1:
-            start = time.perf_counter()  # the first one touches the memory
+            start = time.perf_counter()  # the first round touches the memory and is not counted
         ticket = device.upload(host, buffer, device.leave())
         device.landed(ticket)
         device.arrive(ticket)

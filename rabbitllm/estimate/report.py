@@ -1,4 +1,4 @@
-"""A forecast as text for people: facts, a line for every route, and the call that fits. Decides nothing.
+"""A plan as text: facts, a line for every route, and the call that fits. Decides nothing.
 
 Laid out for 80 columns. On a terminal there is colour and long lines are wrapped; elsewhere each is one plain line.
 """
@@ -31,7 +31,7 @@ from rabbitllm.splitter.split_estimate import (
     missing_bytes,
 )
 
-# Which bits "auto" chose, as text for people: a line for each role, and what is expected of it. Decides nothing.
+# The bits that "auto" chose, as text: a line for each role, and the expected loss. Decides nothing.
 
 _ROLE_WIDTH = 22
 
@@ -112,10 +112,10 @@ def show(forecast: Plan, console: Console) -> None:
 
 
 def draw_plan(forecast: Plan, path: Path) -> None:
-    """Draw which layer will live where, at the compression of the call that is proposed, else at the one asked for.
+    """Draw the placement of the layers, at the compression of the proposed call, else at the requested one.
 
     Raises:
-        OptionError: nothing is known of generating at that compression; or as `draw_placement`.
+        OptionError: there is no generation estimate at that compression; or as `draw_placement`.
     """
     chosen = forecast.choice.compression if forecast.choice is not None else forecast.compression
     found = next((one for one in forecast.generations if one.compression == chosen), None)
@@ -206,7 +206,7 @@ def _row(forecast: SplitEstimate, outlook: CompressionEstimate, route: Route) ->
 
 
 def _is_limited(route: Route) -> bool:
-    """Whether it is max_disk that a route does not keep to, rather than the free disk."""
+    """Whether the route exceeds max_disk, rather than the free disk."""
     return route.lacking is not None and route.lacking.limited
 
 
@@ -215,12 +215,12 @@ def _route_name(outlook: CompressionEstimate, route: Route) -> str:
 
 
 def _is_alone(outlook: CompressionEstimate, route: str) -> bool:
-    """Whether this is the only sequential route, as it is where nothing is fetched."""
+    """Whether this is the only sequential route, as it is if nothing is fetched."""
     return route == "sequential_file" and len(outlook.routes) == 2
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it: seconds below a minute, minutes below an hour."""
+    """Format a time: seconds below a minute, minutes below an hour."""
     if seconds < 1:
         return "under 1 s"
     if round(seconds) < 60:
@@ -258,7 +258,7 @@ def _capitalised(forecast: SplitEstimate, outlook: CompressionEstimate) -> str:
 
 
 def _too_heavy(forecast: Plan) -> dict[str | None, str]:
-    """Why loading would be refused for want of memory, by compression."""
+    """Return why loading would be refused for lack of memory, by compression."""
     known = {one.compression: one.too_little_memory for one in forecast.generations}
     return {compression: problem for compression, problem in known.items() if problem is not None}
 
@@ -282,7 +282,7 @@ def _nothing_fits(forecast: Plan) -> str:
 
 
 def _split_basis(forecast: SplitEstimate) -> str | None:
-    """What the times of a split rest on; None where there are none."""
+    """Return the rates that the times of a split are based on, as text; None if there are none."""
     basis = ", ".join(_basis(forecast))
     return f"Times are estimates, without the writing: {basis}." if basis else None
 

@@ -1,8 +1,9 @@
-"""What a token needs of experts that come and go, and how much of it is at hand. Pure: measures nothing.
+"""The experts that a token needs when experts are streamed, and the share that is in memory. Pure: measures nothing.
 
-Which experts a token will be routed to is in its text. What is said here holds if all experts of a layer were used
-alike, each token choosing by itself: then memory that keeps a share c of them has what a token needs with probability
-c, whatever the cache does. Models use some experts more than others, and a cache keeps those, so they find more.
+Which experts a token is routed to depends on its text. The estimates here assume that all experts of a layer are used
+equally and independently for each token: then memory that keeps a share c of them has an expert that a token needs with
+probability c, whatever the cache's policy. Models use some experts more than others, and a cache keeps those, so in
+practice more are found.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from rabbitllm.engine.placement import Pool, Tier
 
 @dataclass(frozen=True, slots=True)
 class RoutedWork:
-    """What a pass does with the experts of one module.
+    """The work of a pass with the experts of one module.
 
     Attributes:
         name: the module's path in the model.
-        unit: the unit that it is in.
-        device: where they compute.
+        unit: the unit that contains it.
+        device: the device that computes them.
         tier: `ROUTED` if they are streamed; else they are resident.
-        is_host: whether that device computes where layer files are mapped.
-        experts: how many there are.
-        used: by a token.
+        is_host: whether that device computes in the host memory where layer files are mapped.
+        experts: number of experts.
+        used: number of them that a token uses.
         expert_bytes: of one, on disk.
         on_device: the share of them that is kept where they compute; 1 if they are resident.
         in_host: the share that is kept in pinned host memory.
-        kind: equal for modules that differ in nothing that takes time.
+        kind: equal for modules whose calls take the same time.
     """
 
     name: str
@@ -47,31 +48,31 @@ class RoutedWork:
 
     @property
     def missed(self) -> float:
-        """The share that is kept nowhere."""
+        """The share that is not kept in memory."""
         return max(1.0 - self.on_device - self.in_host, 0.0)
 
     @property
     def used_bytes(self) -> int:
-        """Of the experts of a token."""
+        """Bytes of the experts that a token uses."""
         return self.used * self.expert_bytes
 
     @property
     def read_bytes(self) -> float:
-        """What a token is expected to read."""
+        """The expected bytes that a token reads."""
         return self.missed * self.used_bytes
 
     @property
     def copied_bytes(self) -> float:
-        """What a token is expected to copy from host memory to a device that shares none."""
+        """The expected bytes that a token copies from host memory to a device that does not share it."""
         return 0.0 if self.is_host else (1.0 - self.on_device) * self.used_bytes
 
     def touched_bytes(self, tokens: int) -> float:
-        """Of the distinct experts that so many tokens are expected to use."""
+        """Return the expected bytes of the distinct experts that this many tokens use."""
         return self.experts * self.expert_bytes * (1 - (1 - self.used / self.experts) ** tokens)
 
 
 def routed_work(drawn: LoadPlan) -> tuple[RoutedWork, ...]:
-    """What a pass does with experts, module by module, in its order."""
+    """Return the work of a pass with experts, module by module, in its order."""
     known = {source.name: source for source in drawn.experts}
     pools = {pool.device: pool for pool in drawn.placement.pools}
     hosts = {budget.device for budget in drawn.placement.budgets if budget.is_host}
@@ -100,7 +101,7 @@ def routed_work(drawn: LoadPlan) -> tuple[RoutedWork, ...]:
 
 
 def by_unit(work: Iterable[RoutedWork]) -> dict[str, list[RoutedWork]]:
-    """The modules of each unit."""
+    """Group the modules by unit."""
     found: dict[str, list[RoutedWork]] = {}
     for routed in work:
         found.setdefault(routed.unit, []).append(routed)

@@ -1,6 +1,6 @@
-"""What there is before a split: the source's headers, its split directories, their journals and manifests.
+"""The state of a source before a split: its headers, its split directories, their journals and manifests.
 
-Reads, each thing once, and judges what can still be done; measures nothing and writes nothing.
+Reads each of these once, and determines which splits are still possible; measures nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rabbitllm.store.layer_store import JOURNAL_NAME, Manifest, is_finished, is_
 
 @dataclass
 class SourceScan:
-    """A source and its split directories, looked at.
+    """A source and its split directories, read once.
 
     Attributes:
-        source: as `prepare.find` gave it.
-        sought: what that was asked for.
+        source: the result of `prepare.find`.
+        sought: the request for it.
         options: the caller's.
-        refused: why loading would refuse what a split would make, by compression; filled in before `feasible` is used.
+        refused: why loading would refuse a split, by compression; filled in before `feasible` is used.
     """
 
     source: prepare.Source
@@ -46,7 +46,7 @@ class SourceScan:
 
     @cached_property
     def folders(self) -> dict[str | None, Path]:
-        """The split directories, there or not, by compression; one alone where a finished split is all there is."""
+        """The split directories, existing or not, by compression; a single one if only a finished split exists."""
         if self.source.repository is None and self.source.local is None:
             folder = self.source.split_folder
             manifest = read_manifest(folder)
@@ -59,23 +59,23 @@ class SourceScan:
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
-        """The weights; None where only finished splits are left of them."""
+        """The weights; None if only finished splits are left of them."""
         return prepare.open_weights(self.source, self.folders.values())
 
     @cached_property
     def manifests(self) -> dict[str | None, Manifest | None]:
-        """Of the splits that are whole, by compression; None for one of RabbitLLM 1.1's."""
+        """The manifests of complete splits, by compression; None for one of RabbitLLM 1.1's."""
         return {c: read_manifest(folder) for c, folder in self.folders.items() if is_finished(folder)}
 
     @cached_property
     def journals(self) -> dict[str | None, journal.Replay]:
-        """Of the splits that are unfinished, by compression."""
+        """The journals of unfinished splits, by compression."""
         found = {c: journal.replay(folder) for c, folder in self.folders.items() if c not in self.manifests}
         return {c: earlier for c, earlier in found.items() if earlier is not None}
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The source's config, or nothing where it is absent or damaged."""
+        """The source's config; empty if it is absent or damaged."""
         path = self.source.config_folder / "config.json"
         derived = self.checkpoint.derived() if self.checkpoint is not None else {}
         if "config.json" in derived:
@@ -88,12 +88,12 @@ class SourceScan:
 
     @cached_property
     def quantized(self) -> str | None:
-        """How the weights are quantized as they are published; None for plain ones."""
+        """The quantization of the published weights; None for plain ones."""
         return quantized_as(self.config)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What from_pretrained will not like, although a plan can be made."""
+        """Reasons for which `from_pretrained` would refuse a source that can be planned."""
         if self.config:
             return ()
         state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"
@@ -101,7 +101,7 @@ class SourceScan:
 
     @property
     def commit(self) -> str | None:
-        """Of a repository: the pinned one, or that which what is here was made from."""
+        """The pinned commit of a repository, or the one that local splits were made from."""
         if self.source.repository is not None:
             return self.source.repository.commit
         known = [self.base.source] if self.base is not None else []
@@ -110,14 +110,14 @@ class SourceScan:
 
     @cached_property
     def base(self) -> SplitPlan | None:
-        """The uncompressed plan, from headers or, where shards are gone, from a journal; None if neither is left."""
+        """The uncompressed plan, from headers or, if shards are gone, from a journal; None if neither is left."""
         if self._gone is None and self.checkpoint is not None:
             return plan_split(self.request(None, sequential=False))
         return next((recompressed(earlier.plan, None) for earlier in self.journals.values()), None)
 
     @cached_property
     def plans(self) -> dict[str | None, SplitPlan]:
-        """What was or would be done at each compression that applies, be there still a way to it or not."""
+        """The plans that were or would be carried out at each applicable compression, even if no longer possible."""
         base = self.base
         applies = [c for c in self.folders if c is None or self.quantized is None]
         plans = {} if base is None else {c: recompressed(base, c) if c else base for c in applies if c != AUTO}
@@ -127,7 +127,7 @@ class SourceScan:
 
     @cached_property
     def _mixed(self) -> SplitPlan | str | None:
-        """The plan at "auto": as it was carried out, or as it would be; or why there is none."""
+        """The plan at "auto", as it was or would be carried out; or why there is none."""
         if self.base is None:
             return None
         made = self.manifests.get(AUTO)
@@ -143,7 +143,7 @@ class SourceScan:
             return f"{error.problem} {error.remedy}".rstrip(".")
 
     def _with_places(self, plan: SplitPlan) -> SplitPlan:
-        """The plan with each shard where it is now."""
+        """Return the plan with the present location of each shard."""
         if self.checkpoint is None:
             return plan
         stages = self.checkpoint.stages
@@ -151,7 +151,7 @@ class SourceScan:
         return dataclasses.replace(plan, shards=shards)
 
     def fitted(self, compression: str | None) -> bool:
-        """Whether scales of 4bit fit their blocks, as it was begun or as it is asked for now."""
+        """Whether scales of 4bit are fitted to their blocks, in an existing split or by the present options."""
         if compression in self.manifests:
             manifest = self.manifests[compression]
             return manifest is not None and is_fitted(manifest.quantizer)
@@ -160,11 +160,11 @@ class SourceScan:
 
     @cached_property
     def feasible(self) -> dict[str | None, SplitPlan]:
-        """Of `plans`, those that are not carried out yet and can be."""
+        """The `plans` that are not carried out yet and can be."""
         return {c: plan for c, plan in self.plans.items() if c not in self.manifests and self.obstacle(c) is None}
 
     def used(self, compression: str | None) -> frozenset[str]:
-        """Shards that an unfinished split has used up."""
+        """Return the shards that an unfinished split has used up."""
         earlier = self.journals.get(compression)
         return earlier.used if earlier is not None else frozenset()
 
@@ -175,7 +175,7 @@ class SourceScan:
         return self.source.local is not None and (self.source.local / shard).exists()
 
     def obstacle(self, compression: str | None) -> str | None:
-        """Why a split at this compression can be neither used, begun nor finished; None if nothing is in the way."""
+        """Return why a split at this compression can be neither used, begun nor finished; None if one is possible."""
         if compression in self.manifests:
             return self._other_split(compression, self.manifests[compression])
         if compression is not None and self.quantized is not None:
@@ -209,14 +209,14 @@ class SourceScan:
         if self.checkpoint is None:
             return "its shards are gone"
         if self.source.repository is not None:
-            return None  # what a repository lacks is an error of its own
+            return None  # shards that a repository lacks raise an error elsewhere
         shards = self.checkpoint.index.shards
         missing = [shard for shard in shards if not self.is_here(shard)]
         return f"{len(missing)} of its {len(shards)} shards are gone" if missing else None
 
     @cached_property
     def _identity(self) -> SourceIdentity | None:
-        """Of the source as it is now; None where nothing of it is left to tell by."""
+        """The identity of the present source; None if nothing of it is left to compare."""
         if self.checkpoint is None:
             return None
         if self._gone is None and self.base is not None:
@@ -228,7 +228,7 @@ class SourceScan:
         return known.differs_from(self._identity) if self._identity is not None else None
 
     def request(self, compression: str | None, *, sequential: bool) -> SplitRequest:
-        """The split that `from_pretrained` would make, on one of the two routes."""
+        """Return the request for the split that `from_pretrained` would make, on one of the two routes."""
         assert self.checkpoint is not None
         family = self.config.get("model_type")
         options = dataclasses.replace(self.options, compression=compression, sequential=sequential)

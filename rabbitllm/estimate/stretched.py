@@ -1,7 +1,7 @@
-"""What generating takes with a model of which only an outline is known, by the code that a plan is made by.
+"""The generation estimate for a model of which only an outline is known, by the code for complete plans.
 
-The outline's small model is drawn as it would be loaded; then each of its decoder layers stands for all that are like
-it, and the whole is placed, listed and timed as any other model. Reads no weights, and measures what its machine does.
+The load plan of the outline's sample model is made; then each of its decoder layers is repeated for all layers of its
+kind, and the whole is placed, listed and timed like any other model. Reads no weights; rates come from the machine.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def predict_outline(
     readable: Sequence[Path],
     work: Path,
 ) -> tuple[LoadPlan, GenerationEstimate]:
-    """Where the weights of a model would be, and how long a token.
+    """Return the load plan of a model and its generation estimate.
 
     Args:
         outline: the model.
         compression: one of its `compressions`.
-        folder: where its layer files would be.
-        machine: where it would compute.
+        folder: the folder that its layer files would be in.
+        machine: the machine to run it on.
         readable: files that may be on the disk of `folder`.
         work: an empty folder, for the sample's config.
 
     Raises:
-        RabbitLLMError: what `load_model` would refuse.
+        RabbitLLMError: `load_model` would refuse the model.
     """
     (work / "config.json").write_text(json.dumps(outline.sample))
     store = PlannedFiles(outline.plans[compression], folder)
@@ -49,12 +49,12 @@ def predict_outline(
 
 
 def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> LoadPlan:
-    """A blueprint with the decoder layers of a larger model, placed again.
+    """Return a load plan with the decoder layers of a larger model, placed again.
 
     Args:
         sample: of the small model.
-        layers: for each decoder layer of the large one the number of the small one's that is like it.
-        machine: where it is placed.
+        layers: for each decoder layer of the large one, the number of the small one's of the same kind.
+        machine: the machine to place it on.
     """
     own = [name for name, source in sample.sources.items() if source.unit.is_layer]
     names = {f"{own[like].rpartition('.')[0]}.{at}": own[like] for at, like in enumerate(layers)}

@@ -1,6 +1,6 @@
-"""What a pass does with each unit of a model: the bytes it reads, multiplies with and makes. Measures nothing.
+"""The work of a pass with each unit of a model: the bytes it reads, multiplies with and makes. Measures nothing.
 
-Found in the blueprint that the model itself is loaded by.
+Taken from the load plan that the model itself is loaded by.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _COPIED = (Tier.PINNED, Tier.STREAMED)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix, or equal ones, that a pass multiplies with.
+    """A matrix, or several equal ones, that a pass multiplies with.
 
     Attributes:
-        form: what it is multiplied from: "4bit" and "8bit" are codes, "bitsandbytes …" those of a checkpoint that is
-            published so, anything else is a torch dtype's name.
+        form: form it is multiplied from: "4bit" and "8bit" are codes, "bitsandbytes …" those of a checkpoint that is
+            published in that form, anything else is a torch dtype's name.
         shape: (rows, columns).
         nbytes: in that form; of all of them.
         share: of the bytes that one token needs: below 1 for experts, of which a router picks a few.
@@ -43,24 +43,24 @@ class Product:
     share: float = 1.0
 
     def touched(self, tokens: int) -> float:
-        """Bytes that so many tokens need, each picking its experts by itself."""
+        """Return the expected bytes that this many tokens need, each routed independently."""
         return self.nbytes * (1 - (1 - self.share) ** tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """What a pass does with one unit.
+    """The work of a pass with one unit.
 
     Attributes:
         unit: its path in the model.
-        device: where.
-        streamed: bytes that are read for each pass; 0 where it stays.
+        device: the device that computes it.
+        streamed: bytes that are read for each pass; 0 if it is resident.
         uploaded: bytes that are copied to its device for each pass.
-        products: what it multiplies with.
-        hooked: whether its parameters are bound, and made where they have to be, for each pass.
-        modules: inside it, itself included; 0 for what is no decoder layer.
-        once: whether it is part of an encoder, which the first token needs and no other.
-        kind: equal for units that differ in nothing that takes time.
+        products: the matrices it multiplies with.
+        hooked: whether its parameters are bound, and made if necessary, for each pass.
+        modules: number of modules inside it, itself included; 0 outside of decoder layers.
+        once: whether it is part of an encoder, which only the first token needs.
+        kind: equal for units that take the same time.
     """
 
     unit: str
@@ -75,7 +75,7 @@ class UnitWork:
 
 
 def work_of(drawn: LoadPlan) -> tuple[UnitWork, ...]:
-    """What a pass does, unit by unit, in its order."""
+    """Return the work of a pass, unit by unit, in its order."""
     picked, encoder = picked_by(drawn.model.config.get_text_config()), _encoder_path(drawn.model)
     hosts = {budget.device for budget in drawn.placement.budgets if budget.is_host}
     found = []
@@ -93,7 +93,7 @@ def work_of(drawn: LoadPlan) -> tuple[UnitWork, ...]:
 
 
 def shapes(work: Iterable[UnitWork], form: str) -> Mapping[tuple[int, int], int]:
-    """The shapes of the matrices in a form, and the bytes that one token needs of each, the most first."""
+    """Return the shapes of the matrices in a form, and the bytes that one token needs of each, the most first."""
     found: Counter[tuple[int, int]] = Counter()
     for unit in work:
         for product in unit.products:
@@ -103,12 +103,12 @@ def shapes(work: Iterable[UnitWork], form: str) -> Mapping[tuple[int, int], int]
 
 
 def forms(work: Iterable[UnitWork]) -> frozenset[str]:
-    """Every form that something is multiplied from."""
+    """Return all forms that matrices are multiplied from."""
     return frozenset(product.form for unit in work for product in unit.products)
 
 
 def _encoder_path(model: Any) -> str | None:
-    """The path of the encoder, with a dot behind it; None where there is none."""
+    """Return the path of the encoder, with a trailing dot; None if there is none."""
     if not model.config.is_encoder_decoder:
         return None
     encoder = model.get_encoder()
@@ -117,7 +117,7 @@ def _encoder_path(model: Any) -> str | None:
 
 def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
     if isinstance(source.unit.module, nn.Embedding):
-        return  # a row a token
+        return  # one row per token
     for job in source.jobs:
         for _, place in job.packed:
             stored = source.stored[job.recipe.sources[0][1]]
@@ -133,7 +133,7 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
 
 
 def _owner(source: UnitSource, place: Place) -> nn.Module:
-    """The module that a place is in."""
+    """Return the module that holds a `Place`."""
     inside = place.target.rpartition(".")[0].removeprefix(source.unit.name)
     return source.unit.module.get_submodule(inside.removeprefix("."))
 
@@ -143,6 +143,6 @@ def _matrix(place: Place) -> tuple[int, int]:
 
 
 def _share(place: Place, picked: int | None) -> float:
-    """Of experts, which are one tensor of three dimensions, those that a router picks; else all."""
+    """Return the share of experts, in one tensor of three dimensions, that a router picks; 1 for other tensors."""
     experts = place.shape[0] if len(place.shape) == 3 else 0
     return picked / experts if picked is not None and picked < experts else 1.0

@@ -1,6 +1,6 @@
-"""From what the user named to a finished split directory: find it, finish it, or make it.
+"""Finds the source that the user named, and finishes or makes its split directory.
 
-Knows the sources and the splitter; of the engine, how much memory weights may stay in.
+Depends on the checkpoint and splitter packages; on the engine only for the check of a model and its memory for weights.
 """
 
 from rabbitllm.prepare.acceptance import acceptance, quantize_on

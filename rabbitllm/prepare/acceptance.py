@@ -1,4 +1,4 @@
-"""The loader's own check of a model, given to a split: it is asked of the engine before anything is deleted."""
+"""The loader's own check of a model, passed to a split so that it runs before anything is deleted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rabbitllm.store.layer_store import WeightFiles
 
 TooLittle: TypeAlias = Literal["refuse", "warn", "ignore"]
-"""What to do if this process may not take the memory that one layer needs."""
+"""Action if this process may not take the memory that one layer needs."""
 
 
 @contextlib.contextmanager
@@ -28,18 +28,18 @@ def acceptance(
     *,
     too_little: TooLittle = "warn",
 ) -> Iterator[Acceptance]:
-    """The check that refuses what loading would refuse: of planned layer files, and of finished ones.
+    """Yield the check that refuses what loading would refuse: of planned layer files, and of finished ones.
 
-    `from_pretrained`, `pull`, `convert` and RabbitLLM 1.1's functions give it to `ensure_split`, which calls it
+    `from_pretrained`, `pull`, `convert` and RabbitLLM 1.1's functions pass it to `ensure_split`, which calls it
     before the first shard is touched and before the last one is deleted; `plan` decides by the same code.
 
     Args:
-        source: what is split.
-        options: how it will be run.
-        devices: to run it on; by default those that the options name.
-        too_little: what to do if this process may not take the memory that one layer needs: "refuse" where it will
-            load the model itself, "warn" (once) where the split may be for another machine, "ignore" where several
-            processes will load it.
+        source: the source of the split.
+        options: options for running the model.
+        devices: devices to run it on; by default those that the options name.
+        too_little: action if this process may not take the memory that one layer needs: "refuse" if it will load the
+            model itself, "warn" (once) if the split may be for another machine, "ignore" if several processes will load
+            it.
     """
     from rabbitllm.engine import load_plan  # with torch
     from rabbitllm.engine.devices import resolve_devices
@@ -56,11 +56,11 @@ def acceptance(
             nonlocal judge
             home = store.folder if (store.folder / CONFIG_NAME).exists() else folder
             load_plan.accept(store, options, home, devices, judge)
-            judge = judge if too_little == "refuse" else None  # a warning is said once
+            judge = judge if too_little == "refuse" else None  # a warning is given once
 
         yield accept
 
 
 def quantize_on(devices: Sequence[Device]) -> str:
-    """Where a split quantizes: the first GPU among the devices, else "cpu"."""
+    """Return the device that a split quantizes on: the first GPU among the devices, else "cpu"."""
     return next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")

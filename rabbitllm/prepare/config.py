@@ -1,6 +1,6 @@
-"""The config of a source: the file that is there, or what Meta's parameters say, before there is a split directory.
+"""The config of a source before there is a split directory: its file, or one derived from Meta's parameters.
 
-Knows no classes of models; what a config means is the engine's business.
+Independent of model classes; the engine interprets the config.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rabbitllm.store.layer_store import is_finished
 
 @contextlib.contextmanager
 def config_folder(source: Source) -> Iterator[Path]:
-    """A folder with the model's config, before there is a split directory; a scratch one where the config is derived.
+    """Yield a folder with the model's config, before there is a split directory; a scratch one if it is derived.
 
     Raises:
-        CheckpointError: what it would be derived from cannot be believed.
+        CheckpointError: the files that it would be derived from are invalid.
     """
     derived: Mapping[str, bytes] = {}
     home = source.config_folder
@@ -50,25 +50,25 @@ def config_folder(source: Source) -> Iterator[Path]:
 
 
 def _may_derive(source: Source) -> bool:
-    """Whether there is what a config is derived from."""
+    """Whether the file that a config is derived from exists."""
     if source.repository is not None:
         return META_PARAMETERS in source.repository.files
     return source.local is not None and (source.local / META_PARAMETERS).exists()
 
 
 def family_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> str | None:
-    """The model type by the config in a folder, or by that which a checkpoint derives."""
+    """Return the model type by the config in a folder, or by the one that a checkpoint derives."""
     family = config_of(config_folder, checkpoint).get("model_type")
     return family if isinstance(family, str) else None
 
 
 def experts_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> int | None:
-    """How many experts a router picks for a token, by the same config."""
+    """Return the number of experts that a router picks for a token, by the same config."""
     return experts_a_token(config_of(config_folder, checkpoint))
 
 
 def config_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapping[str, Any]:
-    """The config in a folder, or that which a checkpoint derives; empty where there is none."""
+    """Return the config in a folder, or the one that a checkpoint derives; empty if there is none."""
     path = config_folder / CONFIG_NAME
     derived = checkpoint.derived() if checkpoint is not None else {}
     if CONFIG_NAME in derived:

@@ -1,6 +1,7 @@
-"""From what the user named to a source and its split directory, finished or to be made.
+"""Finds the source that the user named and its split directory, finished or still to be made.
 
-One request to the hub at most, and none for weights; where the hub may not be asked or does not answer, what is here.
+Makes at most one request to the hub, and none for weights; if the hub may not be used or does not answer, local files
+are used.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def find(sought: Sought) -> Source:
     Raises:
         CheckpointNotFoundError: neither a folder nor a repository.
         SplitMismatchError: the folder is a split at another compression.
-        HubError: the hub did not answer, and nothing here will do.
+        HubError: the hub did not answer, and local files are not sufficient.
         DiskFullError: no space for the note about a repository's commit.
     """
     sought = dataclasses.replace(sought, name=meant(sought.name))
@@ -65,7 +66,7 @@ def find(sought: Sought) -> Source:
 
 
 def _find_elsewhere(sought: Sought) -> Source:
-    """The source for a name that is no local folder."""
+    """Find the source for a name that is not a local folder."""
     try:
         if not locations.is_repo_id(sought.name):
             raise CheckpointNotFoundError(
@@ -94,7 +95,7 @@ def _find_local(folder: Path, sought: Sought) -> Source:
     if sought.repo_id is not None and not finished:
         repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
     config = target if not names_a_model(folder / CONFIG_NAME) and (target / CONFIG_NAME).exists() else folder
-    if not (finished or sought.only_look or is_legacy(folder)):  # a folder without weights is said to be one
+    if not (finished or sought.only_look or is_legacy(folder)):  # raises for a folder without weights
         try:
             finished = _finished_while_looking(folder, repository, target)
         except (CheckpointNotFoundError, MissingShardError):
@@ -104,7 +105,7 @@ def _find_local(folder: Path, sought: Sought) -> Source:
 
 
 def _manifest_of(folder: Path) -> Manifest | None:
-    """The manifest of a folder, None if it is no split directory; waits while another process repairs the directory.
+    """Return the manifest of a folder, None if it is no split directory; wait while another process repairs it.
 
     Raises:
         IncompleteSplitError: the directory is an unfinished split, and no process works on it.
@@ -123,10 +124,10 @@ def _manifest_of(folder: Path) -> Manifest | None:
 
 
 def _finished_while_looking(folder: Path, repository: HubRepository | None, target: Path) -> bool:
-    """Make sure that a folder holds a checkpoint; True if another process has finished splitting it meanwhile.
+    """Check that a folder holds a checkpoint; return True if another process has finished splitting it meanwhile.
 
-    Nothing is locked while looking, so a shard or the journal may go between the question whether it is there and its
-    being read. Each goes only once, so a second look, and a third, find everything or a real lack.
+    No lock is held, so a shard or the journal may be removed between the test for its existence and the read. Each is
+    removed only once, so the second or third attempt either finds everything or fails for a real reason.
     """
     for last in (False, False, True):
         try:
@@ -169,7 +170,7 @@ def _find_repository(sought: Sought) -> Source:
 
 
 def folder_at(source: Source, sought: Sought, compression: str | None) -> Path:
-    """The split directory, there or not, of a source that was found, at whichever compression."""
+    """Return the split directory of a source at a compression; it may not exist yet."""
     if source.repository is not None:
         commit, saving_path = source.repository.commit, sought.saving_path
         target = locations.for_repository(source.name, commit, saving_path, compression)
@@ -180,14 +181,14 @@ def folder_at(source: Source, sought: Sought, compression: str | None) -> Path:
 
 
 def _same_weights(target: Path, repository: HubRepository, compression: str | None) -> Path:
-    """The split directory to use at this commit: its own, or one of another commit that has the very same weights.
+    """Return the split directory to use at this commit: its own, or one of another commit with identical weights.
 
-    Most commits change a readme, and none of those should cost a download of 150 GB.
+    Most commits change a readme, which should not cause a download of 150 GB.
     """
     if _is_begun(target):
         return target
     for other in filter(_is_begun, locations.of_other_commits(repository.repo_id, repository.commit, compression)):
-        earlier, manifest = _replay(other), read_manifest(other)  # in this order: the one goes when the other is there
+        earlier, manifest = _replay(other), read_manifest(other)  # in this order: the manifest replaces the journal
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
         if made_from is not None and not made_from.differs_from(repository.identity(made_from.fingerprints)):
             logger.info("Commit %s has the weights of the split in %s.", repository.commit, other)
@@ -207,7 +208,7 @@ def _is_begun(folder: Path) -> bool:
 
 
 def _fetched_config(repository: HubRepository) -> Path:
-    """The folder of the config, and of Python code that may belong to it; whether that is run, the engine decides."""
+    """Fetch config and Python code, and return their folder; whether code is run is decided by the engine."""
     for name in repository.files:
         if name.endswith(".py") and "/" not in name:
             repository.download(name)
@@ -221,7 +222,7 @@ def _is_offline(sought: Sought) -> bool:
 
 
 def _finished_without_hub(sought: Sought) -> Source | None:
-    """The finished split of a repository, found without asking the hub."""
+    """Find the finished split of a repository without the hub."""
     commit = locations.remembered_commit(sought.name, sought.access.revision)
     if commit is None and sought.saving_path is None:
         return None
@@ -235,7 +236,7 @@ def _finished_without_hub(sought: Sought) -> Source | None:
 
 
 def _offline_source(sought: Sought) -> Source:
-    """What can be used where the hub may not be asked."""
+    """Find the source if the hub may not be used."""
     if (known := _finished_without_hub(sought)) is not None:
         return known
     snapshot = cached_snapshot(sought.name, sought.access)
@@ -248,13 +249,13 @@ def _offline_source(sought: Sought) -> Source:
 
 
 def _identity_offline(sought: Sought, manifest: Manifest) -> SourceIdentity:
-    """What is known of a repository that may not be asked: its commit only where the caller names one."""
+    """Return the identity of a repository without the hub: its commit only if the caller names one."""
     named = sought.access.revision is not None and locations.is_commit(sought.access.revision)
     return SourceIdentity("hub", sought.name, sought.access.revision if named else manifest.source.commit, {})
 
 
 def _legacy_in_snapshot(sought: Sought, commit: str) -> Source | None:
-    """Layers that RabbitLLM 1.1 put into the snapshot of this commit."""
+    """Find layers that RabbitLLM 1.1 put into the snapshot of this commit."""
     access = HubAccess(commit, sought.access.token, sought.access.cache_dir)
     snapshot = cached_snapshot(sought.name, access)
     if snapshot is None or sought.saving_path is not None:

@@ -1,6 +1,6 @@
-"""A split directory that is finished: is it of this source, and is something left to be removed.
+"""Checks of a finished split directory: whether it is of this source, and whether files remain to be removed.
 
-What can be compared depends on what is still there of the source. Makes nothing.
+Compares with the part of the source that still exists. Makes nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def has_work_left(folder: Path, options: SplitOptions) -> bool:
-    """Whether something is to be removed after a finished split: only then does it need the lock.
+    """Whether something must be removed after a finished split; only then is the lock needed.
 
-    One that lies where nothing can be written is never in work, and is loaded without.
+    A split in a folder that cannot be written never has work left, and is loaded without a lock.
     """
     if not (folder / MANIFEST_NAME).exists() or not is_writable(folder):
         return False
@@ -41,13 +41,13 @@ def has_work_left(folder: Path, options: SplitOptions) -> bool:
 
 
 def check_finished(source: Source, options: SplitOptions, accept: Acceptance | None = None) -> None:
-    """Make sure that a finished split is of this source, as far as the source is still there to compare.
+    """Check that a finished split is of this source, as far as the source still exists.
 
-    With `delete_original` the original goes then, if `accept` accepts the split.
+    With `delete_original` the original is then deleted, if `accept` accepts the split.
     """
     manifest = read_manifest(source.split_folder)
     if manifest is None:
-        return  # RabbitLLM 1.1's; whether it has every tensor shows when the model is built
+        return  # made by RabbitLLM 1.1; missing tensors are detected when the model is built
     if manifest.compression != options.compression and source.split_folder != source.config_folder:
         raise SplitMismatchError(
             f"{source.split_folder} is a split at compression {manifest.compression}; "
@@ -72,14 +72,14 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     _refuse_without_evidence(source, manifest, found)
     check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
     if options.delete_original:
-        store = LayerStore(source.split_folder)  # whole, by every size and header, before anything is deleted
+        store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
         if accept is not None:
             accept(store)
         discard_original(checkpoint)
 
 
 def _tell_other_budget(source: Source, manifest: Manifest, options: SplitOptions) -> None:
-    """Say that a mixed split was made for another budget; it is used all the same, unless the disk may hold less."""
+    """Warn that a mixed split was made for another budget; refuse it only if it is larger than the disk may hold."""
     other = other_budget(manifest.chosen, options) if options.compression == AUTO else None
     if other is None:
         return
@@ -98,7 +98,7 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
     """Refuse a finished split that was made from something else.
 
     Raises:
-        SplitMismatchError: it says what differs.
+        SplitMismatchError: the source differs; the message says how.
     """
     why = manifest.source.differs_from(identity)
     if why is not None and manifest.source.is_named_like(identity):
@@ -115,7 +115,7 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
 
 
 def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[ShardMetadata]) -> None:
-    """Refuse a split that lies elsewhere and whose model has another name, where no shard is left to compare."""
+    """Refuse a split that lies elsewhere and whose model has another name, if no shard is left to compare."""
     known = manifest.source
     if source.local is None or found or known.kind != "local" or source.split_folder.is_relative_to(source.local):
         return
@@ -128,7 +128,7 @@ def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[Sha
 
 
 def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
-    """The weights that a finished split was made from, as far as they are here; None if they are used up.
+    """Return the local weights that a finished split was made from; None if they are used up.
 
     The folder may have the weights in another form too. The split does not use that form: it is not opened, and never
     discarded.
@@ -154,7 +154,7 @@ def _index_is_cached(repository: HubRepository) -> bool:
 
 
 def _present(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
-    """Facts of a shard that is on this machine; a repository is not asked for its headers."""
+    """Return the facts of a shard that is on this machine; headers are not requested from a repository."""
     if isinstance(checkpoint, HubCheckpoint) and checkpoint.repository.cached(shard) is None:
         return None
     return checkpoint.facts(shard)

@@ -1,7 +1,4 @@
-"""From a source to its finished split directory: made, gone on with, or repaired, by one process at a time.
-
-Knows the sources and the splitter, not the engine.
-"""
+"""Makes, resumes or repairs the split directory of a source, one process at a time. Independent of the engine."""
 
 from __future__ import annotations
 
@@ -48,22 +45,22 @@ def ensure_split(
     executor: ShardExecutor | None = None,
     accept: Acceptance | None = None,
 ) -> Profiler:
-    """Make or finish the split directory of a source; with `delete_original`, remove what is left of the original.
+    """Make or finish the split directory of a source; with `delete_original`, remove the rest of the original.
 
-    One process and one thread at a time: others wait, and find the split finished, or go on where it stopped. With
-    `executor`, those fill layer files for it, on the CPU.
+    One process and one thread at a time: others wait, and find the split finished, or resume it. With `executor`,
+    workers fill layer files, on the CPU.
 
     Returns:
-        Where the time went; empty for a split that was finished already.
+        Profile of the time spent; empty for a split that was finished already.
 
     Raises:
         SplitMismatchError: the directory belongs to another source.
         MissingShardError: shards are gone and no unfinished split has their tensors.
-        OptionError: the weights are quantized as they are published, and compression would quantize them once more.
+        OptionError: the published weights are quantized, and compression would quantize them once more.
         InUseError: another process reads shards that this call would delete, or deletes shards that it would read.
-        ClusterError: the hands cannot do it.
-        DiskFullError: something else has taken the disk; the same call goes on where it stopped.
-        RabbitLLMError: whatever `accept` raises; nothing was touched, or at least the last shard is kept.
+        ClusterError: the workers cannot do it.
+        DiskFullError: another process filled the disk; the same call resumes the split.
+        RabbitLLMError: any error of `accept`; nothing was touched, or at least the last shard is kept.
     """
     folder = source.split_folder
     if source.finished:
@@ -72,8 +69,8 @@ def ensure_split(
                 check_finished(source, options, accept)
                 return Profiler(enabled=options.profiling)
     with system_errors_by_name(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
-        lease.revoke(source.split_folder)  # of a run that died, and whose workers may not know it yet
-        if is_finished(source.split_folder):  # checked again: the process that had the lock before may have finished it
+        lease.revoke(source.split_folder)  # of a run that died and whose workers may still be running
+        if is_finished(source.split_folder):  # checked again: the previous holder of the lock may have finished it
             if options.delete_original:
                 locks.enter_context(lock_source(source, options))
             check_finished(source, options, accept)
@@ -99,10 +96,10 @@ def ensure_split(
 
 
 def check_before_fetching(source: Source, accept: Acceptance) -> None:
-    """Let the headers of a repository's shards be accepted before the shards are fetched; of a folder nothing is.
+    """Check the headers of a repository's shards with `accept` before the shards are fetched; folders are not checked.
 
     Raises:
-        RabbitLLMError: whatever `accept` raises.
+        RabbitLLMError: any error of `accept`.
     """
     if source.repository is None:
         return
@@ -120,7 +117,7 @@ def lock_source(source: Source, options: SplitOptions, *, by_executor: bool = Fa
     Args:
         source: the source.
         options: of the split.
-        by_hands: workers fill the layer files, and do not use the hub cache.
+        by_executor: workers fill the layer files, and do not use the hub cache.
 
     Raises:
         InUseError: another process reads shards that this split would delete, or deletes shards that it would read.
@@ -136,7 +133,7 @@ def lock_source(source: Source, options: SplitOptions, *, by_executor: bool = Fa
 
 
 def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | None:
-    """The snapshot of a repository in the hub cache; None if the split neither reads nor deletes shards there."""
+    """Return a repository's snapshot in the hub cache; None if the split neither reads nor deletes shards there."""
     weights = [name for name in repository.files if name.endswith(WEIGHT_SUFFIXES)]
     one_by_one = (options.sequential or options.keep_own) and not options.delete_original
     wanted = weights if one_by_one else ["config.json", repository.entry(), *weights]
@@ -145,7 +142,7 @@ def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | No
 
 
 def _sharing(source: Source, executor: ShardExecutor | None) -> AbstractContextManager[None]:
-    """What has to be open while the split directory is made by these hands, or by this process alone."""
+    """Return the context to hold open during the split, for an executor or for this process alone."""
     if executor is None:
         return contextlib.nullcontext()
     return executor.sharing(source.split_folder, [source.local] if source.local is not None else [])
@@ -169,9 +166,9 @@ def _open(
     *,
     by_executor: bool = False,
 ) -> tuple[Checkpoint, BitAllocation | None]:
-    """The checkpoint, and bits that were chosen with room for what was fetched for it.
+    """Open the checkpoint; also return bits that were chosen for the space left by the shards fetched for it.
 
-    By hands, what no folder has that all of them see is fetched, whatever this user's cache has.
+    With an executor, shards are fetched unless they are in a folder that all workers see; the user's cache is not used.
     """
     repository, missing_from = source.repository, source.missing_from
     if by_executor:
@@ -199,7 +196,7 @@ def _open(
 
 
 def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:
-    """The same error, naming finished splits at other compressions that the missing shards may have gone into."""
+    """Return the same error, naming finished splits at other compressions that may have used up the missing shards."""
     parent = source.split_folder.parent
     others = [c for c in SPLITS if (parent / directory_name(c) / MANIFEST_NAME).exists()]
     if not others or (source.split_folder / JOURNAL_NAME).exists():
@@ -211,7 +208,7 @@ def _with_other_splits(error: MissingShardError, source: Source) -> MissingShard
 
 
 def original_around(folder: Path, manifest: Manifest, layers: Collection[str]) -> Path | None:
-    """The folder around a split directory, if every shard that these layers were made from is in it."""
+    """Return the folder around a split directory, if it has every shard that these layers were made from."""
     shards = shards_for(manifest, layers)
     return folder.parent if shards and all((folder.parent / shard).is_file() for shard in shards) else None
 
@@ -221,10 +218,10 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
 
     Args:
         folder: the split directory.
-        manifest: its own.
-        layers: ids of the damaged ones.
+        manifest: its manifest.
+        layers: ids of the damaged layers.
         original: the checkpoint, for a split that was made from a folder; by default the folder around the split
-            directory, if the shards are there. A repository is found by its name.
+            directory, if it has the shards. A repository is found by its name.
 
     Raises:
         OptionError: the split was made from a folder, no `original` was given, and the shards are not around the split.

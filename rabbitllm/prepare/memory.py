@@ -1,4 +1,4 @@
-"""The memory that all weights of a mixed split should stay in, asked of the engine: all that preparing knows of it."""
+"""The memory in which all weights of a mixed split should be resident, computed by the engine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 def with_memory(
     options: SplitOptions, stream_options: StreamOptions, devices: Sequence[Device] | None = None
 ) -> SplitOptions:
-    """The options of a split, at "auto" with the memory that its weights should stay in.
+    """Return the options of a split; at "auto" with the memory in which its weights should be resident.
 
     Args:
         options: of the split.
-        stream_options: how it will be run.
-        devices: to run it on; by default those that the options name.
+        stream_options: options for running the model.
+        devices: devices to run it on; by default those that the options name.
 
     Raises:
-        DeviceError: the options name a GPU that is not there.
+        DeviceError: the options name a GPU that does not exist.
     """
     if options.compression != AUTO:
         return options

@@ -1,4 +1,4 @@
-"""What the user named, and what of it was found: records that the steps of preparing hand on."""
+"""Records of the source that the user named and of what was found for it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rabbitllm.checkpoints.hub import HubAccess, HubRepository
 
 @dataclass(frozen=True)
 class Source:
-    """What the user named, found.
+    """A source that was found.
 
     Attributes:
         name: as the user wrote it.
         split_folder: its split directory, finished or to be made.
         config_folder: a folder with config and tokenizer.
-        finished: whether the split directory is whole.
-        repository: on the hub, that has the weights; None where they are in a folder, or a finished split is all.
+        finished: whether the split directory is complete.
+        repository: repository with the weights; None if they are in a folder, or only a finished split exists.
         local: the folder with the weights.
-        missing_from: the repository to fetch shards from that the folder lacks.
+        missing_from: repository from which shards that the folder lacks are fetched.
     """
 
     name: str
@@ -33,16 +33,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Sought:
-    """What to look for.
+    """A request to find a source.
 
     Attributes:
         name: a folder, a split directory, or a repository id; see `model_name`.
         compression: None, one for all tensors, or "auto".
-        saving_path: where the user wants the split directory; None for the default place.
+        saving_path: folder for the split directory by the user; None for the default.
         access: how to reach the hub.
-        repo_id: a repository to fetch shards from that a local folder lacks.
+        repo_id: repository from which shards that a local folder lacks are fetched.
         base: first part of the split directory's name.
-        only_look: for a plan: nothing is written down, and a source whose config or weights are gone is found too.
+        only_look: for a plan: nothing is recorded, and a source whose config or weights are gone is found too.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""The checkpoint of a source, opened: out of its folder, out of the hub, or as the journal of a split remembers it.
+"""Opens the checkpoint of a source: from its folder, from the hub, or by the journal of its split.
 
-Reads headers and indexes; of the weights themselves nothing.
+Reads headers and indexes, but no weights.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rabbitllm.store.layer_store import is_finished
 
 
 def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
-    """The checkpoint of a source, of which nothing but headers is read; None where only finished splits are left.
+    """Open the checkpoint of a source, reading only headers; None if only finished splits are left.
 
     Args:
-        source: as `find` gives it.
-        folders: its split directories, whose journals know an index that is gone.
+        source: the result of `find`.
+        folders: its split directories, whose journals have the index if that is gone.
 
     Raises:
         CheckpointNotFoundError: there are no weights, and no finished split either.
-        MissingShardError: the same, of a part of them (in Meta's own format, which has no index).
+        MissingShardError: likewise, if some of the weights are missing (in Meta's own format, which has no index).
     """
     if source.repository is not None:
         return HubCheckpoint(source.repository)
@@ -50,7 +50,7 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
 
 
 def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
-    """All of a source's shards on this machine, as they are; those of a repository are fetched into the hub cache.
+    """Provide all of a source's shards on this machine, unchanged; a repository is fetched into the hub cache.
 
     Returns:
         The checkpoint, and the lock that prevents its deletion.
@@ -73,7 +73,7 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
 
 
 def open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:
-    """The checkpoint in a folder; one whose only file is used up is known by the journal of its split.
+    """Open the checkpoint in a folder; if its only file is used up, by the journal of its split.
 
     The folder may have another file, with the same weights in another format or with none of them.
     """

@@ -1,1 +1,1 @@
-"""From shards to layer files: map, plan, journal, split. Never imports the engine."""
+"""Splits shards into layer files: map, plan, journal, split. Never imports the engine."""

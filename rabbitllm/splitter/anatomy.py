@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, from its plan: sizes, and the tensors that are not like the others. Pure."""
+"""The composition of a checkpoint, from its plan: sizes, and tensors that are treated differently. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^output\.")
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors that have something in common: what, how many they are, and their bytes in the checkpoint."""
+    """Tensors with a common trait: its description, their number, and their bytes in the checkpoint."""
 
     what: str
     count: int
@@ -27,21 +27,23 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """What a checkpoint is made of.
+    """The composition of a checkpoint.
 
     Attributes:
-        total_bytes: of all shards.
-        shards, largest_shard_bytes: how many, and the largest.
-        layers, largest_layer, largest_layer_bytes: how many, the largest one's id and its uncompressed layer file.
-        tensors: how many.
-        parameters: elements of floating tensors.
+        total_bytes: size of all shards.
+        shards, largest_shard_bytes: number of shards, and size of the largest.
+        layers, largest_layer, largest_layer_bytes: number of layers, the id of the largest, and the size of its
+            uncompressed layer file.
+        tensors: number of tensors.
+        parameters: number of elements of floating tensors.
         tied_embeddings: True if the config says so and there is no output head; False if there is one; None where
             there is none and the config does not say so.
         never_compressed: floating tensors of two or more dimensions that compression leaves alone, by reason.
-        not_floating: by dtype.
-        empty, scalars: how many tensors have no element, and no dimension.
-        layers_over_shards, most_shards_of_a_layer: how many layers lie in several shards, and the most that one does.
-        quantized: how the weights are quantized as they are published; None for plain ones.
+        not_floating: tensors that are not floating, by dtype.
+        empty, scalars: number of tensors without elements, and of those without dimensions.
+        layers_over_shards, most_shards_of_a_layer: number of layers whose tensors lie in several shards, and the
+            largest number of shards of one layer.
+        quantized: quantization of the published weights; None for plain ones.
     """
 
     total_bytes: int
@@ -63,7 +65,7 @@ class Anatomy:
 
 
 def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
-    """What a checkpoint is made of, from its uncompressed plan and its config."""
+    """Return the composition of a checkpoint, from its uncompressed plan and its config."""
     specs = plan.tensors
     sizes = {layer: layout.size for layer, layout in plan.layouts.items()}
     largest = max(sizes, key=sizes.__getitem__, default="")
@@ -89,12 +91,12 @@ def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
 
 
 def is_floating(spec: TensorSpec) -> bool:
-    """Whether a tensor's elements are real numbers."""
+    """Whether a tensor has a floating dtype."""
     return "float" in DTYPES[spec.dtype].torch_name
 
 
 def why_never_compressed(spec: TensorSpec) -> str | None:
-    """Why compression leaves a floating tensor of two or more dimensions alone; None for every other tensor."""
+    """Return why compression leaves a floating tensor of two or more dimensions alone; None for every other tensor."""
     if not is_floating(spec) or len(spec.shape) < 2 or not spec.elements or is_compressible(spec):
         return None
     if not DTYPES[spec.dtype].quantizable:
@@ -104,7 +106,7 @@ def why_never_compressed(spec: TensorSpec) -> str | None:
     if len(spec.shape) > 3:
         return "more than 3 dimensions"
     if is_compressible(spec._replace(shape=(MAX_ROUTER_ROWS + 1, MIN_ELEMENTS))):
-        return "expert router"  # the one rule that lets a tensor of that name pass if it has more rows
+        return "expert router"  # the only rule that exempts a tensor of that name because it has few rows
     if spec.name.endswith("bias"):
         return "biases of experts"
     return "convolution" if "conv" in spec.name.lower() else "state-space decay"
@@ -127,12 +129,12 @@ def _is_tied(specs: Iterable[TensorSpec], config: Mapping[str, Any]) -> bool | N
 
 
 def big_layers(plan: SplitPlan) -> tuple[str, ...]:
-    """The layers whose files are so large that the split warns of them."""
+    """Return the layers whose files are so large that the split warns of them."""
     return tuple(layer for layer, layout in plan.layouts.items() if layout.size > BIG_LAYER_BYTES)
 
 
 def commonest_dtype(plan: SplitPlan) -> str | None:
-    """The dtype of most of the bytes that compression quantizes; None if it would touch nothing."""
+    """Return the dtype of most of the bytes that compression quantizes; None if it would touch nothing."""
     sums: dict[str, int] = {}
     for spec in filter(is_compressible, plan.tensors):
         sums[spec.dtype] = sums.get(spec.dtype, 0) + spec.nbytes

@@ -1,4 +1,4 @@
-"""The bytes of a shard that comes in order, put into buffers. Knows no shards and no layers."""
+"""Copies the bytes of a shard that arrives in order into buffers. Independent of shards and layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class ByteStream:
-    """The bytes of a shard in order, as chunks of any size bring them."""
+    """Reads the bytes of a shard in order, from chunks of any size."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
@@ -14,14 +14,14 @@ class ByteStream:
         self._at = 0
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill `buffer` with the next bytes; there must be as many."""
+        """Fill `buffer` with the next bytes; the stream must have enough of them."""
         while buffer:
             piece = self._next(len(buffer))
             buffer[: len(piece)] = piece
             buffer = buffer[len(piece) :]
 
     def skip_to(self, offset: int) -> None:
-        """Go on to a byte that has not passed yet."""
+        """Skip to an offset that is not behind the current one."""
         while self._at < offset:
             self._next(offset - self._at)
 

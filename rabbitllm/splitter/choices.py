@@ -1,9 +1,10 @@
-"""What a split takes at any choice of bits, without its plan: choosing tries many choices, and plans the one it takes.
+"""Sizes of a split at any choice of bits, without its plan: choosing tries many choices, and plans only the final one.
 
-Layers whose tensors have the same names but for the layer's number, of as many digits, and the same dtypes and shapes
-have files of the same size where their bits are the same: a header has the names, and the order goes by what is behind
-the number. So of all those layers one is laid out at each combination of bits that is tried, by the plan's own code,
-and it only remains to be counted which shard gives how much. Pure; what is free on a disk is not known here.
+Two layers are alike if their tensors have the same dtypes and shapes, and the same names except for the layer's number,
+which must have as many digits. Alike layers with the same bits have files of the same size: a header contains the
+names, and tensors are ordered by the part of the name behind the number. So one layer of each kind is laid out at each
+combination of bits that is tried, by the plan's own code; only the bytes from each shard are counted per layer. Pure;
+free disk is not considered here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NUMBER = re.compile("[0-9]")
 
 @dataclass(frozen=True, slots=True)
 class EstimatedFile:
-    """Of a layer file; as `LayerLayout` has them, but that `joins` are those of a layer like this one."""
+    """Sizes of a layer file, as in `LayerLayout`; `joins` are those of an alike layer."""
 
     header_bytes: int
     size: int
@@ -40,13 +41,13 @@ class EstimatedFile:
 
 @dataclass(frozen=True, slots=True)
 class BitChoice:
-    """A split at one choice of bits, as far as its sizes go.
+    """The sizes of a split at one choice of bits.
 
     Attributes:
-        schemes: of each group.
-        shards, layer_map: of the plan.
+        schemes: the scheme of each group.
+        shards, layer_map: as in the plan.
         layouts: layer id -> sizes of its file.
-        scales_made: bytes of the scales that are made of quantized ones when the model is used.
+        scales_made: bytes of the scales that are made from quantized ones when the model is used.
     """
 
     schemes: tuple[str | None, ...]
@@ -57,20 +58,20 @@ class BitChoice:
 
     @property
     def output_bytes(self) -> int:
-        """Of all layer files."""
+        """Bytes of all layer files."""
         return sum(sizes.size for sizes in self.layouts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer, looked at once.
+    """A layer, prepared for choosing.
 
     Attributes:
         name: its id and stem.
-        specs: its tensors, by their names: where a layer goes over two shards, the plan has them in another order.
-        places: of each of these in the plan's order.
-        groups: that its tensors belong to; numbers of them, in the order in which they come.
-        kind: the same for layers that are alike.
+        specs: its tensors, ordered by name: for a layer that spans two shards the plan's order differs.
+        places: the index of each of them in the plan's order.
+        groups: the groups of its tensors, as numbers, in order of appearance.
+        kind: equal for alike layers.
     """
 
     name: LayerName
@@ -82,12 +83,12 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """What layers of one kind have in common at the same bits; tensors are numbered as in `_Layer.specs`.
+    """The sizes that layers of one kind share at the same bits; tensors are numbered as in `_Layer.specs`.
 
     Attributes:
-        sizes: of one of them, with a scratch file that is filled up behind the last scales, too.
-        given: what its shard gives of each tensor, bytes.
-        filling: what fills up behind scales that wait in the scratch file, bytes.
+        sizes: of one of them, with a scratch file that is padded behind the last scales, too.
+        given: number of a tensor and bytes that come from its shard.
+        filling: number of a tensor -> padding behind its scales in the scratch file, bytes.
     """
 
     sizes: EstimatedFile
@@ -95,7 +96,7 @@ class _Alike:
     filling: Mapping[int, int]
 
     def of(self, layer: _Layer) -> EstimatedFile:
-        """Sizes of a layer of the kind."""
+        """Return the sizes of a layer of the kind."""
         shard_bytes: dict[str, int] = {}
         for number, nbytes in self.given:
             shard = layer.specs[number].file
@@ -112,7 +113,7 @@ class BitChoices:
     """All choices of bits for a plan's groups.
 
     Args:
-        bare: the plan at "auto" with all tensors as they are.
+        bare: the plan at "auto" with all tensors uncompressed.
         found: its groups.
     """
 
@@ -132,17 +133,17 @@ class BitChoices:
 
     @uncollected()
     def at(self, schemes: Sequence[str | None]) -> BitChoice:
-        """The choice of a scheme for each group."""
+        """Return the sizes of a split with a scheme for each group."""
         sizes = {layer.name.id: self._sizes_at(layer, schemes) for layer in self._layers}
         made = sum(nbytes for scheme, nbytes in zip(schemes, self._scales, strict=True) if scheme == DOUBLE)
         return BitChoice(tuple(schemes), self._bare.shards, self._bare.layer_map, sizes, made)
 
     def schemes_of(self, schemes: Sequence[str | None], numbers: Sequence[int] | None = None) -> dict[str, str]:
-        """Tensor -> its scheme, of those that do not stay as they are.
+        """Return tensor -> its scheme, for the tensors that are compressed.
 
         Args:
-            schemes: of each group.
-            numbers: of the groups that are asked for; None for all.
+            schemes: the scheme of each group.
+            numbers: numbers of the groups to include; None for all.
         """
         return {
             spec.name: scheme
@@ -155,7 +156,7 @@ class BitChoices:
         groups: dict[int, int] = {}
         alike: list[Hashable] = [_NUMBER.sub("0", name.stem)]
         places: Sequence[int] = range(len(specs))
-        if not any(spec.piece for spec in specs):  # where pieces lie in a scratch file depends on more than the last
+        if not any(spec.piece for spec in specs):  # offsets of pieces in a scratch file depend on more than the last
             places = sorted(places, key=lambda place: _behind(specs[place].name, name.stem))
         specs = [specs[place] for place in places]
         for spec in specs:
@@ -188,13 +189,13 @@ class BitChoices:
 
 
 def _behind(name: str, stem: str) -> tuple[str, bool]:
-    """What a tensor's name has behind its layer's, where the number ends there; else all of it, as no other layer's."""
+    """Return the part of a tensor's name behind its layer's, where the number ends there; else the whole name."""
     rest = name.removeprefix(stem)
     is_behind = rest != name and not _NUMBER.match(rest)
     return (rest, True) if is_behind else (name, False)
 
 
 def _scales_made(group: SchemeGroup) -> int:
-    """Bytes of a group's scales that are made, where it is at 4bit-double."""
+    """Return the bytes of a group's scales that are made when the model is used, if the group is at 4bit-double."""
     doubled = [spec for spec in group.tensors if scheme_of(spec, DOUBLE) == DOUBLE]
     return sum([math.ceil(spec.elements / NF4_BLOCK) * SCALE_BYTES for spec in doubled])

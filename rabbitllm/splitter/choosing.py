@@ -1,12 +1,12 @@
-"""Chooses bits for each tensor of a split at "auto", from headers alone: the least expected loss in the budgets.
+"""Chooses bits for each tensor of a split at "auto", from headers alone: the least expected loss within the budgets.
 
-The disk is a limit that must be kept; whether a plan keeps it is what `space.shortage` says, which decides for every
-split. Memory is a wish: if the whole model can stay in it at some choice, only such are made, since what stays need not
-be read again for each token. If it cannot even at the fewest bits, each bit more costs time with every token; then only
-the disk limits, and beyond 8bit nothing is taken but where the caller has said what the disk may hold.
+The disk is a hard limit; `disk_budget.shortage` decides whether a plan keeps it, as for every split. Memory is a soft
+limit: if the whole model can be resident at some choice, only such choices are made, since resident weights are not
+read again for each token. If it cannot even at the fewest bits, each additional bit costs time with every token; then
+only the disk limits, and tensors get more than 8bit only if the caller has set `max_disk`.
 
-Where 8bit fits for all, nothing gets less unless a quarter less loss is expected of it: what is expected is not known
-better than that, and on one trained model, where a few hundredths less were expected, it was a quarter more.
+Where 8bit fits for all, tensors get fewer bits only if that is expected to lose a quarter less: the expectation is no
+more precise than that. On one trained model, where a few hundredths less were expected, the loss was a quarter higher.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import SchemeGroup, groups
 from rabbitllm.store.chosen import AUTO, BitAllocation
 
-# Which offer to take for each item so that all keep within a budget of bytes and their losses add up to little. Pure.
+# Selects an offer for each item so that all keep within a budget of bytes and the sum of their losses is small. Pure.
 #
-# Of each item only the offers on the lower convex hull of (bytes, loss) can be taken: a step from one to the next has
-# a gain a byte, and steps are taken in the order of that gain. One that does not fit is passed over, and all behind it
-# that build on it. At a budget that is a sum of first steps nothing is better; at others what is lost is less than the
-# gain of the first step that was passed over. What a larger budget gives is never worse: what it takes before the
-# first step that only it can take is the same, and what the smaller one takes instead has no more gain a byte, in
-# fewer bytes than that step. Steps of equal gain go by the order of the items, so the outcome depends on nothing else.
+# Of each item only the offers on the lower convex hull of (bytes, loss) are candidates: a step from one to the next has
+# a gain per byte, and steps are taken in descending order of it. A step that does not fit is skipped, with all later
+# ones that build on it. The selection is optimal at a budget that is a sum of first steps; at others it loses less than
+# the gain of the first step that was skipped. A larger budget never gives a worse selection: the steps before the first
+# one that only it can take are the same, and those that the smaller one takes instead have no higher gain per byte, in
+# fewer bytes than that step. Steps of equal gain go by the order of the items, so the outcome is deterministic.
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One way to have an item: what it takes, bytes, and what it costs in quality."""
+    """One option for an item: its size in bytes, and its cost in quality."""
 
     nbytes: int
     loss: float
@@ -55,14 +55,14 @@ class _Step:
 
 
 def allocate(items: Sequence[Sequence[Offer]], budget: int) -> tuple[int, ...] | None:
-    """Which offer each item gets.
+    """Select an offer for each item.
 
     Args:
         items: the offers of each, at least one.
-        budget: bytes that the offers taken may have together.
+        budget: bytes that the selected offers may have together.
 
     Returns:
-        For each item the number of its offer; None if not even the smallest ones keep within the budget.
+        The number of the offer for each item; None if even the smallest ones exceed the budget.
     """
     hulls = [_hull(offers) for offers in items]
     taken = [hull[0] for hull in hulls]
@@ -80,7 +80,7 @@ def allocate(items: Sequence[Sequence[Offer]], budget: int) -> tuple[int, ...] |
 
 
 def _steps(item: int, offers: Sequence[Offer], hull: Sequence[int]) -> Iterator[_Step]:
-    """From each offer of a hull to the next, with its gain a byte; rounded, it must not be above the one before."""
+    """Yield the steps along a hull with their gain per byte, which despite rounding never rises from step to step."""
     rate = math.inf
     for level, (before, after) in enumerate(itertools.pairwise(hull)):
         nbytes = offers[after].nbytes - offers[before].nbytes
@@ -89,7 +89,7 @@ def _steps(item: int, offers: Sequence[Offer], hull: Sequence[int]) -> Iterator[
 
 
 def _hull(offers: Sequence[Offer]) -> list[int]:
-    """The offers that are worth their bytes, the smallest first: each step has less gain a byte than the one before."""
+    """Return the offers on the hull, the smallest first: each step has less gain per byte than the one before."""
     hull: list[int] = []
     for number in sorted(range(len(offers)), key=lambda n: (offers[n].nbytes, offers[n].loss, n)):
         if hull and offers[number].loss >= offers[hull[-1]].loss:
@@ -101,24 +101,24 @@ def _hull(offers: Sequence[Offer]) -> list[int]:
 
 
 def _bends_up(first: Offer, middle: Offer, last: Offer) -> bool:
-    """Whether the middle one lies above the line between the others."""
+    """Whether the middle offer lies above the line between the others."""
     gained = (first.loss - middle.loss) * (last.nbytes - middle.nbytes)
     return gained < (middle.loss - last.loss) * (middle.nbytes - first.nbytes)
 
 
 WORTH_LESS_BITS = 0.75
-"""Of the loss that is expected where no tensor has less than 8bit: what must be expected of fewer bits for some."""
+"""Fewer bits for some tensors must be expected to lose at most this share of the loss with at least 8bit for all."""
 
 
 def with_choice(
     plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, experts_a_token: int | None = None
 ) -> SplitPlan:
-    """The plan with the bits for each tensor that suit it best.
+    """Return the plan with the best bits for each tensor.
 
     Args:
         plan: of the same source, at any compression.
-        ground: what the split stands on.
-        options: its limits.
+        disk_budget: the state of the disk that the split starts from.
+        options: limits of the split.
         experts_a_token: see `sensitivity.groups`.
 
     Raises:
@@ -155,7 +155,7 @@ def with_choice(
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What a choice has to keep to; `bare` is the plan with all tensors as they are."""
+    """The limits of a choice; `bare` is the plan with all tensors uncompressed."""
 
     bare: SplitPlan
     disk_budget: DiskBudget
@@ -163,18 +163,18 @@ class _Limits:
     memory: int | None
 
     def over(self, made: BitChoice) -> int:
-        """Bytes by which a choice is too large."""
+        """Return the bytes by which a choice is too large."""
         short = self.shortage(made)
         over = short.need - short.have if short is not None else 0
         return over if self.memory is None else max(over, self.resident_bytes(made) - self.memory)
 
     def shortage(self, made: BitChoice) -> Shortage | None:
-        """What the disk lacks where shards arrive in the way that takes least."""
+        """Return the lack of disk with the way for shards to arrive that takes least."""
         way = candidates(self.bare, self.options.shard_transfer)[-1]
         return shortage(made, self.disk_budget, self.options, way)
 
     def resident_bytes(self, made: BitChoice) -> int:
-        """Bytes of memory that keep all of a choice's weights resident.
+        """Return the bytes of memory that keep all of a choice's weights resident.
 
         The sum of the stored weights, the scales that are made from quantized ones, and room to make the largest layer.
         """
@@ -185,7 +185,7 @@ class _Limits:
 def _within(
     limits: _Limits, choices: BitChoices, found: Sequence[SchemeGroup], allowed: Sequence[str | None]
 ) -> BitChoice | None:
-    """The best choice among some schemes that keeps the limits; None if there is none."""
+    """Return the best choice among some schemes that keeps the limits; None if there is none."""
     fitted = limits.options.fit_scales
     offers = [[Offer(group.nbytes(c), group.loss(c, fitted=fitted)) for c in allowed] for group in found]
     budget = sum(max(offer.nbytes for offer in one) for one in offers)
@@ -194,7 +194,7 @@ def _within(
         over = limits.over(made)
         if over <= 0:
             return made
-        # what is over falls by no more than the tensors do, so nothing that would fit is passed over
+        # the excess falls by at most the bytes that the tensors do, so no choice that would fit is skipped
         budget = sum(one[offer].nbytes for one, offer in zip(offers, taken, strict=True)) - over
     return None
 
@@ -219,7 +219,7 @@ def _nothing_fits(limits: _Limits, least: BitChoice) -> NotEnoughSpaceException:
 
 
 def other_budget(chosen: BitAllocation | None, options: SplitOptions) -> str | None:
-    """For what a mixed split was chosen, where the caller says something else now; None where nothing differs."""
+    """Describe the budget that a mixed split was chosen for, if the caller now sets another; else None."""
     if chosen is None:
         return None
     disk = options.max_disk is not None and options.max_disk != chosen.max_disk
@@ -232,7 +232,7 @@ def other_budget(chosen: BitAllocation | None, options: SplitOptions) -> str | N
 
 @dataclass(frozen=True, slots=True)
 class RoleShare:
-    """What tensors of one role have at one scheme: how many, their elements, and bytes in the layer files."""
+    """The tensors of one role at one scheme: how many, their elements, and their bytes in the layer files."""
 
     role: str
     scheme: str | None
@@ -243,15 +243,15 @@ class RoleShare:
 
 @dataclass(frozen=True, slots=True)
 class AllocationSummary:
-    """A choice, summed up.
+    """Summary of a choice of bits.
 
     Attributes:
         shares: by role and scheme, in the order of COMPRESSIONS within a role.
-        bits: a weight, on the average over what compression touches.
+        bits: average bits per weight, over the tensors that compression touches.
         loss: expected, relative to 4bit for all tensors with bitsandbytes' own scales.
-        uniform: the same of each scheme for all, by scheme.
+        uniform: scheme -> the expected loss with that scheme for all tensors.
         max_disk, memory: the limits it keeps, bytes; None where there was none.
-        fitted: whether scales fit their blocks, in `loss` and in `uniform`.
+        fitted: whether `loss` and `uniform` are for scales that are fitted to their blocks.
     """
 
     shares: tuple[RoleShare, ...]
@@ -266,11 +266,11 @@ class AllocationSummary:
 def allocation_of(
     plan: SplitPlan, *, fitted: bool = False, experts_a_token: int | None = None
 ) -> AllocationSummary | None:
-    """What a plan at "auto" chose; None at other compressions.
+    """Summarize the choice of a plan at "auto"; None at other compressions.
 
     Args:
         plan: any.
-        fitted: whether its scales fit their blocks, or are to.
+        fitted: whether its scales are fitted to their blocks, or will be.
         experts_a_token: see `sensitivity.groups`.
     """
     if plan.chosen is None:

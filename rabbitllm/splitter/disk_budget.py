@@ -1,7 +1,7 @@
-"""Whether a planned split fits, and the way for its shards to arrive that does.
+"""Whether a planned split fits, and the best way for its shards to arrive that fits.
 
-The only module of the splitter that asks how much of a disk is free. A container's quota does not show in that (Kaggle
-reports the host's disk), hence `max_disk`. Writes nothing.
+The only module of the splitter that reads the free disk. A container's quota does not show in that (Kaggle reports the
+host's disk), hence `max_disk`. Writes nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rabbitllm.splitter.disk_use import (
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, recompressed
 from rabbitllm.store.chosen import AUTO
 
-# The most disk that a split takes where several shards are in work at a time, whatever order they are finished in.
+# The peak disk use of a split with several shards in work at a time, in whatever order they are finished. Pure.
 #
-# Pure. With one shard at a time the order is known, and `plan.disk_use` says it exactly; here it is a bound.
+# With one shard at a time the order is known and `disk_use.disk_use` is exact; here it is an upper bound.
 
 
 def disk_use_at_once(
@@ -44,17 +44,17 @@ def disk_use_at_once(
     used: frozenset[str] = frozenset(),
     in_use: int = 0,
 ) -> DiskUse:
-    """The peak over all orders in which so many shards at a time can be begun and finished.
+    """Return the peak over all orders in which shards can be begun and finished, `at_once` at a time.
 
-    At any moment some shards are through, with what they gave written and, of a source that is deleted, themselves
-    gone; up to `at_once` others have given all they will and are still there. For a shard that gives w bytes and frees
-    f, being through adds w - f and being in work adds w. So what is added is at most the sum of all gains, and of the
-    `at_once` largest of what is still to be freed, min(w, f).
+    At any moment some shards are done: their bytes are written and, if the source is deleted, they are gone. Up to
+    `at_once` others have given all their bytes and still exist. For a shard that gives w bytes and frees f, being done
+    adds w - f and being in work adds w. So the increase is at most the sum of w - f over all shards where it is
+    positive, plus the `at_once` largest of min(w, f), which is still to be freed.
 
     Args:
-        plan: the split, or as much of it as its sizes are.
+        plan: the split, or just its sizes.
         at_once: shards in work at a time.
-        arrival, freed, small_files, used, in_use: as for `disk_use`.
+        shard_transfer, freed, small_files, used, in_use: as for `disk_use`.
     """
     if at_once == 1:
         return disk_use(
@@ -82,7 +82,7 @@ def disk_use_at_once(
 
 
 def _gives(plan: PlanSizes, shard: PlannedShard) -> int:
-    """Bytes that layer files and scratch files grow by; blocks that are begun count."""
+    """Return the bytes that a shard adds to layer files and scratch files, with one begun block for each layer."""
     layers = plan.layer_map.shard_to_layers.get(shard.name, ())
     return sum(plan.layouts[layer].shard_bytes[shard.name] + BLOCK_BYTES for layer in layers)
 
@@ -93,14 +93,15 @@ def _largest(sizes: Iterable[int], count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """What a split stands on.
+    """The state of the disk that a split starts from.
 
     Attributes:
-        folder: the split directory, there or not.
-        freed: shard -> bytes that its deletion frees on the disk of `folder`; without shards that stay, lie on another
-            disk, or share their data with another file.
+        folder: the split directory; it may not exist yet.
+        freed: shard -> bytes that its deletion frees on the disk of `folder`; without shards that are kept, lie on
+            another disk, or share their data with another file.
         small_files: bytes of the other files that the split directory will have.
-        downloads: bytes that go elsewhere before the split begins (the hub cache, on the standard route), by folder.
+        downloads: bytes that are written elsewhere before the split begins (to the hub cache, on the standard route),
+            by folder.
         used: shards that an earlier run used up.
         in_use: bytes that an earlier run's files in the folder occupy already.
         lock_bytes: bytes that the lock of this run occupies there already; the need contains them.
@@ -115,19 +116,19 @@ class DiskBudget:
     lock_bytes: int = 0
 
     def created(self, use: DiskUse) -> int:
-        """Bytes that `max_disk` bounds: of the split directory, and of downloads elsewhere that stay."""
+        """Return the bytes that `max_disk` bounds: the split directory, and downloads elsewhere that are kept."""
         return use.created + sum(nbytes for _, nbytes in self.downloads)
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Too little disk for a split.
+    """A lack of disk for a split.
 
     Attributes:
         need: bytes that `max_disk`, or the free disk, must have at least.
         have: bytes that it has.
-        where: which of them, in words.
-        limited: True for `max_disk`, which bounds everything that the split creates. False for the free disk, to which
+        where: which of the two, in words.
+        limited: True for `max_disk`, which bounds everything that the split creates; False for the free disk, to which
             deleted shards add.
     """
 
@@ -143,10 +144,10 @@ class Shortage:
 
 
 def candidates(plan: SplitPlan, transfer: str) -> tuple[ShardTransfer, ...]:
-    """The ways for shards to arrive that the caller and the shards allow, the best first.
+    """Return the ways for shards to arrive that the caller and the shards allow, the best first.
 
     Args:
-        plan: the split; where it fetches nothing there is only one way.
+        plan: the split; if it fetches nothing there is only one way.
         transfer: "auto", "file" or "stream".
 
     Raises:
@@ -169,10 +170,10 @@ def candidates(plan: SplitPlan, transfer: str) -> tuple[ShardTransfer, ...]:
 
 
 def choose_shard_transfer(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions) -> ShardTransfer:
-    """The best way for shards to arrive that fits.
+    """Return the best way for shards to arrive that fits.
 
     Raises:
-        NotEnoughSpaceException: none does; with what is needed, what there is, and what would fit.
+        NotEnoughSpaceException: none fits; the message names the need, the free space, and options that would fit.
         OptionError: see `candidates`.
     """
     return choose_way(plan, disk_budget, options, candidates(plan, options.shard_transfer), 1)[0]
@@ -181,7 +182,7 @@ def choose_shard_transfer(plan: SplitPlan, disk_budget: DiskBudget, options: Spl
 def choose_at_once(
     plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, at_once: int
 ) -> tuple[ShardTransfer, int]:
-    """The way for shards to arrive at which most of them, up to `at_once`, can be in work at a time, and how many.
+    """Return the way for shards to arrive that allows most of them in work at a time, up to `at_once`, and how many.
 
     Raises:
         NotEnoughSpaceException, OptionError: as `choose_shard_transfer`; not even one at a time fits.
@@ -195,7 +196,7 @@ def choose_at_once(
 def choose_way(
     plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, ways: Sequence[ShardTransfer], at_once: int
 ) -> tuple[ShardTransfer, int]:
-    """The first of the ways at which as many shards at a time fit as at any; raises if not even one does."""
+    """Return the first of the ways that allows the most shards at a time, and how many; raise if not even one fits."""
     for count in range(at_once, 0, -1):
         for way in ways:
             if shortage(plan, disk_budget, options, way, count) is None:
@@ -210,7 +211,7 @@ def choose_way(
 
 
 def use_of(plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: ShardTransfer, at_once: int = 1) -> DiskUse:
-    """What the split takes of the disk on this ground."""
+    """Return the disk use of the split from this state of the disk."""
     return disk_use_at_once(
         plan,
         at_once,
@@ -225,7 +226,7 @@ def use_of(plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: ShardTransf
 def shortage(
     plan: PlanSizes, disk_budget: DiskBudget, options: SplitOptions, shard_transfer: ShardTransfer, at_once: int = 1
 ) -> Shortage | None:
-    """What is lacking for a split in which so many shards at a time arrive this way; None if it fits."""
+    """Return the lack of disk for a split with `at_once` shards at a time that arrive this way; None if it fits."""
     use = use_of(plan, disk_budget, shard_transfer, at_once)
     created = disk_budget.created(use)
     if options.max_disk is not None and created > options.max_disk:
@@ -239,7 +240,7 @@ def shortage(
 
 
 def _by_disk(wants: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
-    """Bytes wanted at several places, summed over those that lie on one disk."""
+    """Sum the bytes wanted in several folders over those that lie on one disk."""
     sums: dict[int, tuple[Path, int]] = {}
     for folder, need in wants:
         at = existing(folder)
@@ -249,7 +250,7 @@ def _by_disk(wants: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
 
 
 def _what_would_fit(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, short: Shortage) -> str:
-    """The flags that would make it fit, or how much is missing."""
+    """Return the options that would make it fit, or how much is missing."""
     way = candidates(plan, "auto")[-1]
     if (
         options.shard_transfer == "file"

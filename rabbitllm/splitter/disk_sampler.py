@@ -1,8 +1,8 @@
-"""Looks at memory and disk while a split runs: the peaks, for a report, and whether free disk is running out.
+"""Samples memory and disk while a split runs: the peaks, for a report, and whether free disk is running out.
 
-A thread samples; the code that moves bytes calls `check()`, which costs a comparison. Knows no shards and no layers.
+A thread samples; the code that moves bytes calls `check()`, which costs a comparison. Independent of shards and layers.
 
-Invariant: with the context open, free space that stays under the limit for an interval is noticed by the next `check`.
+Invariant: with the context open, if free space is under the limit for an interval, the next `check` raises.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rabbitllm.base.terminal import size
 from rabbitllm.errors import DiskFullError
 
 DISK_SHARE = 0.01
-"""Part of a core that may go into summing the folder's files; with very many of them that is done less often."""
+"""Share of a core that may be spent on summing the folder's files; with very many files they are summed less often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What was seen.
+    """The extremes of all samples.
 
     Attributes:
-        anonymous_bytes: the most anonymous memory of this process above that at the start. Pages of mapped files do
-            not count, which the kernel takes back at will (where it does not tell them apart, outside Linux, they do).
-        disk_bytes: the most that files below the folder occupied; holes count nothing.
+        anonymous_bytes: the most anonymous memory of this process above that at the start. Pages of mapped files, which
+            the kernel can reclaim at will, do not count (except outside Linux, where they cannot be told apart).
+        disk_bytes: the most that files below the folder occupied; holes do not count.
         lowest_free_bytes: the least that was free on the folder's disk.
     """
 
@@ -46,10 +46,10 @@ class DiskSampler:
     """A context manager that samples while it is open.
 
     Args:
-        folder: the split directory; its disk is watched even before it is there.
+        folder: the split directory; its disk is sampled even before the directory exists.
         min_free: bytes of free disk under which `check` raises; 0 for never.
         interval: seconds between samples.
-        max_disk: bytes that the folder may occupy; for those who are told, since the plan keeps to it.
+        max_disk: bytes that the folder may occupy; only reported to listeners, since the plan keeps to it.
     """
 
     def __init__(self, folder: Path, min_free: int, interval: float = 0.1, max_disk: int | None = None) -> None:
@@ -71,7 +71,7 @@ class DiskSampler:
 
         self._process = psutil.Process()
         self._memory_at_start = self._max_memory = anonymous_bytes(self._process)
-        self._tell(self._sample())  # a disk that is too full at the start is seen by the first check
+        self._tell(self._sample())  # so the first check raises on a disk that is too full at the start
         self._thread.start()
         return self
 
@@ -99,13 +99,13 @@ class DiskSampler:
 
     @property
     def peaks(self) -> Peaks:
-        """What was seen so far; final once the context is closed."""
+        """The extremes so far; final once the context is closed."""
         return Peaks(self._max_memory - self._memory_at_start, self._most_disk, self._lowest_free)
 
     def _sample_on(self) -> None:
         while not self._over.wait(self._interval):
             seen = self._sample()
-            with contextlib.suppress(Exception):  # an exception in a listener must not end the watch
+            with contextlib.suppress(Exception):  # an exception in a listener must not end the sampling
                 self._tell(seen)
 
     def _tell(self, seen: DiskSampled | None) -> None:
@@ -115,7 +115,7 @@ class DiskSampler:
     def _sample(self) -> DiskSampled | None:
         self._max_memory = max(self._max_memory, anonymous_bytes(self._process))
         free = 0
-        with contextlib.suppress(OSError):  # the folder may come and go; a thread that dies would watch no more
+        with contextlib.suppress(OSError):  # the folder may appear and disappear; an exception would end the thread
             free = shutil.disk_usage(existing(self._folder)).free
             self._lowest_free = min(self._lowest_free, free)
         start = time.perf_counter()
@@ -125,20 +125,20 @@ class DiskSampler:
         in_use = disk_bytes(self._folder)
         self._most_disk = max(self._most_disk, in_use)
         end = time.perf_counter()
-        # not by the time that passed: on a busy machine most of it is spent waiting for a turn
+        # CPU time, not wall time: on a busy machine most of that is spent waiting to be scheduled
         self._next_disk = end + max((time.thread_time() - cpu_start) / DISK_SHARE, end - start)
         limit = in_use + max(free - self._min_free, 0)
         return DiskSampled(in_use, limit if self._max_disk is None else min(limit, self._max_disk))
 
 
 def anonymous_bytes(process: Any) -> int:
-    """Memory of a psutil process that is resident and not of a mapped file, as far as the system tells."""
+    """Return the resident memory of a psutil process without mapped files, as far as the system tells them apart."""
     found = process.memory_info()
     return int(found.rss - getattr(found, "shared", 0))
 
 
 def disk_bytes(folder: str | Path) -> int:
-    """Bytes that everything below a folder occupies; holes count nothing."""
+    """Return the bytes that everything below a folder occupies; holes do not count."""
     total = 0
     for entry in _entries(folder):
         total += occupied(entry)
@@ -156,7 +156,7 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
 
 
 def occupied(entry: os.DirEntry[str] | Path) -> int:
-    """Bytes that a directory entry occupies; 0 if it is missing. Links are not followed."""
+    """Return the bytes that a directory entry occupies; 0 if it is missing. Links are not followed."""
     try:
         status = os.lstat(entry)
     except OSError:  # renamed or deleted meanwhile
@@ -167,5 +167,5 @@ def occupied(entry: os.DirEntry[str] | Path) -> int:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or its nearest existing parent, which is on the same disk."""
+    """Return the folder, or its nearest existing parent, which is on the same disk."""
     return next(path for path in (folder, *folder.parents) if path.exists())

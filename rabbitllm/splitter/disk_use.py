@@ -1,4 +1,4 @@
-"""The most disk that a split takes over its steps, from its plan. Pure; `disk_budget.py` asks what the disk has."""
+"""The peak disk use of a split over its steps, from its plan. Pure; `disk_budget` compares it with the free disk."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from rabbitllm.splitter.plan import PlannedShard, SplitPlan
 from rabbitllm.store import checksums
 
 BLOCK_BYTES = 4096
-"""What files occupy is a multiple of this."""
+"""Files occupy a multiple of this."""
 RECORDED_NAMES = 5
-"""How often journal and manifest together write out a tensor's name."""
+"""How often journal and manifest together contain a tensor's name."""
 CHOSEN_NAMES = 2
-"""How often they do once more where each tensor has a compression of its own."""
+"""How often they contain it in addition where each tensor has a compression of its own."""
 RECORD_BYTES = 340
-"""What they write of a tensor in addition to its name: dtype, shape, place, checksums, JSON."""
+"""Bytes that they contain for a tensor in addition to its name: dtype, shape, offset, checksums, JSON."""
 BLOCK_RECORD_BYTES = 12
-"""What they write of a block of a layer file: its checksum, in base64, in each of them."""
+"""Bytes that they contain for a block of a layer file: its checksum, in base64, in each of them."""
 SHARD_RECORD_BYTES = 1024
-"""What they write of a shard, and once of the whole."""
+"""Bytes that they contain for a shard, and once for the whole."""
 CACHE_RECORD_BYTES = 512
-"""Size of one file's entry in the listing of huggingface_hub's cache, at most."""
+"""Upper bound of one file's entry in the listing of huggingface_hub's cache, bytes."""
 NOTHING: Mapping[str, int] = MappingProxyType({})
-"""The deletion of shards frees nothing."""
+"""For a split in which the deletion of shards frees nothing."""
 
 
 class ShardTransfer(enum.Enum):
-    """How shards that are fetched reach their layer files."""
+    """The way that fetched shards reach their layer files."""
 
     FILE_AHEAD = "file, the next one fetched meanwhile"
     FILE = "file, one at a time"
@@ -44,8 +44,8 @@ class DiskUse:
 
     Attributes:
         created: the most that the split directory occupies at any moment: layer files, staged shards and small files.
-        added: the most by which the disk is fuller than now; less than `created` if the deletion of shards frees space
-            on this disk, or if an earlier run has created a part.
+        added: the most by which disk use exceeds the present one; less than `created` if the deletion of shards frees
+            space on this disk, or if an earlier run has created a part.
     """
 
     created: int
@@ -53,7 +53,7 @@ class DiskUse:
 
 
 class FileSizes(Protocol):
-    """What is asked of a layer file here; see `LayerLayout`."""
+    """The sizes of a layer file that are needed here; see `LayerLayout`."""
 
     @property
     def header_bytes(self) -> int: ...
@@ -68,7 +68,7 @@ class FileSizes(Protocol):
 
 
 class PlanSizes(Protocol):
-    """What is asked of a plan here; see `SplitPlan`."""
+    """The part of a plan that is needed here; see `SplitPlan`."""
 
     @property
     def shards(self) -> tuple[PlannedShard, ...]: ...
@@ -87,11 +87,11 @@ def disk_use(
     used: frozenset[str] = frozenset(),
     in_use: int = 0,
 ) -> DiskUse:
-    """The peak over the steps of the plan.
+    """Return the peak over the steps of the plan.
 
     Args:
-        plan: the split, or as much of it as its sizes are.
-        arrival: of the shards that are fetched.
+        plan: the split, or just its sizes.
+        shard_transfer: the way that fetched shards arrive.
         freed: shard -> bytes that its deletion frees on the disk of the layer files.
         small_files: bytes of the other files in the split directory: config, tokenizer and the like, journal, manifest.
         used: shards that an earlier run used up.
@@ -118,9 +118,9 @@ def disk_use(
 
 
 def _joining(plan: PlanSizes, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
-    """The most that is written at a time while the layers that this shard completes are finished, and what is then.
+    """Return the peak of written bytes while the layers that this shard completes are finished, and those after it.
 
-    Those whose scales alone have waited are finished together, those with pieces one after the other.
+    Layers that waited only for scales are finished together, those with pieces one after the other.
     """
     completed = [plan.layouts[layer] for layer in plan.layer_map.completed_by(shard.name, processed)]
     at_once = [layout for layout in completed if layout.scratch_bytes and not layout.joins]
@@ -134,12 +134,12 @@ def _joining(plan: PlanSizes, shard: PlannedShard, processed: set[str], written:
 
 
 def scratch_slack(layout: FileSizes) -> int:
-    """Of blocks that are begun: where pieces end in the scratch file, and around what the layer file lacks as yet."""
+    """Return bytes for begun blocks: at the ends of pieces in the scratch file and around gaps in the layer file."""
     return 3 * BLOCK_BYTES * (len(layout.joins) + 1) if layout.scratch_bytes else 0
 
 
 def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, shard_transfer: ShardTransfer) -> int:
-    """Of fetched shards that lie on the disk while `shard` is used."""
+    """Return the bytes of fetched shards that lie on the disk while `shard` is used."""
     if shard_transfer is ShardTransfer.STREAM:
         return 0
     there = [shard, following] if shard_transfer is ShardTransfer.FILE_AHEAD else [shard]
@@ -147,15 +147,15 @@ def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, shard_tra
 
 
 def on_disk(nbytes: int) -> int:
-    """What a file of this length occupies, in whole blocks."""
+    """Return the bytes that a file of this length occupies, in whole blocks."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def in_hub_cache(sizes: Collection[int], listed: int) -> int:
-    """Bytes that a hub cache needs for files of these sizes: whole blocks, one block for each link, and its listing.
+    """Return the bytes that a hub cache needs for files: whole blocks, one block for each link, and its listing.
 
     Args:
-        sizes: of the files; 0 is returned for none.
+        sizes: sizes of the files; 0 is returned for none.
         listed: number of files in the repository's listing.
     """
     return (
@@ -164,7 +164,7 @@ def in_hub_cache(sizes: Collection[int], listed: int) -> int:
 
 
 def own_records_bytes(plan: SplitPlan) -> int:
-    """What journal and manifest may grow to, from the names and checksums that they list, bytes."""
+    """Return an upper bound of the bytes of journal and manifest, from the names and checksums that they list."""
     names = sum(len(tensor.name) for shard in plan.shards for tensor in shard.tensors)
     tensors = sum(len(shard.tensors) for shard in plan.shards)
     times = RECORDED_NAMES if plan.chosen is None else RECORDED_NAMES + CHOSEN_NAMES
@@ -174,7 +174,7 @@ def own_records_bytes(plan: SplitPlan) -> int:
 
 
 def _bytes_from(plan: PlanSizes, shard: PlannedShard, seen: set[str]) -> int:
-    """What layer files grow by while a shard is used; a file's header and last block count at its first tensor."""
+    """Return the growth of layer files by a shard; a file's header and last block count at its first tensor."""
     total = 0
     for layer in plan.layer_map.shard_to_layers.get(shard.name, ()):
         layout = plan.layouts[layer]

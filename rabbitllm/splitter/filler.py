@@ -1,7 +1,7 @@
-"""Fills unfinished layer files from one shard: opens them, moves its bytes as they come, sums what was written.
+"""Fills unfinished layer files from one shard: opens them, moves its bytes as they arrive, sums the written bytes.
 
-What is done with a shard before anything of it counts as used up; filling the same shard again writes the same bytes to
-the same places. Knows no journal, gives no file its final name and deletes nothing, so any process that sees the source
+This is the part before a shard counts as used up; filling from the same shard again writes the same bytes at the same
+offsets. It writes no journal, gives no file its final name and deletes nothing, so any process that sees the source
 and the split directory may do it.
 """
 
@@ -30,12 +30,12 @@ from rabbitllm.telemetry.profiler import FETCH, Profiler
 
 
 class Filler:
-    """Fills layer files of a split. However many of them a shard has something for, few are open at a time.
+    """Fills layer files of a split. Only a few files are open at a time, however many the shard has tensors for.
 
     Args:
         work: the split, or the part of it that is filled here.
         mover: the threads.
-        profiler: told of what is fetched.
+        profiler: records the time of fetching.
     """
 
     def __init__(self, work: SplitWork, mover: Mover, profiler: Profiler) -> None:
@@ -48,17 +48,17 @@ class Filler:
     def fill(
         self, shard: PlannedShard, arriving: IncomingShard, targets: dict[str, FillTarget], layers: Sequence[str]
     ) -> None:
-        """Put what `shard` has of these layers to its places in their unfinished files; nothing is synced.
+        """Write the tensors that `shard` has for these layers to their unfinished files; nothing is synced.
 
         Args:
-            shard: which.
-            arriving: that shard.
+            shard: the shard to fill from.
+            arriving: the same shard as it arrives.
             targets: gets the files of the layers, opened; the caller closes them, also after an error.
             layers: ids of those to fill.
 
         Raises:
             CorruptShardError: the shard is not the one that was planned with.
-            HubError, MissingShardError: it cannot be had.
+            HubError, MissingShardError: it cannot be fetched or found.
         """
         if self._work.shard_transfer is ShardTransfer.STREAM and shard.staged:
             self.open(targets, layers)
@@ -67,18 +67,18 @@ class Filler:
             self._move_file(shard, arriving, targets, layers)
 
     def forms_of(self, shard: PlannedShard, layers: Iterable[str]) -> list[StoredForm]:
-        """What a shard gives to some layers."""
+        """Return the stored forms that a shard provides for some layers."""
         forms = (form for layer in layers for form in self._plan.layouts[layer].forms)
         return [form for form in forms if form.source.file == shard.name]
 
     def open(self, targets: dict[str, FillTarget], layers: Iterable[str]) -> None:
-        """Open the unfinished files of these layers, as `targets`; what was opened is there also if one fails."""
+        """Open the unfinished files of these layers into `targets`; files opened before an error are in it too."""
         for layer in layers:
             layout = self._plan.layouts[layer]
             targets[layer] = self.target(layout)
 
     def target(self, layout: LayerLayout) -> FillTarget:
-        """The unfinished file of a layer, opened."""
+        """Open the unfinished file of a layer."""
         file = self._open(layout, durable.PART_SUFFIX, layout.size)
         if not layout.scratch_bytes:
             return FillTarget(layout, file)
@@ -93,7 +93,7 @@ class Filler:
         return durable.GrowingFile(self._path(layout, suffix), size, write_back=True, files=self._files)
 
     def require_filled(self, shard: PlannedShard, layers: Iterable[str]) -> None:
-        """Make sure that what was filled elsewhere is there; a file made again would have holes in its place."""
+        """Check that files filled elsewhere are here; a file that is created again would have holes instead."""
         for layer in layers:
             layout = self._plan.layouts[layer]
             wanted = [(self._path(layout, durable.PART_SUFFIX), layout.size)]
@@ -111,9 +111,9 @@ class Filler:
     def _move_file(
         self, shard: PlannedShard, arriving: IncomingShard, targets: dict[str, FillTarget], layers: Sequence[str]
     ) -> None:
-        """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole.
+        """Move the arrived part of a shard while the rest arrives; nothing of it is trusted before it is complete.
 
-        Where the header does not come first, the places are the plan's and are compared when all is there.
+        If the header does not come first, the plan's offsets are used and compared when all is here.
         """
         as_it_comes = shard.streams
         early = shard.header_first or not (shard.staged and as_it_comes)
@@ -134,11 +134,11 @@ class Filler:
                     self._mover.from_file(path, targets, work, arrived, shard.name, sums_sources=shard.needs_checksum)
                     if not early:
                         self._compare(shard, read_shard_header(arriving.whole(), shard.name))
-                except FileNotFoundError:  # it was not what the hub says, and was taken away; if so, this says it too
+                except FileNotFoundError:  # removed if its digest is wrong; `whole` then raises that error
                     arriving.whole()
                     raise
                 except CorruptShardError as error:
-                    arriving.whole()  # the same: nothing was verified yet
+                    arriving.whole()  # likewise: nothing was verified yet
                     raise CorruptShardError(f"At {path}: {error.problem}", self._advice(shard)) from None
                 with self._profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
                     arriving.whole()
@@ -156,13 +156,13 @@ class Filler:
                     self._compare(shard, _streamed_header(stream, shard))
                 self._mover.from_stream(shard.name, stream, targets, moves(self._plan, shard.name, targets))
                 stream.finish()
-                if gaps is not None:  # the digest is right, so this says whether the plan was
+                if gaps is not None:  # the digest is right, so this verifies the plan
                     self._compare(shard, parse_torch_header(gaps.read_at, shard.size, shard.name))
             except CorruptShardError as error:
                 raise CorruptShardError(error.problem, self._advice(shard)) from None
 
     def _compare(self, shard: PlannedShard, header: Header) -> None:
-        """Refuse a shard that is no longer, or never was, what the plan took it for.
+        """Refuse a shard that is not, or no longer, the one that was planned with.
 
         The plan's header came over the network without a digest, or from a file that may have changed since.
         """

@@ -1,4 +1,4 @@
-"""The end of a split: the directory is declared whole, and what only the making needed is cleared away."""
+"""The end of a split: writes the manifest and removes files that only the split needed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from rabbitllm.store.layer_store import JOURNAL_NAME, LayerRecord, Manifest, rea
 logger = logging.getLogger(__name__)
 
 STAGING_NAME = ".staging"
-"""Folder inside the split directory that fetched shards go to; ours, and gone when the split is whole."""
+"""Folder inside the split directory for fetched shards; removed when the split is complete."""
 
 
 def manifest_of(
     work: SplitWork, quantizer: str | None, checksums: TensorSums, source_checksums: Mapping[str, int]
 ) -> Manifest:
-    """What is to be declared of a directory all of whose layer files are whole.
+    """Return the manifest of a directory all of whose layer files are complete.
 
     Args:
         work: the split.
         quantizer: as the manifest names it.
-        checksums: of every tensor whose writing was summed.
+        checksums: of every tensor that was summed as it was written.
         source_checksums: shard -> `source_check.source_crc32`.
     """
     plan = work.plan
@@ -56,7 +56,7 @@ def manifest_of(
 
 
 def finish(request: SplitRequest, manifest: Manifest) -> None:
-    """Declare the directory whole, then clear away what only the making needed."""
+    """Write the manifest, then remove files that only the split needed."""
     if read_manifest(request.folder) is None:
         write_manifest(request.folder, manifest)
     clear_away(request.folder)
@@ -65,22 +65,22 @@ def finish(request: SplitRequest, manifest: Manifest) -> None:
 
 
 def _checksums(layout: LayerLayout, known: TensorSums, folder: Path) -> tuple[int, bytes | None]:
-    """The CRC-32 of a layer file and of each of its blocks, from what was summed as it was written."""
+    """Return the CRC-32 of a layer file and of each of its blocks, from the sums taken as it was written."""
     parts = ((layout.places[part.name], part.nbytes) for part in layout.parts)
     starts, path = block_starts(layout.size, layout.header_bytes, parts), folder / layout.file_name
     written = _written(layout, known)
-    if written is None:  # a crash came between the file's name and the journal's line
+    if written is None:  # a crash came between the rename of the file and the journal's line
         return sums_of_file(path, starts)
     crc = combine_all((whole_sum(sums), nbytes) for _, nbytes, sums in written)
     runs = [runs_of(sums, at, nbytes) for at, nbytes, sums in written]
     if None not in runs:
         return crc, block_sums(itertools.chain.from_iterable(filter(None, runs)), starts)
     found, blocks = sums_of_file(path, starts)  # the journal was begun before blocks had checksums
-    return crc, blocks if found == crc else None  # else the file is not what was written, as its checksum says
+    return crc, blocks if found == crc else None  # on a mismatch the file is damaged, as its checksum will show
 
 
 def _written(layout: LayerLayout, known: TensorSums) -> list[tuple[int, int, PartSums]] | None:
-    """Offset, bytes and sums of all that a layer file holds, in its order; None if some of it is not known."""
+    """Return offset, bytes and sums of all parts of a layer file, in its order; None if some of them are unknown."""
     found: dict[int, tuple[int, PartSums]] = {0: (layout.header_bytes, sums_of(layout.header, 0))}
     forms: list[StoredForm | Settling] = [*layout.forms, *layout.joins, *layout.settles]
     for form in forms:
@@ -96,21 +96,21 @@ def _written(layout: LayerLayout, known: TensorSums) -> list[tuple[int, int, Par
 
 
 def clear_away(folder: Path) -> None:
-    """Remove what only the making of a whole split directory needed: its journal and fetched shards.
+    """Remove files that only the split needed: its journal and fetched shards.
 
-    The directory must have its manifest. A crash may have come between that and this.
+    The directory must have its manifest. Also completes a removal that a crash interrupted.
     """
     journal_path = folder / JOURNAL_NAME
-    if journal_path.exists():  # asked first: a finished split may lie on a read-only mount
-        durable.sync_folder(folder)  # the manifest's name: a process that died may have left it uncertain
+    if journal_path.exists():  # checked first: a finished split may lie on a read-only mount
+        durable.sync_folder(folder)  # the manifest's name may not be durable yet if an earlier process died
         durable.remove(journal_path)
     durable.remove_folder(folder / STAGING_NAME)
 
 
 def discard_original(checkpoint: Checkpoint) -> None:
-    """Remove the shards that are left of a checkpoint, and what its kind counts as the rest (`delete_original`).
+    """Remove the remaining shards of a checkpoint, and the other files that its kind allows (`delete_original`).
 
-    The caller must have made sure that the split directory is whole and was made from this checkpoint.
+    The caller must have made sure that the split directory is complete and was made from this checkpoint.
     """
     disposals = [checkpoint.release(shard).disposal for shard in checkpoint.index.shards]
     if kept := disposals.count(Disposal.READ_ONLY):

@@ -1,7 +1,7 @@
-"""What lies between the tensors of a shard, kept as the shard passes by.
+"""The bytes between the tensors of a shard, kept as the shard passes by.
 
-A file whose directory stands behind its data can be moved as it comes, by the places that the plan knows; whether they
-are right shows at the end, from what was kept. Knows no formats.
+A file whose directory stands behind its data can be moved as it arrives, by the plan's offsets; whether these are right
+is verified at the end, from the kept bytes. Independent of formats.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from rabbitllm.formats.tensor_spec import TensorSpec
 
 MAX_BYTES = 16 << 20
-"""What is kept at most of a shard: more than a directory and a pickle of 30,000 tensors."""
+"""The most that is kept of a shard: enough for a directory and a pickle of 30,000 tensors."""
 
 
 def can_be_kept(tensors: Iterable[TensorSpec], size: int) -> bool:
-    """Whether a file of `size` bytes is these tensors one after the other, and little else."""
+    """Whether a file of `size` bytes consists of these tensors one after the other, and little else."""
     at = unused = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.strides is not None or tensor.offset < at:
@@ -30,7 +30,7 @@ class Gaps:
     """The bytes of a shard that belong to none of its tensors.
 
     Args:
-        tensors: for which `can_be_kept` is true.
+        tensors: tensors for which `can_be_kept` is true.
         size: of the shard, bytes.
     """
 
@@ -50,7 +50,7 @@ class Gaps:
             self._ends.append(end)
 
     def watching(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """The same chunks, all bytes of the shard in order; what lies in a gap is kept as they pass."""
+        """Yield the same chunks, all bytes of the shard in order, keeping the bytes in gaps."""
         at = gap = 0
         for chunk in chunks:
             end = at + len(chunk)
@@ -64,7 +64,7 @@ class Gaps:
             yield chunk
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """The bytes of a range that lies within a gap; fewer, or none, if it does not."""
+        """Return the bytes of a range within a gap; fewer, or none, if it is not within one."""
         gap = bisect_right(self._begins, offset) - 1
         if gap < 0:
             return b""

@@ -1,7 +1,7 @@
-"""What Ctrl-C, SIGTERM and SIGHUP leave behind, in two lines on stderr: how far the split came, and how to go on.
+"""Reports an interrupt by Ctrl-C, SIGTERM or SIGHUP in two lines on stderr: the progress, and how to resume.
 
-Stops nothing itself: the interrupt goes on its way, and the process, if that ends it, is gone within a second. Nothing
-has to be saved at that moment, since the journal always says what is durable; it is only read here.
+It does not handle the interrupt itself, which propagates; if that ends the process, it ends within a second. Nothing
+has to be saved at that moment: the journal always records what is durable, and is only read here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _goes_on = contextvars.ContextVar("goes_on", default=True)
 
 @contextlib.contextmanager
 def starting_afresh() -> Iterator[None]:
-    """Say nothing on an interrupt while the context is open: the same call would not go on, but start again."""
+    """Print nothing on an interrupt while the context is open: the same call would not resume, but start again."""
     before = _goes_on.set(False)
     try:
         yield
@@ -37,10 +37,10 @@ def starting_afresh() -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling_how_to_go_on(folder: Path) -> Iterator[None]:
-    """On an interrupt while the context is open, say on stderr how far the split in `folder` came.
+    """On an interrupt while the context is open, print on stderr how far the split in `folder` came.
 
-    That is a KeyboardInterrupt, and in the main thread SIGTERM and SIGHUP, unless someone else handles or ignores them:
-    the process then ends by that signal.
+    Interrupts are KeyboardInterrupt and, in the main thread, SIGTERM and SIGHUP, unless these are handled or ignored
+    already. SIGTERM and SIGHUP end the process.
     """
     try:
         with _telling_at_signals(folder):
@@ -50,7 +50,7 @@ def telling_how_to_go_on(folder: Path) -> Iterator[None]:
         atexit.register(gc.freeze)
         if not _goes_on.get():
             raise
-        bar = "\n" if sys.stderr.isatty() else ""  # one may be standing in that line
+        bar = "\n" if sys.stderr.isatty() else ""  # a progress bar may be on that line
         print(f"{bar}{_state(folder)}\n{_way_on()}", file=sys.stderr, flush=True)
         raise
 
@@ -63,7 +63,7 @@ def _telling_at_signals(folder: Path) -> Iterator[None]:
 
     def told(number: int, frame: object) -> None:
         if _goes_on.get():
-            with contextlib.suppress(OSError):  # the terminal may be gone; a print could be under way, so no print
+            with contextlib.suppress(OSError):  # the terminal may be gone; no `print`, since one may be in progress
                 os.write(2, f"\n{_state(folder)}\n{_way_on()}\n".encode())
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
@@ -89,7 +89,7 @@ def _state(folder: Path) -> str:
         seen = journal.glance(folder)
     except OSError:
         seen = None
-    if seen is None:  # no moment to complain about a journal
+    if seen is None:  # an unreadable journal is not reported here
         return f"Interrupted: what was done is safe in {folder}."
     return f"Interrupted: {len(seen.used)} of {len(seen.shards)} shards are used up; the layers are in {folder}."
 
@@ -100,11 +100,11 @@ def _way_on() -> str:
 
 
 def command_line() -> str | None:
-    """The command that started this process, as it can be typed again; None in a notebook or at a prompt."""
+    """Return the command that started this process, as it can be typed again; None in a notebook or at a prompt."""
     program = sys.argv[0] if sys.argv else ""
     if not os.path.isfile(program) or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         return None
     name = os.path.basename(program)
     if name != "__main__.py" and os.access(program, os.X_OK):
         return shlex.join([name if shutil.which(name) == program else program, *sys.argv[1:]])
-    return shlex.join(sys.orig_argv)  # with the interpreter, and with `-m` if it was that
+    return shlex.join(sys.orig_argv)  # with the interpreter, and `-m` where it was given

@@ -1,10 +1,9 @@
-"""What of a split is durable: the plan it follows, and the shards that are used up.
+"""The journal of a split: its plan, and the shards that are used up.
 
-`split.journal` in the split directory, lines of JSON. The first line is everything that the headers said, written
-before the first shard is touched, because a shard that is gone cannot be asked again. Each further line names a
-shard all of whose tensors are durable in layer files, and the checksums of what was written: `crc32` of each stored
-part, and in the same order `runs` of those that several blocks of the layer file have a run of. A line that a crash cut
-short is no line.
+`split.journal` in the split directory, lines of JSON. The first line is the content of all headers, written before the
+first shard is touched, because the header of a deleted shard cannot be read again. Each further line names a shard
+whose tensors are all durable in layer files, and the checksums of what was written: `crc32` of each stored part, and in
+the same order `runs` of parts that span several blocks of the layer file. A line that a crash truncated is ignored.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from rabbitllm.store.layer_store import JOURNAL_NAME
 from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
 
 JOURNAL_VERSION = 2
-"""Those of version 1 do not say which format version their layer files have; it was the first."""
+"""Version 1 does not record the format version of the layer files, which was the first."""
 MIXED_VERSION = 3
-"""Of a journal that says what each tensor has; it is no other's, which earlier versions of this package go on with."""
+"""Version with a compression for each tensor. Other journals keep version 2, which earlier releases can resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,10 @@ class Replay:
     """A journal read back.
 
     Attributes:
-        plan: what is being done.
-        quantizer: what it was begun with.
+        plan: the plan of the split.
+        quantizer: as the split was begun with.
         used: shards used up so far.
-        checksums: of the tensors whose writing the journal knows of.
+        checksums: of the tensors whose writing is recorded.
         source_checksums: shard -> `source_check.source_crc32`, of used shards that have no digest.
     """
 
@@ -68,7 +67,7 @@ def replay(folder: Path) -> Replay | None:
     """Read the journal of an unfinished split; None if there is none.
 
     Raises:
-        IncompleteSplitError: it is not one that this version wrote.
+        IncompleteSplitError: the journal is damaged or of an unknown version.
     """
     path = folder / JOURNAL_NAME
     if not path.exists():
@@ -92,14 +91,14 @@ def replay(folder: Path) -> Replay | None:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedSplit:
-    """An unfinished split from afar.
+    """Summary of an unfinished split.
 
     Attributes:
-        shards: those that it is made from.
+        shards: all shards of the source.
         used: those of them that are used up.
-        source: what is split.
-        compression: None, one that all tensors have, or "auto".
-        stems: of the layer files that there will be.
+        source: identity of the source.
+        compression: None, one for all tensors, or "auto".
+        stems: stems of the layer files.
     """
 
     shards: frozenset[str]
@@ -110,9 +109,9 @@ class UnfinishedSplit:
 
 
 def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
-    """What a journal says without being replayed, which plans again and takes seconds for 90,000 tensors.
+    """Summarize a journal without a replay, which makes the plan again and takes seconds for 90,000 tensors.
 
-    None if there is none, or it cannot be read back.
+    Return None if there is no journal, or it is damaged.
     """
     try:
         head, *lines = (folder / name).read_bytes().split(b"\n")
@@ -137,7 +136,7 @@ class _Entry:
 
 
 def _entry(line: bytes) -> _Entry | None:
-    """What a line says; None for a line that a crash cut short."""
+    """Parse a line; None for a line that a crash truncated."""
     try:
         content = json.loads(line)
         shard, source_crc32 = content["used"], content.get("source_crc32")
@@ -153,13 +152,13 @@ def _entry(line: bytes) -> _Entry | None:
 
 
 class SplitJournal:
-    """The journal of a split that is being made."""
+    """The journal of a split in progress."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / JOURNAL_NAME
         torn = not path.read_bytes().endswith(b"\n")
         self._log = durable.Log(path)
-        if torn:  # end the line that a crash cut short, so that the next one stands alone
+        if torn:  # end the line that a crash truncated, so that the next one is separate
             try:
                 self._log.append("")
             except BaseException:
@@ -169,10 +168,10 @@ class SplitJournal:
     def mark_used(self, shard: str, checksums: TensorSums, source_crc32: int | None = None) -> None:
         """Declare that everything taken from `shard` is durable. Only then may it be deleted.
 
-        What earlier versions of this package do not know stands apart, so that they can go on with the split.
+        Fields that earlier versions of this package lack are separate, so that those can still resume the split.
 
         Args:
-            shard: which.
+            shard: name of the shard.
             checksums: of the tensors that were written.
             source_crc32: `source_check.source_crc32` of the shard; None if it has a digest.
         """
@@ -189,11 +188,11 @@ class SplitJournal:
 
 
 def settle(folder: Path) -> None:
-    """Make everything that can be read of an earlier run's journal durable, before a shard is deleted on its word.
+    """Make the readable part of an earlier run's journal durable, before a shard is deleted because of it.
 
-    What a process that died had written is visible and may not be durable; after a sync that failed, no later sync
-    alone makes it so (https://wiki.postgresql.org/wiki/Fsync_Errors). So it is written once more, in place, which takes
-    no space.
+    Data written by a process that died is visible but may not be durable; after a sync that failed, another sync alone
+    does not make it so (https://wiki.postgresql.org/wiki/Fsync_Errors). So it is written once more, in place, which
+    takes no space.
     """
     path = folder / JOURNAL_NAME
     found = path.read_bytes()
@@ -235,7 +234,7 @@ def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
 
 
 def _tensor(tensor: TensorSpec) -> list[object]:
-    """What few tensors have comes last, and only where there is any: strides, their view, the piece it is."""
+    """Encode a tensor; the fields that few tensors have come last and are omitted if None: strides, view, piece."""
     piece = tensor.piece
     cut = None if piece is None else [piece.of, piece.shape, piece.dim, piece.begin]
     rest = [tensor.strides, tensor.view, cut]

@@ -1,4 +1,4 @@
-"""Layer -> shards and layer -> tensors, from an index. Pure: opens nothing."""
+"""Maps layers to their shards and tensors, from an index. Pure: opens nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rabbitllm.checkpoints.naming import LayerName, layer_order
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """How the tensors of a checkpoint spread over layers and shards.
+    """The distribution of a checkpoint's tensors over layers and shards.
 
     Attributes:
-        layers: layer id -> its name, in the order of a pass.
+        layers: layer id -> its name, in the order of a forward pass.
         layer_to_tensors: layer id -> its tensors, in the index's order.
         layer_to_shards: layer id -> the shards that hold a tensor of it.
         shard_to_layers: shard -> the layers it holds a tensor of.
@@ -25,9 +25,9 @@ class LayerMap:
     shard_to_layers: Mapping[str, tuple[str, ...]]
 
     def completed_by(self, shard: str, processed: Iterable[str]) -> tuple[str, ...]:
-        """The layers that have all their tensors once `shard` joins the `processed` ones.
+        """Return the layers that have all their tensors once `shard` joins the `processed` ones.
 
-        Only layers that the shard touches are looked at; a layer costs one set comparison.
+        Only the layers of the shard are checked, each with one set comparison.
         """
         done = {*processed, shard}
         return tuple(layer for layer in self.shard_to_layers.get(shard, ()) if self.layer_to_shards[layer] <= done)

@@ -1,8 +1,8 @@
-"""A file in the split directory that says which run its layer files may be filled for.
+"""A file in the split directory that names the run for which its layer files may be filled.
 
-The processes that fill them elsewhere read it. A process that reads the wrong run, or finds no file, looks at another
-folder or belongs to a run that is over. A process that died leaves its file. The next run replaces it, and the workers
-of the dead run stop at their next look. The file is scratch: it describes a running process and holds no data.
+The processes that fill them elsewhere read it. If a process reads another run, or finds no file, it sees another folder
+or belongs to a run that is over. A process that dies leaves its file; the next run replaces it, and the workers of the
+dead run stop at their next check. The file is scratch: it describes a running process and holds no data.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from rabbitllm.storage import durable
 
 LEASE_NAME = ".lease"
 LOOK_SECONDS = 0.5
-"""How often it is looked at, at most."""
+"""Minimum time between two checks of the file."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Leave to fill layer files in a folder; can be sent to another process.
+    """Permission to fill layer files in a folder; can be sent to another process.
 
     Attributes:
         folder: the split directory.
-        run: which run gave it.
+        run: id of the run that granted it.
     """
 
     folder: Path
     run: str
 
     def holds(self) -> bool:
-        """Whether the file is there and says so."""
+        """Whether the file exists and names this run."""
         try:
             return (self.folder / LEASE_NAME).read_bytes() == self.run.encode()
         except OSError:
@@ -43,10 +43,10 @@ class Lease:
 
 
 class LeaseCheck:
-    """Looks at a lease now and then, from any thread.
+    """Checks a lease at intervals, from any thread.
 
     Args:
-        lease: which.
+        lease: the lease to check.
     """
 
     def __init__(self, lease: Lease) -> None:
@@ -56,7 +56,7 @@ class LeaseCheck:
     def check(self) -> None:
         """
         Raises:
-            ClusterError: it does not hold (any more).
+            ClusterError: the lease does not hold, or no longer holds.
         """
         now = time.monotonic()
         if now < self._next:
@@ -71,7 +71,7 @@ class LeaseCheck:
 
 @contextlib.contextmanager
 def granted(folder: Path) -> Iterator[Lease]:
-    """A lease that holds while the context is open; the caller is the only one at work on the folder (`lock.py`)."""
+    """Grant a lease while the context is open; the caller must hold the lock of the folder (`lock.py`)."""
     lease = Lease(folder, uuid.uuid4().hex)
     durable.write_scratch(folder / LEASE_NAME, lease.run.encode())
     try:

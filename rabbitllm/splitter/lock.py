@@ -1,14 +1,14 @@
-"""One process (and one thread) at a time on a split directory; the others wait, say so once, and take over at once.
+"""A lock on a split directory: one process (and thread) at a time; others wait, print one message, and then take over.
 
-The lock is the operating system's, through filelock: flock, and its like on Windows. It ends with the process that
-holds it, so nothing has to be cleaned up after a kill. This module knows neither splits nor shards: the caller that
-gets the lock looks at the directory again, since the holder before it may have finished the split.
+It is an operating system lock, through filelock: flock, or its counterpart on Windows. It ends with the process that
+holds it, so nothing has to be cleaned up after a kill. This module is independent of splits and shards: after the lock
+is acquired the caller must check the directory again, since the previous holder may have finished the split.
 
 A process that has loaded a model holds a shared lock on the directory (`read_lock`, `folder_lock.py`). It prevents only
 the replacement and the removal of layer files.
 
-Invariant: while a caller is inside `locked`, no other one is, and when the last of them has left, nothing of the lock
-is left in the directory, nor the directory itself if it was made for the lock and nothing else came into it.
+Invariant: while a caller is inside `locked`, no other one is. When the last caller has left, no file of the lock
+remains, nor the directory if it was created for the lock and is empty.
 """
 
 from __future__ import annotations
@@ -36,36 +36,37 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 HOLDER_NAME = ".lock.holder"
-"""Names the holder of the lock. A file of its own: filelock before 3.30 empties the lock file at every attempt."""
+"""Names the holder of the lock. A separate file: filelock before 3.30 empties the lock file at every attempt."""
 POLL_SECONDS = 0.1
 SILENT_SECONDS = 0.5
-"""A wait shorter than this is not worth a message; by then the holder has said who it is, too."""
+"""Waits shorter than this print no message; by then the holder has also written its note."""
 MAX_RESTARTS = 1000
-"""Times that the folder may vanish under a process that wants to lock it; beyond that something else is wrong."""
+"""How often the folder may vanish before it is locked; beyond that there is another cause, and the error is raised."""
 
 # Why removing the lock file is safe, although a waiting process may have it open.
 #
-# Unlinking splits the waiting from the coming: one who opened the file before gets a lock on a file without a name, one
-# who comes later makes a new file, and both believe to be alone. Three rules keep that from happening.
+# Unlinking separates waiting processes from new ones: a process that opened the file before locks a file without a
+# name, a later one creates a new file, and both would assume to be alone. Three rules prevent that.
 #
-# 1. A lock counts only if its file has the name. filelock does not say which file it locked (before 3.20.4 it does not
-#    look either), so `_try` opens the file first, lets filelock lock whatever has the name, and then looks whether the
+# 1. A lock counts only if its file has the name. filelock does not tell which file it locked (before 3.20.4 it does not
+#    check either), so `_try` opens the file first, has filelock lock whatever has the name, and then checks whether the
 #    name still belongs to the file it opened. A file that lost its name never gets it back, and while it is open no
-#    new one has its inode number, so then filelock opened that file too. If not, the lock is released and tried again.
-# 2. Only one who has the lock removes the file: `_remove_lock_file` takes it once more for that, after filelock has let
-#    go, and leaves the file if another process was quicker. It cannot be done before: filelock 3.20.4 to 3.29 unlink
-#    on release, by name, and would take away the file that a third process has made and locked in between. Their own
-#    unlink comes while they hold the lock on the file of that name (they do look), so rule 1 covers it.
-# 3. The process that gets the lock looks at the directory again: a manifest means that nothing is left to do.
+#    new one has its inode number; so if the check passes, filelock locked that file. If not, the lock is released and
+#    acquired again.
+# 2. Only the holder of the lock removes the file: `_remove_lock_file` locks it once more for that, after filelock has
+#    released it, and leaves the file if another process was quicker. It cannot be done before: filelock 3.20.4 to 3.29
+#    unlink on release, by name, and would remove the file that a third process has created and locked in between. Their
+#    own unlink happens while they hold the lock on the file of that name (they do check), so rule 1 covers it.
+# 3. The process that gets the lock checks the directory again: a manifest means that nothing is left to do.
 #
-# On Windows an open file cannot be removed, so there the last one to have it open removes it.
+# On Windows an open file cannot be removed, so there the last process that has it open removes it.
 
 
 @contextlib.contextmanager
 def locked(folder: Path, *, excluding_readers: bool = False) -> Iterator[None]:
-    """Be the only one at work on a split directory while the context is open; waits as long as another one is.
+    """Hold a split directory exclusively while the context is open; wait while another caller holds it.
 
-    Makes the folder if it is not there, and removes it again if nothing was put into it (a split that was refused).
+    Creates the folder if it is missing, and removes it again if it stays empty (a split that was refused).
 
     Args:
         folder: the split directory.
@@ -80,7 +81,7 @@ def locked(folder: Path, *, excluding_readers: bool = False) -> Iterator[None]:
     try:
         lock = _wait_for(folder, made)
         try:
-            with contextlib.suppress(OSError):  # a full disk shows elsewhere; the note is only for others to read
+            with contextlib.suppress(OSError):  # a full disk is reported elsewhere; the note is only informative
                 durable.write_scratch(folder / HOLDER_NAME, json.dumps(_this_process()).encode())
             with folder_lock.exclusive(folder, FolderKind.SPLIT) if excluding_readers else contextlib.nullcontext():
                 yield
@@ -94,7 +95,7 @@ def locked(folder: Path, *, excluding_readers: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_at_once(folder: Path) -> Iterator[None]:
-    """As `locked` without readers, of a folder that is there, and without waiting.
+    """As `locked` with `excluding_readers`, for a folder that exists, and without waiting.
 
     Raises:
         InUseError: another process works on it, or has loaded its model.
@@ -143,7 +144,7 @@ def is_left_over(folder: Path) -> bool:
 
 
 def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
-    """The lock, held; None on a file system that has none. Folders that had to be made are added, innermost first."""
+    """Acquire the lock; None on a file system without locks. Adds the folders it creates to `made`, innermost first."""
     tell_from = time.monotonic() + SILENT_SECONDS
     told, restarts = False, 0
     while True:
@@ -159,13 +160,13 @@ def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
         except _Unlinked:
             restarts += 1
             continue
-        except (FileNotFoundError, FileExistsError):  # mkdir says the latter of a folder that goes at that moment
+        except (FileNotFoundError, FileExistsError):  # mkdir raises the latter if the folder is removed at that moment
             restarts += 1
             if restarts > MAX_RESTARTS:
                 raise
             continue
         if lock is not None:
-            if restarts:  # filelock itself may have made the folder in place of the one that went, without a sync
+            if restarts:  # filelock itself may have created the folder again, without a sync
                 durable.sync_folder(folder.parent)
             return lock
         if not told and time.monotonic() >= tell_from:
@@ -175,7 +176,7 @@ def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
 
 
 class _Unlinked(Exception):
-    """What was locked is not, or no longer, the file of that name."""
+    """The locked file does not, or no longer, have the name."""
 
 
 class _NoLocksError(Exception):
@@ -183,7 +184,7 @@ class _NoLocksError(Exception):
 
 
 def _try(path: Path, descriptor: int) -> BaseFileLock | None:
-    """The lock on the file that `path` names and `descriptor` has open; None if it is held already.
+    """Lock the file that `path` names and `descriptor` has open; None if it is held already.
 
     Raises:
         _Unlinked, _NoLocksError: see there.
@@ -218,7 +219,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _ask_for_locks(descriptor: int) -> None:
-    """Ask whether the file system has locks, by the release of a lock that is not held, which has no effect.
+    """Test whether the file system has locks, by releasing a lock that is not held, which has no effect.
 
     Without flock filelock would use a lock file that remains after a kill.
 
@@ -261,17 +262,17 @@ def _this_process() -> dict[str, object]:
 
 
 def _holder(folder: Path) -> str:
-    """Who holds the lock, in words."""
+    """Describe the holder of the lock."""
     try:
         note = json.loads((folder / HOLDER_NAME).read_bytes())
         return f"process {note['pid']} on {note['host']} since {note['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # half a note, or none
+    except (OSError, ValueError, KeyError, TypeError):  # an incomplete note, or none
         return "another process"
 
 
 def _tell(folder: Path) -> None:
-    """Say for whom this process waits."""
+    """Report which process this one waits for."""
     text = f"{folder} is being worked on by {_holder(folder)}; waiting until it is done."
     logger.warning("%s", text)
-    if logger.hasHandlers():  # without any, logging itself writes a warning to stderr, and once is enough
+    if logger.hasHandlers():  # without handlers logging itself writes the warning to stderr
         print(text, file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""Carries runs of bytes from a shard to their places in layer files, quantized on the way, in a few threads.
+"""Moves runs of bytes from a shard to their offsets in layer files, quantizing where needed, in a few threads.
 
-From a file the threads read for themselves, anywhere in it; from a stream one reader fills a fixed number of buffers
-in order. Memory is those buffers and nothing that grows with a tensor, a layer or a shard. Every byte that is written
-is also summed (CRC-32), so that a layer's checksum costs no second read. Knows nothing of journals and deletions.
+From a file each thread reads for itself, at any offset; from a stream one reader fills a fixed number of buffers in
+order. Memory is bounded by those buffers; it does not grow with a tensor, a layer or a shard. Every byte that is
+written is also summed (CRC-32), so that a layer's checksum needs no second read. Journals and deletions are handled
+elsewhere.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from rabbitllm.store.layer_file import LayerLayout
 from rabbitllm.store.order import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SYNC, WRITE, Profiler
 
-# Scales that waited in a scratch file until all of them were there: read from it, and quantized. Writes nothing.
+# Reads scales that waited in a scratch file for the rest of them, and quantizes them. Writes nothing.
 
 
 def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, memoryview]]:
-    """What a tensor's stored parts are made of once its scales are quantized, a run at a time.
+    """Yield the stored parts of a tensor with quantized scales, a run at a time.
 
     Args:
         form: the tensor.
-        scratch: the file of its layer in which its scales have waited, all of them.
+        scratch: the scratch file of its layer, which contains all its scales.
 
     Yields:
-        Which part, how many bytes into it, and the run.
+        Number of the part, offset in it in bytes, and the run.
 
     Raises:
         IncompleteSplitError: the file ends too early.
@@ -73,23 +74,23 @@ def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, me
 
 
 SPARE_BUFFERS = 2
-"""Buffers of a stream beyond one a thread, so that the reader need not wait for the slowest."""
+"""Buffers of a stream in addition to one per thread, so that the reader need not wait for the slowest."""
 STRIDED_READERS = 2
-"""Threads that rearrange elements at a time: each holds up to `strided.STAGING_BYTES` in addition to its buffer."""
+"""Threads that rearrange elements at a time; each holds up to `strided.STAGING_BYTES` in addition to its buffer."""
 QUEUED_BATCHES = 4
-"""Batches of a file that are given to the threads ahead of time, for each of them."""
+"""Batches of a file that are queued ahead, per thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class FillTarget:
-    """A layer file that is being filled: what goes where in it, the file, and its scratch file if it has one."""
+    """A layer file that is being filled: its layout, the file, and its scratch file if it has one."""
 
     layout: LayerLayout
     file: durable.GrowingFile
     scratch: durable.GrowingFile | None = None
 
     def write(self, part: str, begin: int, data: memoryview, *, aligned: bool = False) -> None:
-        """Write a run of a stored part, `begin` bytes into it, to where that part has its place."""
+        """Write a run of a stored part at `begin` bytes into that part, in the layer file or the scratch file."""
         at = self.layout.scratch_places.get(part)
         if at is None:
             self.file.write_at(data, self.layout.places[part] + begin, aligned=aligned)
@@ -98,7 +99,7 @@ class FillTarget:
             self.scratch.write_at(data, at + begin, aligned=aligned)
 
     def sync(self) -> None:
-        """Return once everything that was written would survive a power cut."""
+        """Sync the files; on return everything that was written would survive a power cut."""
         self.file.sync()
         if self.scratch is not None:
             self.scratch.sync()
@@ -111,14 +112,14 @@ class FillTarget:
 
 
 class Mover:
-    """The threads, and as `sums` what they have written.
+    """The threads that move bytes, and in `sums` the checksums of what they have written.
 
     Args:
-        threads: how many.
+        threads: number of threads.
         quantize_on: "cpu" or "cuda:N".
-        profiler: told of every read, quantization and write.
+        profiler: records every read, quantization and write.
         watch: called before each batch; may raise to stop.
-        fitted: whether scales of 4bit are to fit their blocks.
+        fitted: whether scales of 4bit are fitted to their blocks.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Mover:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def sync(self, targets: Iterable[FillTarget]) -> None:
-        """Return once everything written to these files is durable."""
+        """Sync these files; on return everything written to them is durable."""
         self._finish([self._pool.submit(self._sync, target) for target in targets])
 
     def _sync(self, target: FillTarget) -> None:
@@ -165,15 +166,15 @@ class Mover:
         """Carry out `work`, in the shard's own order, from a shard that is a file, or is becoming one.
 
         Args:
-            path: of the file.
+            path: path of the file.
             targets: layer -> its file.
-            work: what to do.
-            arrived: waits until the file has its first so many bytes; may raise to stop.
-            label: the shard that the bytes are told of as done; None where they are not the source's.
+            work: the moves.
+            arrived: waits until that many bytes from the start are in the file; may raise to stop.
+            label: shard to report the bytes for; None if they are not the source's.
             sums_sources: also compute checksums of the data before quantization.
 
         Raises:
-            CorruptShardError: the file cannot be read, or is shorter than its header said.
+            CorruptShardError: the file cannot be read, or is shorter than its header says.
         """
         running: list[Future[None]] = []
         with PositionalFile(path) as source:
@@ -195,7 +196,7 @@ class Mover:
     ) -> None:
         """Carry out `work`, in the shard's own order, from its bytes as they arrive.
 
-        The stream is left where the last run ends; nothing that was written is to be believed before it is whole.
+        The stream is left where the last run ends; written data must not be trusted until the stream is complete.
         """
         spare: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(self._threads + SPARE_BUFFERS):
@@ -217,7 +218,7 @@ class Mover:
         _still_running(running)
 
     def settle(self, targets: Iterable[tuple[FillTarget, Path]]) -> None:
-        """Quantize the scales that have waited for it in scratch files, all of which are there.
+        """Quantize scales that waited in scratch files, which are complete now.
 
         Args:
             targets: layer files, each with the path of its scratch file.
@@ -235,7 +236,7 @@ class Mover:
                 self._put(target, form, part, begin, content)
 
     def _finish(self, futures: list[Future[None]]) -> None:
-        """Wait for all of them; the first failure stops the rest."""
+        """Wait for all futures; the first failure cancels the rest."""
         done, pending = wait(futures, return_when=FIRST_EXCEPTION)
         for future in pending:
             future.cancel()
@@ -286,7 +287,7 @@ class Mover:
             for move in batch:
                 at = move.offset - batch[0].offset
                 data = buffer[at : at + move.nbytes]
-                if move.form.scheme is not None and at % TENSOR_ALIGNMENT:  # a kernel wants its values aligned
+                if move.form.scheme is not None and at % TENSOR_ALIGNMENT:  # kernels require aligned values
                     own = self._own_buffer()[: move.nbytes]
                     own[:] = data
                     data = own
@@ -297,7 +298,7 @@ class Mover:
         tell(_done(label, batch, written))
 
     def _write(self, target: FillTarget, move: Move, data: memoryview, *, aligned: bool) -> int:
-        """Put a run where it belongs, quantized if it is to be; how many bytes were made of it."""
+        """Write a run, quantized if its tensor is; return the number of bytes written for it."""
         form = move.form
         if form.scheme is None:
             with self._profiler.stage(move.layer, WRITE, move.nbytes):
@@ -330,14 +331,14 @@ class Mover:
         *,
         aligned: bool = False,
     ) -> None:
-        """Write a run of a stored part, `begin` bytes into it, and note its sum."""
+        """Write a run of a stored part at `begin` bytes into it, and add its checksum."""
         name = form.parts[part].name
         target.write(name, begin, data, aligned=aligned)
         waits = name in target.layout.scratch_places
         self.sums.add(form, part, begin, data, None if waits else target.layout.places[name])
 
     def _own_buffer(self) -> memoryview:
-        """This thread's own page-aligned buffer, made once."""
+        """Return this thread's own page-aligned buffer, allocated once."""
         if not hasattr(self._local, "buffer"):
             self._local.buffer = page_aligned(CHUNK_BYTES)
         buffer: memoryview = self._local.buffer
@@ -350,7 +351,7 @@ def _done(shard: str, batch: list[Move], written: int) -> BytesDone:
 
 
 def _still_running(futures: list[Future[None]]) -> list[Future[None]]:
-    """Those that are not done; one that failed raises."""
+    """Return the futures that are not done; raise the error of one that failed."""
     for future in futures:
         if future.done():
             future.result()
@@ -358,7 +359,7 @@ def _still_running(futures: list[Future[None]]) -> list[Future[None]]:
 
 
 def _batches(work: Iterable[Move]) -> Iterator[list[Move]]:
-    """Moves in groups of about one chunk, so that small tensors do not cost a task each."""
+    """Group moves into batches of about one chunk, so that small tensors do not cost a task each."""
     batch: list[Move] = []
     size = 0
     for move in work:
@@ -372,7 +373,7 @@ def _batches(work: Iterable[Move]) -> Iterator[list[Move]]:
 
 
 def _windows(work: Iterable[Move]) -> Iterator[list[Move]]:
-    """Moves in groups that lie within one chunk of the shard."""
+    """Group moves into batches that lie within one chunk of the shard."""
     batch: list[Move] = []
     for move in work:
         if batch and move.offset + move.nbytes - batch[0].offset > CHUNK_BYTES:

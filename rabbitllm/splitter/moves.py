@@ -1,4 +1,4 @@
-"""The runs of bytes that are carried from a shard to layer files, and in which order. Pure."""
+"""The runs of bytes that are moved from a shard to layer files, and their order. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One run of bytes of a shard and where it goes.
+    """One run of bytes of a shard and its target.
 
     Attributes:
         form: the tensor.
-        first: its first element in this run, in row-major order; of a tensor that is stored as it is, its first byte.
-        elements: how many; or bytes.
-        offset: where they start in the shard, bytes; of a tensor with strides, where they would without.
-        nbytes: their length, bytes.
+        first: index of its first element in this run, in row-major order; of a tensor that is stored unchanged, of its
+            first byte.
+        elements: number of elements; or bytes.
+        offset: offset of the run in the shard, bytes; of a tensor with strides, the offset it would have without.
+        nbytes: its length, bytes.
     """
 
     layer: str
@@ -34,15 +35,15 @@ class Move:
 
     @property
     def begin(self) -> int:
-        """Bytes of the tensor, in row-major order, before this run."""
+        """The offset of this run in the tensor, in row-major order, bytes."""
         return self.offset - self.form.source.offset
 
 
 def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:
-    """The runs of a shard that go to `layers`, in the shard's own order, each at most `CHUNK_BYTES` long.
+    """Yield the runs of a shard for `layers`, in the shard's own order, each at most `CHUNK_BYTES` long.
 
-    A run that is quantized is a whole number of blocks, unless it ends its tensor. A tensor without elements yields
-    one empty run, so that its constants are written all the same.
+    A run that is quantized is a whole number of blocks, unless it ends its tensor. A tensor without elements yields one
+    empty run, so that its constants are still written.
     """
     wanted = set(layers)
     return moves_of(
@@ -55,7 +56,7 @@ def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:
 
 
 def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
-    """The runs of some tensors of one file, each given with its layer; see `moves`."""
+    """Yield the runs of some tensors of one file, each given with its layer; see `moves`."""
     for layer, form in sorted(forms, key=lambda item: item[1].source.offset):
         spec = form.source
         if form.scheme is None:  # plain bytes: elements do not matter, and may be smaller than a byte

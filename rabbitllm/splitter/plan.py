@@ -1,6 +1,6 @@
-"""What a split will do, from headers alone: which tensors come from which shard, and each one's place in a layer file.
+"""The plan of a split, from headers alone: the shard of each tensor, and its offset in a layer file.
 
-Pure. In which runs its bytes are moved is in `moves.py`, the most disk that it takes in `disk_use.py`.
+Pure. The runs in which bytes are moved are in `moves.py`, the peak disk use in `disk_use.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class PlannedShard:
 
     Attributes:
         name, size, fingerprint: as in `ShardMetadata`.
-        tensors: those that this shard gives to layer files.
-        staged: fetched by us, so it costs disk of ours while it is used.
-        header_first: its header stands before its data.
+        tensors: the tensors that this shard provides for layer files.
+        staged: whether the split fetches it, so that it takes disk while it is used.
+        header_first: whether its header comes before its data.
         stat: metadata of its file when the split was begun; None if the shard is not on this machine, or if an earlier
             version of this package began the split.
         expected_crc32: `source_check.source_crc32` of it, if it was read in advance.
@@ -49,7 +49,7 @@ class PlannedShard:
 
     @property
     def streams(self) -> bool:
-        """Whether it can be used as it comes: its header is seen first, or is confirmed by what is kept until then."""
+        """Whether it can be used as it arrives: the header is first, or it is verified at the end from kept bytes."""
         return self.header_first or can_be_kept(self.tensors, self.size)
 
     @property
@@ -60,16 +60,16 @@ class PlannedShard:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """A whole split, decided.
+    """The complete plan of a split.
 
     Attributes:
-        source: what is split.
-        compression: None, one that all tensors have, or "auto".
-        shards: in the order they are taken.
-        layer_map: which layer is in which shards.
+        source: identity of the source.
+        compression: None, one for all tensors, or "auto".
+        shards: in processing order.
+        layer_map: the layers and shards of all tensors.
         layouts: layer id -> its file.
         format_version: of the layer files.
-        chosen: what each tensor has at "auto"; None at every other compression.
+        chosen: the schemes of tensors at "auto"; None at every other compression.
     """
 
     source: SourceIdentity
@@ -81,40 +81,40 @@ class SplitPlan:
     chosen: BitAllocation | None = None
 
     def stored_form(self, spec: TensorSpec) -> StoredForm:
-        """How a whole tensor is stored."""
+        """Return the form in which a whole tensor is stored."""
         return stored_form(spec, _scheme_of(spec, self.compression, self.chosen))
 
     @property
     def output_bytes(self) -> int:
-        """Of all layer files."""
+        """Bytes of all layer files."""
         return sum(layout.size for layout in self.layouts.values())
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Of the model: those that are cut into pieces once, as a whole."""
+        """The tensors of the model; one that is cut into pieces appears once, as a whole."""
         found = (tensor.whole for shard in self.shards for tensor in shard.tensors)
         return tuple({tensor.name: tensor for tensor in found}.values())
 
     @property
     def source_bytes(self) -> int:
-        """Of all shards."""
+        """Bytes of all shards."""
         return sum(shard.size for shard in self.shards)
 
     @property
     def unstreamable(self) -> tuple[str, ...]:
-        """The shards that are fetched and have to be whole on the disk before they are used."""
+        """The fetched shards that must be complete on the disk before they are used."""
         return tuple(shard.name for shard in self.shards if shard.staged and not shard.streams)
 
 
 @uncollected()
 def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardMetadata]) -> dict[str, tuple[TensorSpec, ...]]:
-    """The tensors that each shard contributes, by index and headers together.
+    """Return the tensors that each shard contributes, from index and headers together.
 
-    The index decides between two shards that hold the same tensor. A tensor that only a header knows is taken too,
-    as transformers does.
+    The index decides between two shards that hold the same tensor. A tensor that is only in a header is included too,
+    as in transformers.
 
     Raises:
-        InvalidIndexError: the index puts a tensor into a shard that does not have it.
+        InvalidIndexError: the index assigns a tensor to a shard that does not have it.
     """
     owner = dict(index.weight_map)
     chosen: dict[str, tuple[TensorSpec, ...]] = {}
@@ -144,9 +144,9 @@ def make_plan(
     format_version: int = FORMAT_VERSION,
     chosen: BitAllocation | None = None,
 ) -> SplitPlan:
-    """Fix every layer file from the shards' tensors and the layer each belongs to.
+    """Lay out every layer file from the shards' tensors and the layer each belongs to.
 
-    At "auto" `chosen` says what each tensor has; without it all are stored as they are.
+    At "auto" `chosen` has the scheme of each tensor; without it all are stored unchanged.
     """
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
@@ -174,7 +174,7 @@ def _plan_with(
 
 
 def _scheme_of(spec: TensorSpec, compression: str | None, chosen: BitAllocation | None) -> str | None:
-    """What a whole tensor is to be stored at, where compression touches it."""
+    """Return the scheme for a whole tensor, if compression touches it."""
     return compression if chosen is None else chosen.schemes.get(spec.name)
 
 
@@ -193,12 +193,12 @@ def _layout(
 
 
 def layout_at(name: LayerName, specs: Iterable[TensorSpec], schemes: Mapping[str, str], version: int) -> LayerLayout:
-    """One layer's file at "auto".
+    """Lay out one layer's file at "auto".
 
     Args:
         name: the layer.
         specs: its tensors, in the plan's order.
-        schemes: tensor -> its scheme; those that are not named stay as they are.
+        schemes: tensor -> its scheme; others are stored unchanged.
         version: of the format.
     """
     return _layout(name, specs, AUTO, BitAllocation(schemes), version)
@@ -206,7 +206,7 @@ def layout_at(name: LayerName, specs: Iterable[TensorSpec], schemes: Mapping[str
 
 @uncollected()
 def recompressed(plan: SplitPlan, compression: str | None, chosen: BitAllocation | None = None) -> SplitPlan:
-    """The same split at another compression, or at "auto" with another choice."""
-    if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all stay as they are
+    """Return the same split at another compression, or at "auto" with another choice."""
+    if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all are unchanged
         return dataclasses.replace(plan, compression=AUTO, chosen=chosen or BitAllocation({}))
     return _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)

@@ -1,6 +1,6 @@
-"""The layer files that a split would make, as the engine sees files: every tensor and its place, and no bytes.
+"""The layer files that a split would make, in the form the engine reads: every tensor and its offset, without data.
 
-So that what a model will take can be told by the code that later loads it.
+This lets the code that later loads a model estimate what it will take.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rabbitllm.store.layer_store import StoredTensor
 
 
 class PlannedFiles:
-    """What `LayerStore` will find when a plan is carried out.
+    """The files that `LayerStore` will find when a plan is carried out.
 
     Attributes:
-        folder: where the split directory will be.
-        tensors: checkpoint name -> where it will lie.
-        checks: none; there is nothing to read.
+        folder: the future split directory.
+        tensors: checkpoint name -> its future file and offsets.
+        checks: None, since there is nothing to read.
     """
 
     is_split = False
@@ -41,7 +41,7 @@ class PlannedFiles:
                 self.tensors[form.source.name] = _planned(form, layout, file)
 
     def mapped(self, file: str) -> MappedFile:
-        """There is none.
+        """Always raise, since no file exists.
 
         Raises:
             FileNotFoundError: always.
@@ -49,12 +49,12 @@ class PlannedFiles:
         raise FileNotFoundError(f"{self.path(file)} is only planned")
 
     def path(self, file: str) -> Path:
-        """Where a file will be."""
+        """Return the future path of a file."""
         return self.folder / file
 
 
 def _whole(layout: LayerLayout, plan: SplitPlan) -> Iterator[StoredForm]:
-    """The tensors of a layer as its file holds them; those that are cut into pieces once."""
+    """Yield the tensors of a layer as its file holds them; one that is cut into pieces once."""
     cut: set[str] = set()
     for form in layout.forms:
         if form.source.piece is None:
@@ -74,6 +74,6 @@ def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
     )
     if form.scheme is None:
         return StoredTensor(form.source.name, parts, None)
-    dtype = None if form.scheme == "8bit" else DTYPES[form.source.dtype].torch_name  # which does not store it
-    mean = 0.0 if form.scheme == DOUBLE else None  # of scales that are not there yet
+    dtype = None if form.scheme == "8bit" else DTYPES[form.source.dtype].torch_name  # 8bit does not store it
+    mean = 0.0 if form.scheme == DOUBLE else None  # the scales do not exist yet
     return StoredTensor(form.source.name, parts, Quantized(form.scheme, form.source.shape, dtype, mean))

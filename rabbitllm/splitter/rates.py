@@ -1,6 +1,6 @@
-"""How fast this machine fetches, reads and quantizes, measured on small samples; nothing is written.
+"""Measures how fast this machine fetches, reads and quantizes, on small samples; nothing is written.
 
-Each measurement takes a bounded time and gives None where it cannot be made: an estimate is not worth an error.
+Each measurement takes a bounded time and returns None if it fails: an estimate must not raise an error.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rabbitllm.splitter.moves import CHUNK_BYTES
 from rabbitllm.splitter.split_estimate import Rate
 
 FETCHED_BYTES = 8 << 20
-"""Of a shard, from its start, at most."""
+"""The most that is fetched of a shard, from its start."""
 READ_BYTES = 64 << 20
-"""Of the shards on this disk, in pieces spread evenly over them, at most."""
+"""The most that is read of the shards on this disk, in pieces spread evenly over them."""
 MAX_SECONDS = 3.0
-"""A fetch or a read stops then, and what came until then counts."""
+"""A fetch or a read stops after this time; what arrived until then counts."""
 QUANTIZE_SECONDS = 0.3
 
 
 def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
-    """How fast a shard comes from the hub: one request for its first bytes, kept nowhere."""
+    """Measure how fast a shard comes from the hub: one request for its first bytes, which are not kept."""
     size = min(repository.files[shard].size, FETCHED_BYTES)
-    # a listing in which the shard ends there, and has no digest to compare
+    # a listing in which the shard has only this size and no digest
     sample = dataclasses.replace(repository, files={shard: HubFile(shard, size, None, None)})
     start = time.perf_counter()
     arrived: list[tuple[float, int]] = []
@@ -54,9 +54,9 @@ def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
 
 
 def _steady_rate(arrived: Sequence[tuple[float, int]]) -> Rate | None:
-    """The rate of chunks that came at these seconds, without the wait for the first where that leaves enough of them.
+    """Return the rate of chunks that arrived at these seconds, without the wait for the first if enough follow it.
 
-    A request's latency is paid once a shard, and a sample is a thousandth of a shard.
+    A request's latency is paid once per shard, and a sample is a thousandth of a shard.
     """
     if not arrived:
         return None
@@ -68,7 +68,7 @@ def _steady_rate(arrived: Sequence[tuple[float, int]]) -> Rate | None:
 
 
 def read_rate(paths: Sequence[Path]) -> Rate | None:
-    """How fast these files are read; what was brought into the page cache for that is dropped from it again."""
+    """Measure how fast these files are read; pages that were read for this are dropped from the page cache again."""
     buffer = page_aligned(CHUNK_BYTES)
     done, start = 0, time.perf_counter()
     try:
@@ -86,7 +86,7 @@ def read_rate(paths: Sequence[Path]) -> Rate | None:
 
 
 def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
-    """Where to read: evenly spread over the files, since some of them may be in the page cache; all of small ones."""
+    """Yield where to read: evenly spread, since parts of the files may be in the page cache; all of small files."""
     sizes = [path.stat().st_size for path in paths]
     if sum(sizes) <= READ_BYTES:
         for path, size in zip(paths, sizes, strict=True):
@@ -101,18 +101,18 @@ def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
 
 
 def quantize_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted: bool = False) -> Rate | None:
-    """How many source bytes a second the quantizer takes, called as a split calls it.
+    """Measure how many source bytes per second the quantizer processes, called as in a split.
 
     Args:
         scheme: "4bit", "4bit-double" or "8bit".
         dtype: of the source, F32, F16 or BF16.
-        threads: that call it at the same time.
+        threads: number of threads that call it at the same time.
         device: "cpu" or "cuda:N".
-        fitted: whether scales of 4bit are to fit their blocks.
+        fitted: whether scales of 4bit are fitted to their blocks.
     """
     import torch
 
-    own = torch.Generator().manual_seed(0)  # a caller's seed is not to be drawn from
+    own = torch.Generator().manual_seed(0)  # the caller's generator must not be advanced
     values = torch.randn(CHUNK_BYTES * 8 // DTYPES[dtype].bits, generator=own).to(torch_dtype(dtype))
     chunk = values.view(torch.uint8).numpy().data
 

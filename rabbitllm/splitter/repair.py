@@ -1,7 +1,6 @@
 """Makes damaged layers of a finished split again, from only the shards that they need.
 
-The directory becomes an unfinished split whose other shards are used up, and is finished like any other. Knows where
-shards come from no better than the splitter does.
+The directory becomes an unfinished split whose other shards are used up, and is finished like any other.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
-    """The shards that these layers were made from, in numerical order."""
+    """Return the shards that these layers were made from, in numerical order."""
     return sorted(
         {shard for record in manifest.layers if record.id in layers for shard in record.shards}, key=natural_key
     )
@@ -38,14 +37,14 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -
     Args:
         request: with the source that the split was made from, and its compression.
         manifest: of the directory.
-        layers: ids of those to make; their files are deleted once it is sure that the source is that one.
+        layers: ids of the damaged layers; their files are deleted once the source is verified.
 
     Raises:
-        SplitMismatchError: the source is another one, or would be split otherwise; nothing was touched.
-        CheckpointError, HubError: the source cannot be had; nothing was touched.
+        SplitMismatchError: the source is another one, or would be split differently; nothing was touched.
+        CheckpointError, HubError: the source is not available; nothing was touched.
     """
     folder = request.folder
-    # grouped as they were: the naming of a family may have changed since, and may have been the caller's own
+    # grouped as before: a family's naming may have changed since, or may have been given by the caller
     assigned = {tensor: LayerName(record.id, record.stem) for record in manifest.layers for tensor in record.tensors}
     plan = plan_split(replace(request, chosen=manifest.chosen), manifest.format_version, assigned)
     _refuse_another(plan, manifest, folder)
@@ -68,8 +67,8 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -
                 opened.mark_used(shard.name, {}, known.get(shard.name))
     finally:
         opened.close()
-    # The damaged files are removed before the manifest. A journal is ignored where a manifest is, and a manifest that
-    # names a missing file is refused, so a crash at any point here is seen and repaired by the next call.
+    # The damaged files are removed before the manifest. A journal is ignored if there is a manifest, and a manifest
+    # that names a missing file is refused, so a crash at any point here is detected and repaired by the next call.
     for record in manifest.layers:
         if record.id in layers:
             for suffix in (DONE_SUFFIX, ""):

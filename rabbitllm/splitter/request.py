@@ -1,6 +1,6 @@
-"""What to split and how, and its plan from headers alone.
+"""A request to split, and its plan from headers alone.
 
-Asks the disk what it has and holds; writes nothing.
+Reads the free disk and files of earlier runs; writes nothing.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from rabbitllm.store.layer_store import FITTED, WeightFiles
 from rabbitllm.store.order import FORMAT_VERSION
 
 Acceptance = Callable[[WeightFiles], None]
-"""Raises what loading a model from these files would raise; they may be planned only, or be there."""
+"""Raises the errors that loading a model from these files would raise; the files may be planned or exist."""
 HEADER_THREADS = 8
-"""Headers that are asked for at the same time."""
+"""Headers that are fetched at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitRequest:
-    """What to split and how.
+    """A request to split: its source, its target and its options.
 
     Attributes:
         checkpoint: the source.
         folder: the split directory.
-        family: `model_type` of the config, which names the layers.
+        family: `model_type` of the config, which determines the names of layers.
         naming: patterns of the caller's own, instead of the family's.
         options: see `SplitOptions`.
         quantize_on: "cpu" or "cuda:N".
-        executor: who fills layer files elsewhere; None for this process.
-        chosen: at "auto", what each tensor has; None to choose.
-        experts_a_token: how many a router picks, by the config; None where it does not say.
+        executor: fills layer files in other processes; None for this process.
+        chosen: at "auto", the scheme of each tensor; None to choose.
+        experts_a_token: number of experts a router picks, by the config; None if it does not say.
         accept: called with the planned files before a shard is touched, and with the finished ones before the last
-            shard is deleted; None where nothing is going to be loaded from them.
+            shard is deleted; None if nothing will be loaded from them.
     """
 
     checkpoint: Checkpoint
@@ -70,7 +70,7 @@ def plan_split(
     format_version: int = FORMAT_VERSION,
     assigned: Mapping[str, LayerName] = MappingProxyType({}),
 ) -> SplitPlan:
-    """What a split would do, from headers alone; nothing is written.
+    """Plan a split from headers alone; nothing is written.
 
     Args:
         request: see there.
@@ -86,7 +86,7 @@ def plan_split(
 
 
 def _with_bits(plan: SplitPlan, disk_budget: DiskBudget, request: SplitRequest) -> SplitPlan:
-    """The plan, at "auto" with the bits that were or are chosen."""
+    """Return the plan; at "auto" with the bits that the request has, or with newly chosen ones."""
     if plan.compression != AUTO:
         return plan
     if request.chosen is not None:
@@ -99,7 +99,7 @@ def _plan_of_headers(
     format_version: int = FORMAT_VERSION,
     assigned: Mapping[str, LayerName] = MappingProxyType({}),
 ) -> SplitPlan:
-    """The same, at "auto" with no bits chosen yet."""
+    """Plan a split, at "auto" with no bits chosen yet."""
     checkpoint = request.checkpoint
     facts = facts_of(checkpoint, checkpoint.index.shards)
     require_shards(checkpoint.index.shards, facts, checkpoint)
@@ -116,7 +116,7 @@ def _plan_of_headers(
 
 
 def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> DiskBudget:
-    """What the split stands on where nothing of it has been done yet.
+    """Return the state of the disk for a split that has not been begun.
 
     Args:
         request: see there.
@@ -137,7 +137,7 @@ def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[Pla
 
 
 def resumed_disk_budget(disk_budget: DiskBudget, used: frozenset[str]) -> DiskBudget:
-    """The ground of a split of which an earlier run has used up these shards."""
+    """Return the state of the disk for a split of which an earlier run has used up these shards."""
     return dataclasses.replace(disk_budget, used=used, in_use=disk_bytes(disk_budget.folder) - disk_budget.lock_bytes)
 
 
@@ -148,7 +148,7 @@ def check_before_download(request: SplitRequest) -> BitAllocation | None:
         request: with the repository as its checkpoint, whose missing shards are about to be fetched into the hub cache.
 
     Returns:
-        At "auto", bits with which both do; None at other compressions.
+        At "auto", bits with which both fit; None at other compressions.
 
     Raises:
         NotEnoughSpaceException: before the first byte.
@@ -168,7 +168,7 @@ def check_before_download(request: SplitRequest) -> BitAllocation | None:
 
 
 def quantizer_of(request: SplitRequest) -> str | None:
-    """What would quantize, as the manifest names it; None without compression."""
+    """Return the name of the quantizer for the manifest; None without compression."""
     if request.options.compression is None:
         return None
     from importlib.metadata import version
@@ -178,16 +178,16 @@ def quantizer_of(request: SplitRequest) -> str | None:
 
 
 def facts_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardMetadata]:
-    """Headers of the shards that are there, in the order given; several at once, since a hub is far away."""
+    """Read the headers of the shards that exist, in the order given; several at once, because of a hub's latency."""
     found = dict(zip(shards, side_by_side(checkpoint.facts, shards, HEADER_THREADS), strict=True))
     return {shard: facts for shard, facts in found.items() if facts is not None}
 
 
 def require_shards(shards: Iterable[str], facts: dict[str, ShardMetadata], checkpoint: Checkpoint) -> None:
-    """Make sure that each of these shards is there.
+    """Check that all of these shards exist.
 
     Raises:
-        MissingShardError: it names those that are not.
+        MissingShardError: some do not; the message names them.
     """
     missing = [shard for shard in shards if shard not in facts]
     if missing:
@@ -199,6 +199,6 @@ def require_shards(shards: Iterable[str], facts: dict[str, ShardMetadata], check
 
 
 def with_places(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
-    """The plan with each shard where it is now: another route may have begun it."""
+    """Return the plan with the present location of each shard: another route may have begun it."""
     shards = tuple(dataclasses.replace(shard, staged=checkpoint.stages(shard.name)) for shard in plan.shards)
     return dataclasses.replace(plan, shards=shards)

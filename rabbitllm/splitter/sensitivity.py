@@ -1,17 +1,17 @@
-"""What quantizing a tensor is expected to cost in answer quality, from its name and shape alone. Pure.
+"""The expected cost of quantizing a tensor in answer quality, from its name and shape alone. Pure.
 
-A matrix whose elements are off by a relative squared error e adds noise of about e, relative too, to what it computes;
-how far that moves the distribution of the next token depends on what the matrix is for, and hardly on its size. So the
-expected loss of a tensor is a weight times e of the scheme, and the whole model's the sum of those: noise of many
-matrices adds up like that as long as it is small. A decoder layer adds one part of many to the hidden states, so its
-noise counts for less the more layers there are; what the first ones add is read by all others, and theirs counts for
-more. Weights and errors are from trained models, one tensor quantized at a time (docs/PERFORMANCE.md, "Bits by
-budget"). What a particular tensor's error is, is not known before its bytes are read.
+A matrix whose elements have a relative squared error e adds noise of about e, relative too, to its output. How far that
+moves the distribution of the next token depends on the role of the matrix, and hardly on its size. So the expected loss
+of a tensor is a weight times e of the scheme, and the whole model's is the sum of those: small noise of many matrices
+is additive. A decoder layer adds one of many contributions to the hidden states, so its noise counts for less the more
+layers there are; the first layers' contributions are inputs of all others, so their noise counts for more. Weights and
+errors are from trained models, with one tensor quantized at a time (docs/PERFORMANCE.md, "Bits by budget"). The actual
+error of a tensor is not known before its bytes are read.
 
-An expert counts for the share of the tokens that use it, and for its part of what these compute. Of a layer with E
-experts, of which a token uses k, and shared experts that all tokens use, all of them together weigh what the matrix of
-a dense layer does, w: with n elements in an expert and s in the shared ones, each expert weighs w * (k / E) * n / (k *
-n + s), and the shared ones w * s / (k * n + s). Outputs of different experts are taken to be independent, and to be as
+An expert counts for the share of the tokens that use it, and for its share of their computation. In a layer with E
+experts, of which a token uses k, and shared experts that all tokens use, all experts together have the weight w of the
+matrix of a dense layer: with n elements in an expert and s in the shared ones, each expert has w * (k / E) * n / (k *
+n + s), and the shared ones w * s / (k * n + s). Outputs of different experts are assumed to be independent, and as
 large as they are wide.
 """
 
@@ -26,10 +26,11 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression import DOUBLE, is_compressible, scheme_of, stored_form
 
 ERRORS: Mapping[str | None, float] = {None: 0.0, "8bit": 1.8e-4, "4bit": 8.55e-3, "4bit-double": 8.57e-3}
-"""Squared error of what a scheme stores, relative to the squared weights."""
+"""Squared error of the weights stored with a scheme, relative to the squared weights."""
 FITTED_ERRORS: Mapping[str | None, float] = {**ERRORS, "4bit": 0.84 * ERRORS["4bit"], DOUBLE: 0.89 * ERRORS[DOUBLE]}
-"""The same where scales fit their blocks (`fit_scales`). Of the bundled model's 42 tensors from 32,768 elements on, the
-errors are 0.838 times as much in the median (0.82 to 0.85), at 4bit-double 0.886 times (0.87 to 0.90)."""
+"""The same with scales that are fitted to their blocks (`fit_scales`). Over the bundled model's 42 tensors of at least
+32,768 elements, the median ratio of the errors is 0.838 (0.82 to 0.85), at 4bit-double 0.886 (0.87 to 0.90).
+"""
 WEIGHTS: Mapping[str, float] = {
     "head": 1.0,
     "embedding": 0.5,
@@ -42,10 +43,10 @@ WEIGHTS: Mapping[str, float] = {
     "down": 0.006,
     "other": 0.008,
 }
-"""Nats of divergence a token for each unit of relative squared error: of one matrix, of a decoder layer of eight."""
+"""Nats of divergence per token for each unit of relative squared error, for one matrix of a model of eight layers."""
 MEASURED_LAYERS = 8
 FIRST_LAYERS = ((1 / 8, 8.0), (1 / 4, 3.0))
-"""Up to which part of the decoder layers how many times as much."""
+"""Pairs of a fraction of the decoder layers, from the first, and the factor for the layers up to there."""
 
 _ROLES: Sequence[tuple[str, re.Pattern[str]]] = [
     (role, re.compile(rf"(?:^|[._])(?:{names})(?:[._]|$)"))
@@ -65,18 +66,18 @@ _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(?P<block>.*?experts\.(?:expert_)?)(?P<number>\d+)\.(?P<rest>.+)")
 _ALL_EXPERTS = re.compile(r"(?:^|\.)experts\.")
 _GATE_AND_UP = re.compile(r"(?:^|[._])(?:gate_up_proj|input_linear)(?:[._]|$)")
-"""Both in one matrix."""
+"""Names of tensors that hold both in one matrix."""
 _UP = re.compile(r"(?<=[._])(?:gate_proj|up_proj|w1|w3|fc1|fc3)(?=[._]|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class SchemeGroup:
-    """Tensors that get the same scheme, since the engine makes one matrix of them or takes them for alike.
+    """Tensors that get the same scheme, since the engine joins them into one matrix or requires them to be alike.
 
     Attributes:
-        role: what they are for, a key of `WEIGHTS`.
+        role: their role, a key of `WEIGHTS`.
         tensors: in the checkpoint's order.
-        weight: of all together; what their relative squared error is multiplied with.
+        weight: of all together; the factor of their relative squared error.
     """
 
     role: str
@@ -84,31 +85,31 @@ class SchemeGroup:
     weight: float
 
     def loss(self, compression: str | None, *, fitted: bool = False) -> float:
-        """What is expected of a compression, in no unit; it adds up over groups.
+        """Return the expected loss at a compression, in no unit; it adds up over groups.
 
         Args:
-            compression: one that `scheme_of` knows.
-            fitted: whether scales are to fit their blocks.
+            compression: one that `scheme_of` accepts.
+            fitted: whether scales are fitted to their blocks.
         """
         return self.weight * (FITTED_ERRORS if fitted else ERRORS)[scheme_of(self.tensors[0], compression)]
 
     def nbytes(self, compression: str | None) -> int:
-        """Of what is stored at a compression."""
+        """Return the bytes stored at a compression."""
         one = {(spec.dtype, spec.shape): spec for spec in self.tensors}
         each = {key: stored_form(spec, compression).nbytes for key, spec in one.items()}
         return sum([each[spec.dtype, spec.shape] for spec in self.tensors])
 
 
 def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) -> list[SchemeGroup]:
-    """The compressible tensors of a model, grouped, in numerical order of their names.
+    """Group the compressible tensors of a model, in numerical order of their names.
 
-    Gate and up are one group, of all experts of a layer, and down is another: where experts differ in form, none could
-    be brought in by itself.
+    Gate and up projections of all experts of a layer are one group, and down projections another: experts that differ
+    in form could not be streamed individually.
 
     Args:
         tensors: of the model.
-        experts_a_token: how many the router picks, without shared ones; None where nothing says so: then experts that
-            are picked and those that are shared weigh a dense layer's matrix each.
+        experts_a_token: number of experts the router picks, without shared ones; None if unknown: then routed experts
+            and shared ones each have the weight of a dense layer's matrix.
     """
     found: dict[str, list[TensorSpec]] = {}
     every = [spec for spec in tensors if is_compressible(spec)]
@@ -140,7 +141,7 @@ def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) ->
 
 
 def role_of(name: str) -> str:
-    """What a tensor is for, by its name."""
+    """Return the role of a tensor, by its name."""
     if name.startswith("output."):  # Meta's own name for the head
         return "head"
     return next((role for role, pattern in _ROLES if pattern.search(name)), "other")
@@ -152,19 +153,19 @@ def _group_name(name: str) -> str:
 
 
 def _matrices(members: Sequence[TensorSpec]) -> int:
-    """How many matrices of a dense layer a group counts for."""
+    """Return the number of matrices of a dense layer that a group counts for."""
     names = {found["rest"] if (found := _EXPERT.fullmatch(spec.name)) else spec.name for spec in members}
     return sum([2 if _GATE_AND_UP.search(name) else 1 for name in names])
 
 
 def _is_routed(members: Sequence[TensorSpec]) -> bool:
-    """Whether a group is of experts of which a token uses some: each by itself, or all in one tensor."""
+    """Whether a group is of routed experts: each a tensor of its own, or all in one."""
     name = members[0].name
     return _EXPERT.fullmatch(name) is not None or _ALL_EXPERTS.search(name) is not None
 
 
 def _elements_a_token(members: Sequence[TensorSpec], experts_a_token: int | None) -> float | None:
-    """What of a group a token is multiplied with; None if that is not known."""
+    """Return the number of a group's elements that a token is multiplied with; None if unknown."""
     elements = sum(spec.elements for spec in members)
     if not _is_routed(members):
         return elements

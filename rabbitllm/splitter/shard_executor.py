@@ -1,7 +1,7 @@
-"""What the loop over shards asks of those who fill layer files elsewhere: in other processes, on other machines.
+"""The interface between the loop over shards and workers in other processes or on other machines that fill layer files.
 
-The loop keeps what must have one owner: the journal, the layers' final names, and the giving up of shards. Hands only
-fill (`filler.py`), which can be done twice, or again after half of it.
+The loop keeps what must have one owner: the journal, the layers' final names, and the release of shards. Workers only
+fill (`filler.py`), which can be repeated, also after a partial attempt.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Filled = tuple[PlannedShard, ShardChecksums]
 
 
 class ShardExecutor(Protocol):
-    """Who fills layer files.
+    """Runs the jobs that fill layer files.
 
     Attributes:
-        at_once: shards that may be in work at the same time, at most.
+        at_once: the most shards that may be in work at the same time.
     """
 
     at_once: int
 
     def sharing(self, folder: Path, seen: Sequence[Path]) -> AbstractContextManager[None]:
-        """Make sure that all workers see the split directory and the source, and keep it so while the context is open.
+        """Check that all workers see the split directory and the source; they keep access while the context is open.
 
         Args:
-            folder: the split directory, there and locked by the caller.
-            seen: files and folders of the source; none where it is on the hub.
+            folder: the split directory, which exists and is locked by the caller.
+            seen: files and folders of the source; none if it is on the hub.
 
         Raises:
-            ClusterError: a worker does not, or has another version of this package; nothing was touched.
+            ClusterError: a worker does not see them, or has another version of this package; nothing was touched.
         """
         ...
 
@@ -46,13 +46,13 @@ class ShardExecutor(Protocol):
         began: Callable[[PlannedShard], None],
         watch: Callable[[], None],
     ) -> Generator[Filled]:
-        """Fill layer files from each shard; each is handed out when what it gave is synced, in any order.
+        """Fill layer files from each shard; yield each one when its data is synced, in any order.
 
-        At most as many as `SplitWork` says are in work; one that was handed out counts until the next is asked for.
+        At most `SplitWork.at_once` shards are in work; one that was yielded counts until the next is requested.
 
         Args:
-            parts: each shard with what is to be done with it, in the order to begin with them.
-            began: told of each shard.
+            parts: each shard with the work for it, in the order to begin with them.
+            began: called with each shard as it is begun.
             watch: called often; may raise to stop.
         """
         ...

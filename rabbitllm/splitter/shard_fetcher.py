@@ -1,7 +1,7 @@
-"""Brings the shards of a split to local paths, in order, and lets each be read as far as it has come.
+"""Brings the shards of a split to local paths, in order; the arrived part of each can be read meanwhile.
 
-A thread fetches what is not here yet, the next shard as soon as there is room for it; what that means for the disk was
-decided before (`space.choose_shard_transfer`). Knows no layers and no journal.
+A thread fetches missing shards, the next one as soon as there is room for it; the disk use of that was decided before
+(`disk_budget.choose_shard_transfer`). Independent of layers and journal.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.splitter.plan import PlannedShard
 
 LAST_CHUNK_SECONDS = 0.5
-"""How long a fetch that is to stop may go on writing what it has just received."""
+"""Time for a fetch that is being stopped to write data it has just received, seconds."""
 
 
 class StartedOverError(Exception):
-    """What had come of a shard was damaged, and all of it comes again; what was read of it is not to be used."""
+    """The arrived part of a shard was damaged, and all of it is fetched again; data read from it must not be used."""
 
 
 class IncomingShard(Protocol):
-    """A shard that is here or on its way."""
+    """A shard that is local or is being fetched."""
 
     def until(self, end: int) -> Path:
-        """Wait until a shard's first `end` bytes are in the file, and say where that is; they are not verified yet.
+        """Wait until a shard's first `end` bytes are in the file, and return its path; they are not verified yet.
 
         Raises:
             StartedOverError: see there.
-            HubError, MissingShardError, CorruptShardError: it cannot be had.
+            HubError, MissingShardError, CorruptShardError: it cannot be fetched or found.
         """
         ...
 
     def whole(self) -> Path:
-        """Wait until all of it is there and verified; raises the same."""
+        """Wait until all of it is there and verified; raises the same errors."""
         ...
 
 
@@ -48,7 +48,7 @@ class _Here:
         self._shard = shard
         self._path: Path | None = None
 
-    def until(self, end: int) -> Path:  # asked for every few MB, and its place is checked whenever it is acquired
+    def until(self, end: int) -> Path:  # called every few MB, and each `acquire` checks the path again
         if self._path is None:
             self._path = self.whole()
         return self._path
@@ -85,7 +85,7 @@ class _Fetched:
             return self._path
 
     def come(self, path: Path, have: int) -> int:
-        """Note that `path` has the first `have` bytes; how many of them are new (negative: it started over)."""
+        """Record that `path` has the first `have` bytes; return how many are new (negative: it started over)."""
         with self._changed:
             new = have - self._have
             self._path, self._have = path, have
@@ -94,13 +94,13 @@ class _Fetched:
             return new
 
     def end(self, path: Path) -> None:
-        """Note that all of it is there and verified."""
+        """Record that all of it is there and verified."""
         with self._changed:
             self._path, self._whole = path, True
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Note that it cannot be had."""
+        """Record that fetching failed."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -111,11 +111,11 @@ class _Stopped(Exception):
 
 
 class ShardFetcher:
-    """Hands out each shard when it is asked for.
+    """Yields the shards in order, fetched where needed.
 
     Args:
-        checkpoint: where the shards come from.
-        room: fetched shards that may be on the disk at a time; 0 where the caller streams them itself.
+        checkpoint: source of the shards.
+        room: fetched shards that may be on the disk at a time; 0 if the caller streams them itself.
         watch: called as bytes arrive; may raise to stop.
     """
 
@@ -128,7 +128,7 @@ class ShardFetcher:
         self._thread: threading.Thread | None = None
 
     def shards(self, wanted: Sequence[PlannedShard]) -> Iterator[tuple[PlannedShard, IncomingShard]]:
-        """Each shard; one that was fetched must be released when the next one is asked for."""
+        """Yield each shard; a fetched one must be released before the next one is requested."""
         coming = {shard.name: _Fetched() for shard in wanted if shard.staged and self._fetches}
         if coming:
             # a daemon, so that a hub that has stopped answering does not keep an interrupted process alive
@@ -140,10 +140,10 @@ class ShardFetcher:
                 self._room.release()
 
     def close(self) -> None:
-        """Stop a fetch that is under way; what it has brought stays where it is."""
+        """Stop a fetch that is in progress; its arrived bytes are kept."""
         self._stop.set()
         self._room.release()
-        if self._thread is not None:  # afterwards it waits for the hub, and writes nothing when that answers
+        if self._thread is not None:  # it may wait for the hub for longer, but then writes nothing
             self._thread.join(LAST_CHUNK_SECONDS)
 
     def _fetch_all(self, coming: dict[str, _Fetched]) -> None:
@@ -156,7 +156,7 @@ class ShardFetcher:
                 return
 
     def _fetch(self, shard: str, fetched: _Fetched) -> Path:
-        earlier = True  # what is there when the fetch begins
+        earlier = True  # the first report is of bytes from before this fetch
 
         def come(path: Path, have: int) -> None:
             nonlocal earlier

@@ -1,17 +1,17 @@
-"""The loop over shards: each one's bytes into their places in the layer files, once, and then the shard is given up.
+"""The loop over shards: moves each one's bytes to their offsets in the layer files, once, and then releases the shard.
 
-The order of steps for one shard is what makes a crash harmless:
+The order of steps for one shard makes a crash harmless:
 
-1. its bytes are written into unfinished layer files (`.part`), at places fixed by the plan; or into a scratch file
-   of the layer, if they are a piece of a tensor that has to wait for its other pieces;
-2. in layers that now have all their tensors, scales that are quantized themselves are, from the scratch file that they
-   have waited in; every file it touched is fsynced, and these layers get their final name; where some tensors lie in
-   pieces, these are joined first, one layer after the other; the scratch file goes when the name is durable;
-3. the folder is fsynced, then the journal says that the shard is used up, and is fsynced;
-4. only then is the shard released; the last one of the source when the finished files are accepted (`holds_last`).
+1. Its bytes are written into unfinished layer files (`.part`), at offsets fixed by the plan; or into a scratch file
+   of the layer, if they are a piece of a tensor that has to wait for its other pieces.
+2. In layers that now have all their tensors, scales that are quantized themselves are quantized from the scratch file.
+   Every file that the shard changed is fsynced, and these layers get their final name. Where tensors lie in pieces,
+   these are joined first, one layer after the other. The scratch file is removed when the name is durable.
+3. The folder is fsynced, then the journal records that the shard is used up, and is fsynced.
+4. Only then is the shard released; the last one of the source once the finished files are accepted (`holds_last`).
 
-The bytes of a shard that is fetched go the same way as they come, through a file or past it; its digest is compared
-with the hub's between 1 and 2. Step 1 is `filler.py`'s.
+The bytes of a shard that is fetched take the same steps as they arrive, through a file or without one; its digest is
+compared with the hub's between 1 and 2. Step 1 is in `filler.py`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.telemetry.profiler import SHARD_WAIT, Profiler
 
-# Makes filled layer files whole, and gives them their final names.
+# Completes filled layer files, and gives them their final names.
 #
-# A layer file is whole when every tensor is in its place: those that came as they are, scales that had to wait in the
-# scratch file to be quantized themselves, and tensors that were put there piece by piece. It is synced before it is
-# named, and its scratch file goes when the name is durable. Knows no journal and releases no shard.
+# A layer file is complete when every tensor is at its offset: unchanged ones, scales that waited in the scratch file to
+# be quantized themselves, and tensors that arrived in pieces. It is synced before it is renamed, and its scratch file
+# is removed when the name is durable. The journal and the release of shards are handled elsewhere.
 
 
 class Completion:
@@ -56,7 +56,7 @@ class Completion:
         work: the split.
         mover: the threads.
         filler: opens unfinished files.
-        profiler: told how long layers have waited for their shards.
+        profiler: records how long layers have waited for their shards.
     """
 
     def __init__(self, work: SplitWork, mover: Mover, filler: Filler, profiler: Profiler) -> None:
@@ -72,7 +72,7 @@ class Completion:
         return self._path(layout).exists() and not self._path(layout, durable.PART_SUFFIX).exists()
 
     def begun(self, layers: Iterable[str]) -> None:
-        """Something is coming for these layers."""
+        """Record that data for these layers is about to arrive."""
         for layer in layers:
             self._first_seen.setdefault(layer, time.perf_counter())
 
@@ -82,15 +82,15 @@ class Completion:
         targets: dict[str, FillTarget],
         stored: TensorSums,
     ) -> dict[str, tuple[PartSums, ...]]:
-        """Sync and close what a shard was put into, and give the layers their names that are whole with it.
+        """Sync and close the files that a shard was moved into, and rename those of layers that are complete with it.
 
         Args:
-            completed: layers that are whole with it; those that have no open file are done already.
+            completed: layers that are complete with it; those without an open file were finished earlier.
             targets: the open files; those that are closed are taken out.
-            stored: tensor of the shard -> CRC-32 of each stored part.
+            stored: tensor of the shard -> checksums of its stored parts.
 
         Returns:
-            Those, and the sums of tensors that were joined.
+            `stored` with the sums of tensors that were joined or whose scales were quantized.
         """
         completed = [layer for layer in completed if layer in targets]
         in_pieces = [layer for layer in completed if targets[layer].layout.joins]
@@ -98,7 +98,7 @@ class Completion:
         self._settle(targets[layer] for layer in whole)
         for layer in whole:
             self._write_fixed(targets[layer])
-        # what has waited in the scratch file of a whole layer is of no use without this shard, which would come again
+        # scratch files of complete layers need no sync: after a crash this shard would be used again
         self._mover.sync(replace(t, scratch=None) if layer in whole else t for layer, t in targets.items())
         for layer in [*targets]:
             if layer not in in_pieces:
@@ -119,9 +119,9 @@ class Completion:
         return sums
 
     def finish_leftovers(self) -> None:
-        """Finish layers whose tensors are all there and which still lack their final name or their marker.
+        """Finish layers that have all their tensors but lack their final name or their marker.
 
-        That happens when a crash came while they were being named.
+        That happens if a crash interrupts the renaming.
         """
         for layer, layout in self._plan.layouts.items():
             if not self.is_final(layout):
@@ -136,14 +136,14 @@ class Completion:
             durable.sync_folder(self._folder)
 
     def _write_fixed(self, target: FillTarget) -> None:
-        """What of a layer file comes from no shard: its header, and constants of tensors that came in pieces."""
+        """Write the parts of a layer file that come from no shard: its header, and constants of tensors in pieces."""
         target.file.write_at(memoryview(target.layout.header), 0)
         for form in target.layout.fixed:
             for part, content in constants(form).items():
                 target.write(part, 0, memoryview(content))
 
     def _join(self, target: FillTarget) -> None:
-        """Put the pieces in a synced scratch file to their places in the layer file, which is whole and synced then."""
+        """Move the pieces from a synced scratch file to their offsets in the layer file, and complete and sync that."""
         layout = target.layout
         work = moves_of((layout.layer.id, form) for form in layout.joins)
         self._mover.from_file(self._path(layout, SCRATCH_SUFFIX), {layout.layer.id: target}, work, lambda end: None)
@@ -169,7 +169,7 @@ class Completion:
     def _finish_layer(self, layout: LayerLayout) -> None:
         part = self._path(layout, durable.PART_SUFFIX)
         if part.exists():
-            # it goes when all of it is in the layer file; of scales alone all is, before a journal names the last shard
+            # removed once the layer file has all of it; scales alone are there before the last shard counts as used up
             joined = not (layout.joins and self._path(layout, SCRATCH_SUFFIX).exists())
             target = (
                 FillTarget(layout, durable.GrowingFile(part, layout.size)) if joined else self._filler.target(layout)
@@ -177,7 +177,7 @@ class Completion:
             try:
                 if not joined:
                     self._join(target)
-                    # the journal is closed to them; the file is summed as a whole
+                    # the journal takes no more entries; the file is summed as a whole
                     self._mover.sums.forget((*layout.joins, *layout.settles))
                 else:
                     self._write_fixed(target)
@@ -207,10 +207,10 @@ class ShardLoop:
     """The loop, with its threads and open files.
 
     Args:
-        work: what to do.
-        profiler: told of every stage.
+        work: the split.
+        profiler: records every stage.
         watch: called often, from any thread; may raise to stop.
-        executor: who fills layer files elsewhere; None for this process.
+        executor: fills layer files in other processes; None for this process.
         holds_last: do not delete the last shard of the source before `give_up_last`.
     """
 
@@ -240,7 +240,7 @@ class ShardLoop:
         self._held = own[-1] if own else None
 
     def take_shards(self) -> None:
-        """Use up every shard that no earlier run has."""
+        """Use up every shard that no earlier run has used up."""
         for shard in self.plan.shards:
             if shard.name in self.used and shard is not self._held:
                 self._release(shard)  # a crash may have come between the journal and the release
@@ -271,7 +271,7 @@ class ShardLoop:
             self._give_up(shard)
 
     def _take_from(self, executor: ShardExecutor, waiting: Sequence[PlannedShard]) -> None:
-        """Take the shards up in the order in which other hands are through with them."""
+        """Take over the shards from the executor, in the order in which they are filled."""
         layers = {shard.name: self._unfinished(shard) for shard in waiting}
         parts = [(shard, self.work.of_shard(shard.name, layers[shard.name])) for shard in waiting]
         with contextlib.closing(executor.filled(parts, self._tell_started, self._watch)) as through:
@@ -293,13 +293,13 @@ class ShardLoop:
         tell(ShardStarted(shard.name, self.plan.shards.index(shard) + 1, len(self.plan.shards)))
 
     def give_up_last(self) -> None:
-        """Release the shard that was held; the layer files are whole and accepted."""
+        """Release the shard that was held; the layer files are complete and accepted."""
         if self._held is not None:
             held, self._held = self._held, None
             self._give_up(held)
 
     def _give_up(self, shard: PlannedShard) -> None:
-        """Release a shard that the journal says is used up, unless it is held."""
+        """Release a shard that is used up by the journal, unless it is held."""
         if shard is self._held:
             return
         number = self.plan.shards.index(shard) + 1
@@ -309,17 +309,17 @@ class ShardLoop:
         tell(ShardDone(shard.name, number, len(self.plan.shards), release.disposal.value, disk, self._source_left()))
 
     def finish_leftovers(self) -> None:
-        """Finish layers whose tensors are all there and which still lack their final name or their marker."""
+        """Finish layers that have all their tensors but lack their final name or their marker."""
         self._completion.finish_leftovers()
 
     def close(self) -> None:
-        """Stop the threads and close the journal; what is durable stays."""
+        """Stop the threads and close the journal; durable data is kept."""
         self._fetcher.close()
         self._mover.close()
         self._journal.close()
 
     def _unfinished(self, shard: PlannedShard) -> list[str]:
-        """The layers that a shard has something for, less those that an earlier run has finished."""
+        """Return the layers of a shard, without those that an earlier run has finished."""
         touched = self.plan.layer_map.shard_to_layers.get(shard.name, ())
         return [layer for layer in touched if not self._completion.is_final(self.plan.layouts[layer])]
 
@@ -339,7 +339,7 @@ class ShardLoop:
         self._mark_used(shard, sums, source_crc)
 
     def _take_over(self, shard: PlannedShard, layers: Sequence[str], found: ShardChecksums) -> None:
-        """The same of a shard whose bytes other hands have put into layer files and synced."""
+        """Do the same as `_use_up` for a shard that workers have moved into layer files and synced."""
         self._filler.require_filled(shard, layers)
         source_crc = self._source_checksum(shard, found)
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
@@ -353,7 +353,7 @@ class ShardLoop:
         self._mark_used(shard, sums, source_crc)
 
     def _source_checksum(self, shard: PlannedShard, found: ShardChecksums) -> int | None:
-        """The checksum of the data used of a shard (`source_crc32`); None if the shard has a digest.
+        """Return the checksum of the data used of a shard (`source_crc32`); None if the shard has a digest.
 
         Tensors of layers that an earlier run finished are read for it.
 

@@ -47,7 +47,7 @@ class Change(enum.Enum):
 
 
 def change_between(before: FileStat, now: FileStat) -> Change:
-    """The difference between two `FileStat` of one path."""
+    """Classify the difference between two `FileStat` of one path."""
     if before.size != now.size or not _same_time(before.mtime_ns, now.mtime_ns):
         return Change.MODIFIED
     if before.inode != now.inode:
@@ -62,7 +62,7 @@ def _same_time(first: int, second: int) -> bool:
 
 
 def source_crc32(path: Path, tensors: Iterable[TensorSpec], known: Mapping[str, int] = _NO_CHECKSUMS) -> int:
-    """The CRC-32 of the data that a split uses of a shard: its tensors by offset, each in row-major order.
+    """Compute the CRC-32 of the data that a split uses of a shard: its tensors by offset, each in row-major order.
 
     Args:
         path: of the shard.
@@ -138,11 +138,11 @@ def with_checksums(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
 def check_resumed(
     earlier: Replay, facts: Mapping[str, ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
 ) -> SplitPlan:
-    """The plan of an earlier run with the current metadata of its shards, after a check that they are unchanged.
+    """Return an earlier run's plan with the current metadata of its shards, after a check that they are unchanged.
 
     Args:
         earlier: the journal of that run.
-        facts: of the shards that are still there; the caller has compared their fingerprints.
+        facts: of the shards that still exist; the caller has compared their fingerprints.
         checkpoint: the source.
         folder: the split directory.
         verify: read every shard that can be compared, not only those with changed metadata.
@@ -186,7 +186,7 @@ _DOUBTFUL = (Change.MODIFIED, Change.METADATA)
 def check_finished_source(
     manifest: Manifest, facts: Sequence[ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
 ) -> None:
-    """Compare a finished split with the shards of its source that are still there.
+    """Compare a finished split with the shards of its source that still exist.
 
     Args:
         manifest: of the split.
@@ -256,7 +256,7 @@ def _matches_digest(path: Path, fingerprint: str) -> bool:
 
 
 def _changed(checkpoint: Checkpoint, shard: PlannedShard, folder: Path, how: str, complete: bool) -> SplitMismatchError:
-    """The error for a changed shard; `complete` says whether all shards are still there."""
+    """Return the error for a changed shard; `complete` says whether all shards still exist."""
     path = checkpoint.acquire(shard.name)
     remedy = "Restore the file as it was, and make the same call again."
     if shard.stat is not None and shard.stat.size == path.stat().st_size:

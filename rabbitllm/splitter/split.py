@@ -1,7 +1,7 @@
-"""Makes a split directory: plans it or takes up an earlier plan, runs the loop over shards, declares it whole.
+"""Makes a split directory: plans it or resumes an earlier plan, runs the loop over shards, and writes the manifest.
 
-The sequential and the standard route differ in one thing only: when a used-up shard is released. Knows no models and
-no devices but the one that quantizes.
+The sequential and the standard route differ only in when a used-up shard is released. Independent of models, and of
+devices other than the one that quantizes.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def split(request: SplitRequest) -> Profiler:
     """Make a split directory, or finish one that an earlier call began.
 
     Returns:
-        Where the time of each layer went; empty unless `options.profiling`.
+        Profile of the time spent on each layer; empty unless `options.profiling`.
 
     Raises:
         CheckpointError: the source is malformed or incomplete, or not accepted; nothing was touched.
         NotEnoughSpaceException: it would not fit; nothing was touched.
         SplitMismatchError: the folder has layers of another source, or the source has changed.
-        HubError: fetching failed; the same call goes on where it stopped.
-        DiskFullError: something else took the disk; the same call goes on where it stopped.
+        HubError: fetching failed; the same call resumes the split.
+        DiskFullError: another process filled the disk; the same call resumes the split.
     """
     start = time.perf_counter()
     work, quantizer = _begin(request)
@@ -93,7 +93,11 @@ def split(request: SplitRequest) -> Profiler:
 
 
 def _begin(request: SplitRequest) -> tuple[SplitWork, str | None]:
-    """Take up the journal of an earlier run, or plan again, check the space and begin one; and what quantizes."""
+    """Resume from the journal of an earlier run, or plan anew, check the space and begin a journal.
+
+    Returns:
+        The work, and the name of the quantizer for the manifest.
+    """
     earlier = journal.replay(request.folder)
     if earlier is not None:
         return _take_up(request, earlier), earlier.quantizer
@@ -118,9 +122,9 @@ def _begin(request: SplitRequest) -> tuple[SplitWork, str | None]:
 
 
 def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
-    """Go on with an earlier run's plan, once it is sure that source and folder are still those."""
+    """Resume an earlier run's plan, after a check that source and folder are the same."""
     checkpoint = request.checkpoint
-    # used-up ones that are still here too: they are given up without another look
+    # including used-up ones that still exist: they are released without another check
     shards = [s for s in checkpoint.index.shards if s not in earlier.used or not checkpoint.stages(s)]
     facts = facts_of(checkpoint, shards)
     identity = checkpoint.identity(facts.values())
@@ -151,7 +155,7 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     work = _work(request, plan, disk_budget, earlier.checksums, is_fitted(earlier.quantizer))
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
-    if work.shard_transfer is ShardTransfer.STREAM:  # whatever was fetched of a shard, it comes again
+    if work.shard_transfer is ShardTransfer.STREAM:  # parts of shards that were fetched are fetched again
         durable.remove_folder(request.folder / STAGING_NAME)
     return work
 
@@ -179,20 +183,20 @@ def _work(
 
 
 def _no_evidence(request: SplitRequest, known: SourceIdentity, found: SourceIdentity) -> str | None:
-    """Why a folder of another name that has none of the known shards is not to be taken for the same one."""
+    """Return why a folder of another name with none of the known shards is not taken for the same source, or None."""
     if (
         known.kind != "local"
         or known.name == found.name
         or not known.fingerprints.keys().isdisjoint(found.fingerprints)
     ):
         return None
-    if request.folder.is_relative_to(request.checkpoint.label):  # a folder that was renamed, and its split with it
+    if request.folder.is_relative_to(request.checkpoint.label):  # the folder was renamed, with its split inside
         return None
     return "it has another name, and none of the shards by which to tell"
 
 
 def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
-    """Make sure that what used-up shards gave is still there; a file made again would have holes in its place."""
+    """Check that the files filled from used-up shards exist; a file that is created again would have holes instead."""
     for layer, layout in earlier.plan.layouts.items():
         begun = earlier.plan.layer_map.layer_to_shards[layer] & earlier.used
         file = folder / layout.file_name
@@ -215,7 +219,7 @@ def _warn_of_big_layers(plan: SplitPlan) -> None:
 
 
 def _copy_sidecars(request: SplitRequest) -> list[Path]:
-    """Config, tokenizer and the like, so that the folder loads alone once the original is gone; those that are new."""
+    """Copy config, tokenizer and the like, so that the folder loads without the original; return the new files."""
     derived = request.checkpoint.derived()
     copied = []
     for name, path in request.checkpoint.sidecars().items():
@@ -232,7 +236,7 @@ def _copy_sidecars(request: SplitRequest) -> list[Path]:
 
 
 def _remove(folder: Path, files: Sequence[Path]) -> None:
-    """Take files of a split that is refused away again, and the folders between that they leave empty."""
+    """Remove these files of a split that is refused, and the folders that become empty."""
     for path in files:
         durable.remove(path)
     for parent in {path.parent for path in files} - {folder}:
@@ -242,7 +246,7 @@ def _remove(folder: Path, files: Sequence[Path]) -> None:
 def _clear_stale(folder: Path, plan: SplitPlan) -> None:
     """Remove layer files of an attempt that has no journal (RabbitLLM 1.1's, unfinished).
 
-    Every shard is there at this point, so nothing in them is the only copy.
+    Every shard exists at this point, so nothing in them is the only copy.
     """
     for layout in plan.layouts.values():
         for suffix in (DONE_SUFFIX, "", durable.PART_SUFFIX, SCRATCH_SUFFIX):

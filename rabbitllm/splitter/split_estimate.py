@@ -1,6 +1,6 @@
-"""What a split would take, and how long, before any of it is done: records, and the functions that fill them.
+"""Estimates of a split before it is begun: records of its sizes and times, and the functions that fill them.
 
-Pure: plans, sizes of disks and measured rates come from the caller. Reads no file, asks no hub, prints nothing.
+Pure: plans, disk sizes and measured rates come from the caller.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.store.chosen import AUTO
 
 MEMORY_BYTES = 200 * 1000**2
-"""Anonymous memory that a split adds to its process at most, without its plan (benchmarks/results: up to 187 MB)."""
+"""The most anonymous memory that a split adds to its process, without its plan (benchmarks/results: up to 187 MB)."""
 MEMORY_BYTES_A_TENSOR = 2400
-"""Of the plan and its journal; Qwen3-Coder-Next's 74,391 tensors were measured to take 2,341 each at 4bit."""
+"""Memory of the plan and its journal per tensor; 2,341 each were measured for Qwen3-Coder-Next's 74,391 at 4bit."""
 STANDARD = "standard"
 """The route that keeps all shards; the sequential ones are named by how shards arrive, in `ROUTES`."""
 ROUTES: Mapping[str, ShardTransfer] = {
@@ -32,14 +32,14 @@ ROUTES: Mapping[str, ShardTransfer] = {
     "sequential_file": ShardTransfer.FILE,
     "sequential_stream": ShardTransfer.STREAM,
 }
-"""Every route, the one to prefer first."""
+"""All routes, in order of preference."""
 WIDTH = 76
-"""Columns that a call is laid out for."""
+"""Maximum columns of a printed call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Bytes a second, and over how many bytes that was measured; `measured_bytes` is 0 where the caller said it."""
+    """Bytes per second, and the bytes over which it was measured; `measured_bytes` is 0 if the caller gave the rate."""
 
     bytes_per_second: float
     measured_bytes: int = 0
@@ -47,14 +47,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the estimates of time rest on; None for what is not needed or could not be measured.
+    """The rates that estimates of time are based on; None if one is not needed or could not be measured.
 
     Attributes:
         fetch: from the hub.
         read: from this disk.
-        quantize: source bytes, by compression; 4bit-double by itself where scales fit their blocks, since fewer of them
-            are tried then.
-        threads: that quantize.
+        quantize: source bytes, by compression; 4bit-double has its own where scales are fitted to their blocks, since
+            fewer scales are tried then.
+        threads: number of threads that quantize.
         quantize_on: "cpu" or "cuda:N".
     """
 
@@ -65,7 +65,7 @@ class Rates:
     quantize_on: str
 
     def quantizing(self, compression: str) -> Rate | None:
-        """How fast a split at a compression quantizes, or at "auto" at the slowest that it may use."""
+        """Return the rate of quantizing at a compression; at "auto" that of the slowest scheme it may use."""
         if compression == AUTO:
             return min(self.quantize.values(), key=lambda rate: rate.bytes_per_second, default=None)
         return self.quantize.get(compression) or self.quantize.get(CODES[compression])
@@ -86,12 +86,12 @@ class Route:
 
     Attributes:
         name: a key of `ROUTES`.
-        disk_bytes: the most by which this machine's disks are fuller than now, the hub cache included. So much must be
-            free in addition to `min_free_disk`.
-        created_bytes: the most that the split directory occupies, and what goes into the hub cache before it is begun;
-            what `max_disk` bounds.
-        cache_bytes: of `disk_bytes`, what goes into the hub cache.
-        lacking: what is missing, as the split itself would say; None if it fits.
+        disk_bytes: the most by which use of this machine's disks exceeds the present one, the hub cache included. This
+            must be free in addition to `min_free_disk`.
+        created_bytes: the most that the split directory occupies, plus downloads into the hub cache before it is begun;
+            bounded by `max_disk`.
+        cache_bytes: the part of `disk_bytes` in the hub cache.
+        lacking: the shortage that the split itself would report; None if it fits.
         seconds: estimated; None if a rate for it is not known.
     """
 
@@ -110,20 +110,20 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class CompressionEstimate:
-    """What lies ahead at one compression.
+    """The split estimate at one compression.
 
     Attributes:
         compression: None, one for all tensors, or "auto".
-        folder: the split directory, there or not.
+        folder: the split directory; it may not exist yet.
         state: of it, "new", "unfinished" or "finished".
-        output_bytes: of all layer files; None where no header is left to tell.
+        output_bytes: of all layer files; None if no header is left to compute it from.
         layers_above_10_gb: ids of layers whose file is that large.
-        finished_at: when the split directory became whole, ISO 8601; None if it is not.
-        shards_used: how many an earlier run used up.
-        shards: how many there are in all.
-        obstacle: why there is no way at all: the folder belongs to another model, or shards are gone.
-        routes: those there are, the one to prefer first; none where nothing is left to do, or nothing can be.
-        mixture: at "auto", which bits are chosen; None at other compressions, and where no header is left to tell.
+        finished_at: when the split directory was completed, ISO 8601; None if it is not.
+        shards_used: number of shards that an earlier run used up.
+        shards: number of all shards.
+        obstacle: why no route is possible: the folder belongs to another model, or shards are gone.
+        routes: the possible routes in order of preference; none if nothing is left to do, or nothing can be done.
+        mixture: at "auto", the chosen bits; None at other compressions, and if no header is left to compute them from.
     """
 
     compression: str | None
@@ -140,7 +140,7 @@ class CompressionEstimate:
 
     @property
     def finished(self) -> bool:
-        """Whether the split directory is whole and of this source."""
+        """Whether the split directory is complete and of this source."""
         return self.state == "finished" and self.obstacle is None
 
 
@@ -163,22 +163,22 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class SplitEstimate:
-    """All that can be told before a split.
+    """The complete split estimate.
 
     Attributes:
         source: as the caller named it.
-        kind: "hub", "local", or "split" where a finished split directory is all there is.
+        kind: "hub", "local", or "split" if only a finished split directory exists.
         label: the folder, or the repository and commit.
         commit: the pinned commit of a repository.
-        compression: what was asked for.
-        max_disk, min_free_disk: what was allowed, bytes.
-        anatomy: of the checkpoint; None where no header of it is left.
-        disks: the one that the layer files go to first.
+        compression: the requested one.
+        max_disk, min_free_disk: limits by the caller, bytes.
+        anatomy: of the checkpoint; None if no header of it is left.
+        disks: the disk of the layer files first.
         outlooks: by compression, from the largest output to the smallest.
-        memory_bytes: anonymous memory that the split adds at most.
-        rates: what the times rest on.
+        memory_bytes: the most anonymous memory that the split adds.
+        rates: basis of the times.
         choice: the best that fits; None if nothing does.
-        warnings: what else to know.
+        warnings: further notes.
     """
 
     source: str
@@ -197,23 +197,23 @@ class SplitEstimate:
     warnings: tuple[str, ...] = ()
 
     def at(self, compression: str | None) -> CompressionEstimate | None:
-        """The outlook at a compression."""
+        """Return the estimate at a compression; None if it has none."""
         return next((outlook for outlook in self.outlooks if outlook.compression == compression), None)
 
     def called(self, compression: str | None) -> str:
-        """What people call the layer files at a compression: those of codes are not "uncompressed"."""
+        """Return the usual name of the layer files at a compression: codes as published are not "uncompressed"."""
         if compression is not None:
             return compression
         return "as published" if self.anatomy is not None and self.anatomy.quantized is not None else "uncompressed"
 
 
 def memory_bytes(tensors: int) -> int:
-    """Anonymous memory that a split of so many tensors adds to its process at most; of any size they may be."""
+    """Return the most anonymous memory that a split of so many tensors adds to its process, whatever their size."""
     return MEMORY_BYTES + MEMORY_BYTES_A_TENSOR * tensors
 
 
 def load_of(plan: SplitPlan, used: frozenset[str]) -> Load:
-    """What is still to be done of a plan of which some shards are used up."""
+    """Return the remaining load of a plan of which some shards are used up."""
     waiting = [shard for shard in plan.shards if shard.name not in used]
     names = {shard.name for shard in waiting}
     forms = [form for layout in plan.layouts.values() for form in layout.forms if form.source.file in names]
@@ -227,11 +227,11 @@ def load_of(plan: SplitPlan, used: frozenset[str]) -> Load:
 
 
 def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) -> float | None:
-    """An estimate of how long a split takes, from a few rates.
+    """Estimate how long a split takes, from a few rates.
 
-    Fetching and splitting take turns where each shard is a file and where all are fetched first; they overlap, so that
-    the slower of both decides, where the next shard is fetched meanwhile and where shards are streamed. Writing is not
-    in it: it overlaps with both, and its rate cannot be measured without writing.
+    Fetching and splitting alternate where each shard is a file and where all are fetched first. They overlap, so that
+    the slower of the two decides, where the next shard is fetched meanwhile and where shards are streamed. Writing is
+    not included: it overlaps with both, and its rate cannot be measured without writing.
 
     Returns:
         Seconds; None if a rate that it needs is not known.
@@ -254,13 +254,13 @@ def _seconds(nbytes: int, rate: Rate | None) -> float | None:
 def route_of(
     name: str, plan: SplitPlan, disk_budget: DiskBudget, lacking: Shortage | None, seconds: float | None
 ) -> Route:
-    """What one route takes of the disk, in the figures that the split itself is checked with.
+    """Return the disk use of one route, in the figures that the split itself is checked with.
 
     Args:
         name: a key of `ROUTES`.
         plan: the split, its shards marked as staged or not as they are on that route.
-        ground: what it stands on, on that route.
-        lacking: what `space.shortage` says of it.
+        disk_budget: the state of the disk on that route.
+        lacking: result of `disk_budget.shortage`.
         seconds: see `seconds_of`.
     """
     use = use_of(plan, disk_budget, ROUTES[name])
@@ -271,10 +271,10 @@ def route_of(
 def best(
     outlooks: Sequence[CompressionEstimate], asked: str | None, refused: Collection[str | None] = ()
 ) -> tuple[CompressionEstimate, Route | None] | None:
-    """The compression and route to take: the compression asked for if it fits, else the least compressed that does.
+    """Select the compression and route: the requested compression if it fits, else the least compressed one that does.
 
-    Of its routes the first that fits, in their own order; None as a route means that the split is finished. None if
-    nothing fits. Compressions that are `refused` are left out: they could not be loaded here.
+    The route is the first one that fits; None as a route means that the split is finished. None if nothing fits.
+    Compressions that are `refused` are left out: they could not be loaded here.
     """
     outlooks = [outlook for outlook in outlooks if outlook.compression not in refused]
     for outlook in sorted(outlooks, key=lambda outlook: outlook.compression != asked):
@@ -287,18 +287,18 @@ def best(
 
 
 def least(outlooks: Sequence[CompressionEstimate]) -> tuple[CompressionEstimate, Route] | None:
-    """Where nothing fits, what comes nearest: the route that lacks least, and of several the one that takes least."""
+    """If nothing fits, select the nearest: the route that lacks least, and of several the one with least disk use."""
     found = [(outlook, route) for outlook in outlooks for route in outlook.routes if route.lacking is not None]
     return min(found, key=lambda pair: (missing_bytes(pair[1]), pair[1].disk_bytes), default=None)
 
 
 def missing_bytes(route: Route) -> int:
-    """What a route lacks; 0 if it fits."""
+    """Return the bytes that a route lacks; 0 if it fits."""
     return route.lacking.need - route.lacking.have if route.lacking is not None else 0
 
 
 def call_of(source: str, arguments: Mapping[str, object]) -> str:
-    """The Python that makes a split, ready to paste: on one line if that is short enough."""
+    """Return the Python that makes a split, ready to paste: on one line if that is short enough."""
     given = [f"{name}={_literal(value)}" for name, value in arguments.items() if value is not None]
     parts = [_literal(source), *given]
     lead = "AutoModel.from_pretrained("
@@ -318,7 +318,7 @@ def _literal(value: object) -> str:
 
 
 def as_json(forecast: SplitEstimate) -> dict[str, Any]:
-    """A forecast as one JSON object: snake_case keys, sizes in bytes, times in seconds."""
+    """Convert a split estimate to one JSON object: snake_case keys, sizes in bytes, times in seconds."""
     content: dict[str, Any] = plain(dataclasses.asdict(forecast))
     for entry, outlook in zip(content["outlooks"], forecast.outlooks, strict=True):
         entry["finished"] = outlook.finished

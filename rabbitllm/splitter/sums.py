@@ -1,7 +1,8 @@
-"""What has been written of each stored part, and its CRC-32 from those of its pieces in any order.
+"""Checksums of stored parts: the CRC-32 of each, combined from those of its pieces in any order.
 
-There is one CRC-32 of the whole part, and one of each run of it between the places where a layer file is cut into
-blocks (`store/checksums.py`). Threads may add at the same time to tensors that were expected before. Knows no files.
+There is one CRC-32 of the whole part, and one of each run of it between the offsets at which a layer file is cut into
+blocks (`store/checksums.py`). Threads may add at the same time to tensors that were announced with `Sums.expect`.
+Independent of files.
 """
 
 from __future__ import annotations
@@ -16,29 +17,31 @@ from rabbitllm.quant.compression import Settling, StoredForm
 from rabbitllm.store.checksums import SUM_BYTES, is_cut, numbers, run_lengths, run_sums
 
 PartSums = bytes
-"""The CRC-32 of a stored part, and behind it that of each of its runs where it has several; `SUM_BYTES` each."""
+"""The CRC-32 of a stored part, followed by that of each of its runs if it has several; `SUM_BYTES` each."""
 TensorSums = Mapping[str, tuple[PartSums, ...]]
 """Tensor -> the sums of each of its stored parts."""
 
 
 def part_sums(whole: int, runs: bytes = b"") -> PartSums:
-    """The sums of a stored part; `runs` only where it has several."""
+    """Encode the sums of a stored part; `runs` only where it has several."""
     return whole.to_bytes(SUM_BYTES, "little") + runs
 
 
 def whole_sum(sums: PartSums) -> int:
-    """The CRC-32 of a stored part."""
+    """Return the CRC-32 of a stored part."""
     return int.from_bytes(sums[:SUM_BYTES], "little")
 
 
 def sums_of(data: bytes, at: int) -> PartSums:
-    """The sums of a stored part that lies at `at` in its layer file."""
+    """Compute the sums of a stored part at offset `at` in its layer file."""
     return _part_sums(_runs(at, len(data), run_sums(data, at)))
 
 
 def runs_of(sums: PartSums, at: int, nbytes: int) -> list[tuple[int, int, int]] | None:
-    """Offset, bytes and CRC-32 of each run of a stored part, which lies at `at` in its layer file; None if it has
-    several and only the sum of the whole is known."""
+    """Return offset, bytes and CRC-32 of each run of a stored part at offset `at` in its layer file.
+
+    None if it has several runs and only the sum of the whole is known.
+    """
     known = sums if len(sums) == SUM_BYTES else sums[SUM_BYTES:]
     if len(known) != SUM_BYTES * sum(1 for _ in run_lengths(at, nbytes)):
         return None
@@ -60,14 +63,14 @@ class ShardChecksums:
 
 
 class Sums:
-    """Of the tensors that are being written, by name."""
+    """The checksums of tensors that are being written, by name."""
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[_Part, ...]] = {}
         self._sources: dict[str, list[tuple[int, int, int]]] = {}
 
     def expect(self, forms: Iterable[StoredForm | Settling], *, sources: bool = False) -> None:
-        """Make room for tensors, before threads that must not race for it add to them.
+        """Announce tensors, before several threads add to them.
 
         Args:
             forms: the tensors.
@@ -80,33 +83,33 @@ class Sums:
                     self._sources[form.source.name] = []
 
     def forget(self, forms: Iterable[StoredForm | Settling]) -> None:
-        """Drop what was added of these tensors, which are going to be written again."""
+        """Drop the checksums of these tensors, which are going to be written again."""
         for form in forms:
             self._parts.pop(form.source.name, None)
             self._sources.pop(form.source.name, None)
 
     def add(self, form: StoredForm | Settling, part: int, begin: int, data: memoryview, place: int | None) -> None:
-        """Note a run of a stored part that was written, `begin` bytes into it.
+        """Add a written run of a stored part.
 
         Args:
             form: the tensor.
             part: the number of its part.
-            begin: where the run begins in that, bytes.
+            begin: offset of the run in the part, bytes.
             data: the run.
-            place: where the part lies in its layer file; None where it does not lie in it.
+            place: offset of the part in its layer file; None if it is not in that.
         """
         noted = self._parts[form.source.name][part]
         noted.place = place
         noted.pieces.append((begin, len(data), run_sums(data, (place or 0) + begin)))
 
     def add_source(self, form: StoredForm, begin: int, data: memoryview) -> None:
-        """Add a run of a tensor before quantization, `begin` bytes into it, if `expect` asked for it."""
+        """Add a run of a tensor before quantization, at `begin` bytes into it, if `expect` requested it."""
         pieces = self._sources.get(form.source.name)
         if pieces is not None:
             pieces.append((begin, len(data), zlib.crc32(data)))
 
     def take_with_sources(self, forms: Sequence[StoredForm]) -> ShardChecksums:
-        """As `take`, together with the checksums of the data in the shard."""
+        """Do `take`, together with the checksums of the data in the shard."""
         stored = self.take(forms)
         sources = {form.source.name: whole_sum(stored[form.source.name][0]) for form in forms if form.scheme is None}
         for form in forms:
@@ -118,10 +121,10 @@ class Sums:
         return ShardChecksums(stored, sources)
 
     def take(self, forms: Iterable[StoredForm | Settling]) -> dict[str, tuple[PartSums, ...]]:
-        """The sums of each stored part of these tensors, which are forgotten.
+        """Return the sums of each stored part of these tensors, and drop them.
 
         Raises:
-            AssertionError: a part was not written whole.
+            AssertionError: a part was not written completely.
         """
         return {
             form.source.name: tuple(
@@ -132,7 +135,7 @@ class Sums:
 
 
 class _Part:
-    """What was written of a stored part: begin in it, bytes, and the CRC-32 of each of its runs."""
+    """The written pieces of a stored part: offset in it, bytes, and the CRC-32 of each of its runs."""
 
     __slots__ = ("pieces", "place")
 
@@ -141,7 +144,7 @@ class _Part:
         self.pieces: list[tuple[int, int, bytes]] = []
 
     def sums(self, part: TensorToWrite) -> PartSums:
-        """Its sums, from those of its pieces, which must leave nothing out."""
+        """Combine the sums of its pieces, which must be complete."""
         origin, pieces = self.place or 0, sorted(self.pieces)
         _require_whole(((begin, nbytes) for begin, nbytes, _ in pieces), part.name, part.nbytes)
         runs = [run for begin, nbytes, sums in pieces for run in _runs(origin + begin, nbytes, sums)]
@@ -151,7 +154,7 @@ class _Part:
 
 
 def _require_whole(pieces: Iterable[tuple[int, int]], name: str, expected: int) -> None:
-    """Make sure that pieces, sorted, leave out nothing: shards are deleted on the strength of this."""
+    """Check that sorted pieces leave no gap: shards are deleted because of this."""
     at = 0
     for begin, nbytes in pieces:
         if begin != at:
@@ -168,7 +171,7 @@ def _runs(at: int, nbytes: int, sums: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _part_sums(runs: Iterable[tuple[int, int, int]]) -> PartSums:
-    """The sum of all, and of each run between two cuts, from pieces of them in their order."""
+    """Combine the sum of all, and that of each run between two cuts, from pieces of them in order."""
     cuts, whole = list[int](), 0
     for at, nbytes, crc in runs:
         whole = combine(whole, crc, nbytes)

@@ -1,4 +1,4 @@
-"""A split that may be worked on: everything that was decided before the first byte. A record; does nothing."""
+"""A split that is ready to be carried out: all decisions made before the first byte. A record only."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ ROOM: Mapping[ShardTransfer, int] = {ShardTransfer.FILE_AHEAD: 2, ShardTransfer.
 
 @dataclass(frozen=True, slots=True)
 class SplitWork:
-    """A split that may be worked on.
+    """A split that is ready to be carried out.
 
     Attributes:
-        plan: what to do.
+        plan: the plan.
         checkpoint: the source.
         folder: the split directory, with a journal in it.
         options: the caller's.
         quantize_on: "cpu" or "cuda:N".
-        arrival: how fetched shards reach the layer files.
-        use: what it takes of the disk.
+        shard_transfer: how fetched shards reach the layer files.
+        use: its disk use.
         used: shards that an earlier run used up.
-        checksums: tensor -> CRC-32 of each stored part, as far as the journal knows them.
+        checksums: tensor -> checksums of its stored parts, as far as the journal has them.
         source_checksums: shard -> `source_check.source_crc32`, from the journal.
-        at_once: shards in work at a time, at most.
-        fitted: whether scales of 4bit fit their blocks.
+        at_once: the most shards in work at a time.
+        fitted: whether scales of 4bit are fitted to their blocks.
     """
 
     plan: SplitPlan
@@ -51,7 +51,7 @@ class SplitWork:
     source_checksums: Mapping[str, int] = field(default_factory=dict)
 
     def of_shard(self, shard: str, layers: Iterable[str]) -> SplitWork:
-        """The part of it that fills these layers from one shard: all that another process has to know."""
+        """Return the part of it that fills these layers from one shard, which is all that another process needs."""
         layers = tuple(layers)
         whole = self.plan.layer_map
         layer_map = LayerMap(

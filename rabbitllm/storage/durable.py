@@ -1,12 +1,12 @@
-"""Every step that changes the disk, one function each, with a seam through which a test may fail it.
+"""Every step that changes the disk, one function each, with a hook through which a test may fail it.
 
-Nothing else in the package writes, renames or unlinks. The rule that makes a crash a normal way to
-stop is kept here: a file gets its final name by a rename, after its bytes are fsynced, and the
-folder is fsynced after the rename. Knows nothing of layers, shards or models.
+Nothing else in the package writes, renames or unlinks. The rule that makes a crash harmless is implemented here: a file
+gets its final name by a rename, after its bytes are fsynced, and the folder is fsynced after the rename. Independent of
+layers, shards and models.
 
-The seam: `observe_steps` installs a callback that sees each `Step` just before it is carried out.
-A test raises from it (a full disk), kills the process in it (a crash), or records it (a power cut,
-replayed later). Without a callback a step costs one `is None`.
+The hook: `observe_steps` installs a callback that is called with each `Step` just before it is carried out. A test
+raises from it (a full disk), kills the process in it (a crash), or records the step (a power cut, replayed later).
+Without a callback a step costs one `is None`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rabbitllm.storage.open_files import OpenFiles
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT, PastTheCache, write_back_call
 
 PART_SUFFIX = ".part"
-"""What an unfinished file is called until its rename."""
+"""Suffix of an unfinished file until its rename."""
 
 READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""What an unlink fails with where nothing may be deleted."""
+"""Errors of an unlink in a folder where nothing may be deleted."""
 WRITE_BACK_BYTES = 32 << 20
-"""What may wait in the page cache for a file before the kernel is asked to begin writing it."""
+"""The most bytes of a file in the page cache before the kernel is made to begin writing them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,13 @@ def _announce(step: Step) -> None:
 class GrowingFile:
     """A file that is filled in place, in any order, by several threads.
 
-    Opened without truncation, so that a resumed run goes on with the bytes already there. A pool may close it between
-    two writes; what was written is synced first, since a system tells of a write that failed only while the file is
-    open.
+    Opened without truncation, so that a resumed run keeps the bytes already there. A pool may close it between two
+    writes; written data is synced first, since a system reports a failed write only while the file is open.
 
     Args:
-        path: of the file, made if it is not there.
-        size: bytes that it is made to have.
-        write_back: have the kernel write as the file is filled, so that `sync` has little left to wait for.
+        path: of the file, which is created if missing.
+        size: bytes that the file is set to.
+        write_back: have the kernel write as the file is filled, so that `sync` takes little time.
         files: the pool that it is opened in; by default it stays open until `close`.
     """
 
@@ -104,15 +103,15 @@ class GrowingFile:
     def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
         """Write all of `data` (bytes) at `offset` (bytes).
 
-        With `aligned` the caller says that the memory of `data` starts on a 4096-byte boundary. The part that the
-        file system takes past the page cache then goes that way, since the bytes have to reach the disk now and are
-        not read soon.
+        With `aligned` the caller guarantees that the memory of `data` starts on a 4096-byte boundary. The part that the
+        file system accepts for O_DIRECT is then written past the page cache, since the bytes have to reach the disk now
+        and are not read soon.
         """
         with self._files.using(self):
             _announce(Step("write", self.path, offset, data))
             try:
                 self._write(data, offset, aligned)
-            finally:  # last, since a sync that another thread began before does not cover it
+            finally:  # last, since a sync that another thread began before does not cover this write
                 self._is_written, self._is_synced = True, False
 
     def _write(self, data: memoryview, offset: int, aligned: bool) -> None:
@@ -134,7 +133,7 @@ class GrowingFile:
         self._write_back(self._descriptor)
 
     def _write_direct(self, data: memoryview, offset: int) -> int:
-        """Write the leading whole blocks of `data` with O_DIRECT; return how many bytes went."""
+        """Write the leading whole blocks of `data` with O_DIRECT; return the number of bytes written."""
         whole = len(data) - len(data) % DIRECT_ALIGNMENT
         if not whole:
             return 0
@@ -146,9 +145,9 @@ class GrowingFile:
         return self._direct.move(write) or 0
 
     def sync(self) -> None:
-        """Return once every byte written so far would survive a power cut."""
+        """Sync the file; on return every byte written so far would survive a power cut."""
         with self._syncing:
-            if self._is_synced:  # by the pool, which has closed it
+            if self._is_synced:  # possibly by the pool, which then closed it
                 return
         with self._files.using(self):
             self._sync()
@@ -158,7 +157,7 @@ class GrowingFile:
             if self._is_synced:
                 return
             _announce(Step("sync", self.path))
-            self._is_written, self._is_synced = False, True  # first, since a write may come meanwhile
+            self._is_written, self._is_synced = False, True  # first, since another thread may write meanwhile
             try:
                 os.fsync(self._descriptor)
             except BaseException:
@@ -176,10 +175,10 @@ class GrowingFile:
         return not self._is_written
 
     def reopen(self) -> None:
-        """See `Reopenable`; makes the file the first time, and later takes no other in its place.
+        """See `Reopenable`; creates the file the first time, and later refuses another file at its path.
 
         Raises:
-            OSError: it cannot be opened or be given its size; or it is not there any more, or another one is.
+            OSError: it cannot be opened or resized; or it is gone, or was replaced by another file.
         """
         if self._is_closed:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self.path))
@@ -245,7 +244,7 @@ class Log:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `path` so that it is either absent (or old) or whole, whatever happens."""
+    """Write `path` so that it is always either absent (or old) or complete."""
     part = path.with_name(path.name + PART_SUFFIX)
     if part.exists():
         remove(part)
@@ -289,7 +288,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Unlink one file or link. A missing one is no error: a crash may have come after the unlink."""
+    """Unlink one file or link. A missing one is no error: a crash may have followed the unlink."""
     _announce(Step("unlink", path))
     path.unlink(missing_ok=True)
 
@@ -308,7 +307,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and the files in it, if it is there; it must have no folders in it."""
+    """Remove a folder and the files in it, if it exists; it must contain no folders."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -317,14 +316,14 @@ def remove_folder(folder: Path) -> None:
     folder.rmdir()
 
 
-# Scratch: files that say something about a running process and hold no data. They are neither synced nor announced as
-# steps: nothing is lost with them, whatever of them a crash leaves behind is overwritten or ignored, and so there is
-# nothing about them that a test could fail, kill or cut the power at; but for writes that may find the disk full.
+# Scratch files describe a running process and hold no data. They are neither synced nor announced as steps: losing them
+# loses nothing, and remains after a crash are overwritten or ignored, so there is no failure, kill or power cut for a
+# test to inject; except for writes that may find the disk full.
 
 
 @contextlib.contextmanager
 def open_scratch(path: Path, *, create: bool = True) -> Iterator[int]:
-    """A descriptor of a scratch file, made empty if it is not there."""
+    """Yield a descriptor of a scratch file, which is created empty if missing."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0) | getattr(os, "O_NOFOLLOW", 0)
     descriptor = os.open(path, flags, 0o644)
     try:
@@ -340,11 +339,11 @@ def write_scratch(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
-    """A file on the disk of `folder` that has no name there and is gone with its descriptor, which this gives.
+    """Yield the descriptor of an unnamed file on the disk of `folder`, which is deleted with it.
 
     Args:
-        folder: one that may be written to.
-        blocks: what it holds; each is on the disk before the next is asked for.
+        folder: a writable folder.
+        blocks: its content; each block is on the disk before the next is requested.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         for block in blocks:
@@ -355,19 +354,19 @@ def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
 
 
 class NamelessFile:
-    """A file for data that does not fit into memory: without a name, for this process alone, gone with its descriptor.
+    """An unnamed file for data that does not fit into memory: for this process alone, deleted with its descriptor.
 
-    Written and read at places; where `READS_AT_PLACES`, by several threads at a time. A disk may be full, so that
-    writing is announced as a step. With `aligned` the caller says that memory, offset and length are multiples of
-    4096 bytes: then they go past the page cache where the file system takes that, through it else; and what the cache
-    has of them is dropped, if it is on the disk.
+    Written and read at offsets; if `READS_AT_PLACES`, by several threads at a time. The disk may be full, so writing is
+    announced as a step. With `aligned` the caller guarantees that memory, offset and length are multiples of 4096
+    bytes: then they bypass the page cache if the file system allows it; otherwise they pass through it, and pages that
+    are on the disk already are dropped.
 
     Args:
-        folder: one that may be written to; None for the system's for temporary files.
+        folder: a writable folder; None for the system's folder for temporary files.
     """
 
     READS_AT_PLACES = hasattr(os, "preadv")
-    """Not on Windows, where a file has one position for everybody."""
+    """False on Windows, where a file has one position for all threads."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder or Path(tempfile.gettempdir())
@@ -375,7 +374,7 @@ class NamelessFile:
         self._direct = PastTheCache(f"/proc/self/fd/{self._file.fileno()}")
 
     def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
-        """Put bytes at a place.
+        """Write bytes at an offset.
 
         Raises:
             OSError: the disk is full.
@@ -390,10 +389,10 @@ class NamelessFile:
             data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
 
     def read_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
-        """Fill `data` with the bytes from a place on.
+        """Fill `data` with the bytes from an offset on.
 
         Raises:
-            OSError: they are not there.
+            OSError: the file ends before them.
         """
         while data:
             if self.READS_AT_PLACES:
@@ -409,15 +408,15 @@ class NamelessFile:
         with direct_read() if aligned else contextlib.nullcontext():
             moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
         if moved is None:
-            if sys.platform == "linux" and aligned:  # what is read ahead of the next place would stay in the cache
+            if sys.platform == "linux" and aligned:  # pages read ahead of the next offset would stay in the cache
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             moved = how(self._file.fileno(), data, offset)
-        if sys.platform == "linux" and aligned:  # of what is not on the disk yet this begins the writing
+        if sys.platform == "linux" and aligned:  # for pages that are not on the disk yet this begins the writing
             os.posix_fadvise(self._file.fileno(), offset, moved, os.POSIX_FADV_DONTNEED)
         return moved
 
     def close(self) -> None:
-        """Let go of the file, and so of its bytes on the disk."""
+        """Close the file, which frees its bytes on the disk."""
         self._direct.close()
         self._file.close()
 
@@ -435,12 +434,12 @@ def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def remove_scratch(path: Path) -> None:
-    """Remove a scratch file if it is there and can be removed."""
+    """Remove a scratch file if it exists and can be removed."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def remove_empty_folder(folder: Path) -> None:
-    """Remove a folder if it is there, has nothing in it and can be removed."""
+    """Remove a folder if it exists, is empty and can be removed."""
     with contextlib.suppress(OSError):
         folder.rmdir()

@@ -2,7 +2,7 @@
 
 The lock is flock on the folder itself, opened read-only. The operating system releases it when the process ends, also
 after a kill. No lock file is written, so a read-only folder can be locked too and no stale state remains. The lock is
-valid on one machine: network file systems do not forward locks of directories. This module knows neither splits nor
+valid on one machine: network file systems do not forward locks of directories. This module is independent of splits and
 checkpoints.
 
 Without flock there is no lock. Windows has none: it cannot open a directory as a file, and filelock has no shared locks
@@ -107,7 +107,7 @@ def exclusive(folder: Path, kind: FolderKind) -> FolderLock:
 
 
 def _try_lock(folder: Path, *, exclusive: bool) -> FolderLock | None:
-    """The lock; None if another holder prevents it."""
+    """Try to lock; return None if another holder prevents it."""
     if sys.platform == "win32":
         return FolderLock()
     import fcntl
@@ -129,7 +129,7 @@ def _try_lock(folder: Path, *, exclusive: bool) -> FolderLock | None:
 
 
 def lock_failure(folder: Path, error: OSError) -> SplitError:
-    """The error to raise for one of `BROKEN_LOCKS`."""
+    """Return the error to raise for one of `BROKEN_LOCKS`."""
     return SplitError(
         f"{folder} cannot be locked: {error.strerror}.",
         "Check its disk or file server, and call again. Nothing was touched.",
@@ -148,7 +148,7 @@ def _release(descriptor: int, guard: ForkGuard) -> None:
 
 
 def _holders(folder: Path) -> str:
-    """The processes that hold locks on a folder, in words; Linux lists them, other systems do not."""
+    """Describe the processes that hold locks on a folder; Linux lists them, other systems do not."""
     found = _processes(folder)
     named = " and ".join(map(_named, found[:MAX_NAMED]))
     more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
@@ -173,7 +173,7 @@ _LOCK_LINE = re.compile(r"^\d+: FLOCK +\w+ +\w+ (\d+) ([0-9a-f]+):([0-9a-f]+):(\
 
 
 def _processes(folder: Path) -> list[int]:
-    """The ids of the processes that hold locks on a folder."""
+    """Return the ids of the processes that hold locks on a folder."""
     if sys.platform == "win32":
         return []
     try:
@@ -193,7 +193,7 @@ def _processes(folder: Path) -> list[int]:
 
 
 def _has_open(process: int, status: os.stat_result) -> bool:
-    """Whether a process has this folder open; False if /proc does not permit the look."""
+    """Whether a process has this folder open; False if /proc denies access."""
     opened = Path(f"/proc/{process}/fd")
     found = False
     with contextlib.suppress(OSError):  # the process has ended, or belongs to another user

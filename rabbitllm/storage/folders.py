@@ -1,6 +1,6 @@
-"""Folders and the disks under them, and hosts that publish limits which free space does not show.
+"""Folders and their disks, and hosts that publish limits which free space does not show.
 
-Asks the system; changes nothing.
+Queries the system; changes nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 
 GB = 1000**3
 KAGGLE_BYTES = 50 << 30
-"""What a split may use on Kaggle: users report disks of 57 to 73 GB, and installed packages take some of it."""
+"""Disk for a split on Kaggle: users report disks of 57 to 73 GB, and installed packages take some of it."""
 KAGGLE_TMP, KAGGLE_WORKING = Path("/kaggle/tmp"), Path("/kaggle/working")
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that matters, and the disk under it.
+    """A folder that is used, and its disk.
 
     Attributes:
-        uses: what it is for.
-        path: where.
-        writable: whether files can be made there, or the folder itself.
-        filesystem: its kind, as the system names it.
+        uses: its uses.
+        path: the path, which may not exist yet.
+        writable: whether files can be created there, or the folder itself.
+        filesystem: type of the file system, as named by the system.
         disk: equal for folders on the same disk.
         total, free: bytes of the disk; a container's quota does not show in them.
         quota: bytes that a known host allows in it.
@@ -42,7 +42,7 @@ class Folder:
 
     @property
     def in_memory(self) -> bool:
-        """Whether what lies there takes memory."""
+        """Whether files there take memory."""
         return self.filesystem in ("tmpfs", "ramfs")
 
     @property
@@ -53,7 +53,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where this runs, if that is a place with published limits: its name, and what to know of it."""
+    """A host with published limits: its name, and hints about it."""
 
     name: str
     hints: tuple[str, ...]
@@ -90,9 +90,10 @@ _KNOWN: Iterable[tuple[str, Host]] = (
     ("CODESPACES", _CODESPACES),
     ("GITHUB_ACTIONS", _ACTIONS),
 )
-"""Variable of the environment -> where it is set. Limits as their makers publish them: kaggle.com/docs/notebooks,
+"""Environment variable -> the host that sets it. Limits as published: kaggle.com/docs/notebooks,
 research.google.com/colaboratory/faq.html, huggingface.co/docs/hub/spaces-overview, docs.github.com (runners,
-codespaces)."""
+codespaces).
+"""
 _CONTAINER = Host(
     "a container",
     ("free space is the host's: a quota of the container does not show; max_disk says what a split may take",),
@@ -101,7 +102,7 @@ _CONTAINER = Host(
 
 
 def host_of(environment: Mapping[str, str], root: Path = Path("/")) -> Host | None:
-    """Where this runs; None for an ordinary machine."""
+    """Return the host of this process; None for an ordinary machine."""
     found = next((known for variable, known in _KNOWN if environment.get(variable)), None)
     if found is None and (
         (root / ".dockerenv").exists()
@@ -113,7 +114,7 @@ def host_of(environment: Mapping[str, str], root: Path = Path("/")) -> Host | No
 
 
 def folder_at(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Folder:
-    """What is known of one folder."""
+    """Return the facts about one folder."""
     return folder_of((), path.expanduser().absolute(), file_systems(mounts), host_of(os.environ))
 
 
@@ -128,7 +129,7 @@ def folder_of(uses: tuple[str, ...], path: Path, kinds: Mapping[Path, str], know
 
 
 def file_systems(mounts: Path) -> dict[Path, str]:
-    """Mount point -> the kind of its file system (proc(5): /proc/pid/mountinfo); the last mounted is on top."""
+    """Return mount point -> type of its file system (proc(5): /proc/pid/mountinfo); the last mounted is on top."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -138,7 +139,7 @@ def file_systems(mounts: Path) -> dict[Path, str]:
         about, dash, kind = line.partition(" - ")
         words = about.split()
         if dash and len(words) > 4 and kind:
-            # spaces and the like are written in octal there
+            # spaces and other special characters are in octal there
             point = words[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
             found[Path(point)] = kind.split()[0]
     return found

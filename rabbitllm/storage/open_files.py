@@ -1,7 +1,7 @@
-"""A pool of open files: the least recently used file is closed for another, and opened again when it is used.
+"""A pool of open files: the least recently used file is closed for another, and reopened when it is used.
 
-A system limits the descriptors of a process, often to 1,024, and a checkpoint may have more files than that. Knows no
-formats and writes nothing; each file syncs itself before it is closed.
+A system limits the descriptors of a process, often to 1,024, and a checkpoint may have more files than that.
+Independent of formats; it writes nothing, and each file syncs itself before it is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_FILES = 256
 """Few models have more layers; each file that is closed for another costs a sync that a thread waits for."""
 _LEAST_FILES = 4
 _SHARE = 8
-"""A pool takes at most this part of the descriptors that the process may have; a file may need two."""
+"""Inverse of the share of the process's descriptors that a pool takes at most; a file may need two."""
 
 
 class Reopenable(Protocol):
@@ -27,7 +27,7 @@ class Reopenable(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing would be lost if it were closed now."""
+        """Whether it can be closed now without losing data."""
         ...
 
     def reopen(self) -> None:
@@ -49,7 +49,7 @@ class OpenFiles:
     A thread may use one file of a pool at a time.
 
     Args:
-        limit: files that may be open at a time; by default it follows from the limit of the process.
+        limit: files that may be open at a time; by default derived from the limit of the process.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -57,18 +57,18 @@ class OpenFiles:
         self._lock = own_lock(threading.Lock())
         self._changed = own_lock(threading.Condition(self._lock))
         self._users: dict[Reopenable, int] = {}
-        """Open file -> how many threads use it; the least recently used first."""
+        """Open file -> number of threads that use it; the least recently used first."""
         self._dropped: deque[Reopenable] = deque()
-        """Files that were dropped while the lock was taken, perhaps by the very thread that dropped them."""
+        """Files that were dropped while the lock was taken, perhaps by the same thread."""
         self._doomed: set[Reopenable] = set()
         """Files that were dropped while in use."""
 
     @contextlib.contextmanager
     def using(self, file: Reopenable) -> Iterator[None]:
-        """Keep a file open while the context is; it waits while as many others are in use as may be open.
+        """Keep a file open while the context is; waits while the limit of files is in use.
 
         Raises:
-            OSError: the file cannot be opened, or another one not be settled to make room for it.
+            OSError: the file cannot be opened, or another one cannot be settled to make room for it.
         """
         try:
             while (other := self._taken_instead(file)) is not None:
@@ -89,7 +89,7 @@ class OpenFiles:
         self._close_dropped()
 
     def _taken_instead(self, file: Reopenable) -> Reopenable | None:
-        """None once `file` is open and in use by the caller; else another one that is, to be closed for it."""
+        """Return None once `file` is open and in use by the caller; else another open file, to be closed for it."""
         with self._lock:
             while True:
                 if file in self._users or len(self._users) < self._limit:
@@ -130,7 +130,7 @@ class OpenFiles:
 
 
 def _files_allowed() -> int:
-    if sys.platform == "win32":  # where a process may have 8,192
+    if sys.platform == "win32":  # its limit per process is 8,192
         return MAX_FILES
     import resource
 

@@ -1,6 +1,6 @@
-"""Ways around the page cache of a file that is written or read: past it in whole blocks, or soon out of it.
+"""Ways to keep the data of a file out of the page cache: transfers past it in whole blocks, or early write-back.
 
-Opens the file once more and hands on its descriptor; it writes nothing itself.
+Opens the file once more and passes on its descriptor; it writes nothing itself.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DIRECT_ALIGNMENT = 4096
 
 
 class PastTheCache:
-    """A second descriptor of a file that is open, for whole blocks that need not be in the page cache (O_DIRECT).
+    """A second descriptor of an open file, for whole blocks that need not be in the page cache (O_DIRECT).
 
     Args:
-        path: where the file can be opened once more.
+        path: path at which the file can be opened once more.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -34,10 +34,10 @@ class PastTheCache:
         self._lock = own_lock(threading.Lock())
 
     def move(self, how: Callable[[int], int]) -> int | None:
-        """What `how` returns, given the descriptor; None where the system or the file system takes no such moves.
+        """Call `how` with the descriptor and return its result; None if the system or file system has no O_DIRECT.
 
         Args:
-            how: reads or writes memory, offset and length in multiples of `DIRECT_ALIGNMENT`.
+            how: reads or writes memory, with offset and length in multiples of `DIRECT_ALIGNMENT`.
         """
         if self._is_refused or not hasattr(os, "O_DIRECT"):
             return None
@@ -49,7 +49,7 @@ class PastTheCache:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT):
                 raise
-            # tmpfs and some network file systems, or no /proc; the descriptor stays open, another thread may be in it
+            # tmpfs and some network file systems, or no /proc; the descriptor stays open, as another thread may use it
             self._is_refused = True
             return None
 
@@ -62,10 +62,10 @@ class PastTheCache:
 
 @functools.cache
 def write_back_call() -> Callable[[int], object] | None:
-    """What makes Linux begin to write what a file has in the page cache, and does not wait: sync_file_range(2).
+    """Return a function that makes Linux begin to write a file's dirty pages without waiting: sync_file_range(2).
 
     Not `posix_fadvise(…, POSIX_FADV_DONTNEED)`, which begins that too: it also walks through every page of the file and
-    drops what is on the disk already.
+    drops those that are on the disk already.
     """
     if sys.platform != "linux":
         return None

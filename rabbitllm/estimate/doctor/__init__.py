@@ -1,1 +1,1 @@
-"""What this machine has, which models it can run, and what is missing: `rabbitllm doctor`."""
+"""`rabbitllm doctor`: this machine's hardware, the models it can run, and missing packages or settings."""

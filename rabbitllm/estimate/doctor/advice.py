@@ -1,4 +1,4 @@
-"""What is missing or could be better, and the command that mends it. Pure: facts in, advice out."""
+"""Advice on what is missing or could be better, with the command for it. Pure: facts in, advice out."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rabbitllm.estimate.doctor.records import Advice, MachineInfo, Package
 from rabbitllm.storage.folders import Folder
 
 LEAST_MEMORY = 1 << 30
-"""Bytes of RAM without which no model of the list generates: torch and transformers take half of that."""
+"""Bytes of RAM needed to generate with any model of the list: torch and transformers take half of that."""
 LITTLE_MEMORY = 4 << 30
 LITTLE_DISK = 20 << 30
-"""Less room than that holds only small models."""
+"""Room below which only small models fit."""
 SLOW_DISK = 300e6
-"""Bytes a second: layers of a model that does not fit take seconds each."""
+"""Bytes per second below which layers of a model that does not fit in memory take seconds each."""
 
 
 def advise(machine: MachineInfo, needed: int) -> tuple[Advice, ...]:
-    """All there is to say, the essential first.
+    """Return all advice, the essential first.
 
     Args:
-        machine: what the probes found out.
+        machine: results of the probes.
         needed: bytes of disk that the smallest model takes.
     """
     found = [*_of_packages(machine), *_of_disks(machine, needed), *_of_memory(machine)]

@@ -1,4 +1,4 @@
-"""Runs all probes, one after the other, and keeps what each found; one that fails costs a line and nothing else."""
+"""Runs all probes, one after the other, and collects their results; a probe that fails adds a line to the report."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from rabbitllm.version import __version__
 Found = TypeVar("Found")
 Say = Callable[[str], None]
 HUB_SECONDS = 4.0
-"""That are waited for the hub, finding its address included."""
+"""Time limit for the hub, name resolution included."""
 QUICK_HUB_SECONDS = 1.5
 MEASURING_SECONDS = 30.0
-"""After which no further model is begun: an idle machine takes a third of that for all."""
+"""Time after which no further model is begun: an idle machine takes a third of that for all."""
 MEASURING_BYTES = 3 << 30
-"""Of RAM without which nothing is measured: torch, transformers and what is multiplied with take 2.4 GB of it."""
+"""Bytes of RAM below which nothing is measured: torch, transformers and the measured matrices take 2.4 GB of it."""
 
 
 class Probes:
-    """Calls probes, and notes which of them failed."""
+    """Calls probes, and records which of them failed."""
 
     def __init__(self, say: Say) -> None:
         self.failures: list[Failure] = []
         self._say = say
 
     def ask(self, what: str, probe: Callable[[], Found]) -> Found | None:
-        """What a probe finds; None, and a note, if it fails."""
+        """Return the result of a probe; if it fails, record that and return None."""
         self._say(what)
         try:
             return probe()
-        except Exception as error:  # whatever is broken on a machine must not hide the rest of it
+        except Exception as error:  # one broken part of a machine must not hide the others
             self.failures.append(Failure(what, f"{type(error).__name__}: {error}".split("\n")[0]))
             return None
 
     def begin(self, what: str, probe: Callable[[], Found], seconds: float) -> Callable[[], Found | None]:
-        """Begin a probe that may not come back; what is returned waits for it, so many seconds from now at most."""
+        """Begin a probe that may not return; the returned function waits for it until `seconds` from now at most."""
         found: list[Callable[[], Found]] = []
 
         def run() -> None:
@@ -75,12 +75,12 @@ class Probes:
 
 
 def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what: None) -> Report:
-    """Find out all there is to say.
+    """Run all probes and return the report.
 
     Args:
         quick: measure nothing and load no libraries: seconds less, and no times of tokens.
-        every: tell times of models too for which the disk has no room.
-        say: is told what is being looked at.
+        every: also estimate times of models for which the disk has no room.
+        say: called with the name of each probe.
     """
     start = time.perf_counter()
     probes = Probes(say)
@@ -120,7 +120,7 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
 def _measured(
     probes: Probes, outlook: list[ModelEstimate], every: bool
 ) -> tuple[tuple[Speed, ...], list[ModelEstimate], tuple[str, ...]]:
-    """Rates, the models with their times, and where they would compute."""
+    """Measure the rates; return them, the models with their times, and the devices they would compute on."""
     speeds = probes.ask("the engine", _speeds)
     if speeds is None:
         return (), outlook, ()
@@ -149,7 +149,7 @@ def _measured(
 
 
 def _speeds() -> ModuleType:
-    """The probes that need the engine, and so torch: loaded only when they are wanted."""
+    """Import the probes that need the engine and torch, which takes seconds."""
     from rabbitllm.estimate.doctor import speeds
 
     return speeds

@@ -1,4 +1,4 @@
-"""Probes of memory, processor and GPUs. Each asks once, changes nothing, and raises what it meets."""
+"""Probes of memory, processor and GPUs. Each reads the state once, changes nothing, and raises errors it meets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTRUCTIONS: Mapping[str, frozenset[str]] = {
     "AMX": frozenset({"amx_tile"}),
     "SHA": frozenset({"sha_ni", "sha2"}),
 }
-"""Name -> the flags of /proc/cpuinfo that mean it. Products use the first five, digests of shards the last."""
+"""Name -> the flags of /proc/cpuinfo for it. Products use the first five, digests of shards the last."""
 _ARM = {
     "NEON": frozenset({"asimd"}),
     "BF16": frozenset({"bf16"}),
@@ -29,17 +29,17 @@ _ARM = {
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """The machine's, and what control groups and limits of the process leave of it."""
+    """Return the machine's memory, and what limits of control groups and of the process leave of it."""
     import psutil
 
     found = psutil.virtual_memory()
     groups, limits = tuple(group_limits(root)), tuple(process_limits(root))
-    # looked at twice, and others may have let go of some in between
+    # read twice; other processes may have freed some in between
     return Memory(int(found.total), int(found.available), min(available_ram(), int(found.available)), groups, limits)
 
 
 def processor(root: Path = Path("/")) -> Processor:
-    """Its name, its cores and its instructions."""
+    """Return the processor's name, cores and instructions."""
     try:
         lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -59,7 +59,7 @@ def processor(root: Path = Path("/")) -> Processor:
 
 
 def _quotas(root: Path) -> list[float]:
-    """Cores that control groups allow at a time (v2: cpu.max; v1: cpu.cfs_quota_us)."""
+    """Return the cores that control groups allow at a time (v2: cpu.max; v1: cpu.cfs_quota_us)."""
     found = []
     for folder, names in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
         try:
@@ -72,7 +72,7 @@ def _quotas(root: Path) -> list[float]:
 
 
 def has_nvidia_driver(root: Path = Path("/")) -> bool:
-    """Whether NVIDIA's driver is there, without loading torch."""
+    """Whether NVIDIA's driver is installed, without loading torch."""
     return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists() or _wsl()
 
 
@@ -81,10 +81,10 @@ def _wsl() -> bool:
 
 
 def gpus(*, ask_torch: bool = True) -> Gpus:
-    """Those that torch can use.
+    """Return the GPUs that torch can use.
 
     Args:
-        ask_torch: load torch even where there is no sign of a GPU: it takes seconds.
+        ask_torch: load torch even without a sign of a GPU, which takes seconds.
     """
     driver = has_nvidia_driver()
     if not driver and not ask_torch:

@@ -1,4 +1,4 @@
-"""Whether the hub can be reached: one request of a few seconds at most; a token is looked for and never shown."""
+"""Whether the hub can be reached: one request of a few seconds at most; a token is detected and never shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS = 3.0
 
 
 def hub(seconds: float = SECONDS) -> Hub:
-    """Ask it, unless that is forbidden; whatever it answers, it is there."""
+    """Send a request to the hub, unless that is forbidden; any answer means that it is reachable."""
     from huggingface_hub import constants, get_token
 
     endpoint, token = _harmless(constants.ENDPOINT), get_token() is not None
@@ -22,12 +22,12 @@ def hub(seconds: float = SECONDS) -> Hub:
     start = time.perf_counter()
     try:
         get_session().head(constants.ENDPOINT, timeout=seconds)
-    except Exception as error:  # of whichever HTTP library it uses, and of proxies
+    except Exception as error:  # depends on huggingface_hub's HTTP library, and on proxies
         return Hub(endpoint, False, False, None, token, f"{type(error).__name__}: {error}".split("\n")[0])
     return Hub(endpoint, False, True, time.perf_counter() - start, token)
 
 
 def _harmless(address: str) -> str:
-    """An address without what may be a password."""
+    """Return an address without a possible password."""
     parts = urlsplit(address)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -1,4 +1,4 @@
-"""The short list of well-known models, from the figures that come with the package; asks no network."""
+"""The short list of well-known models, from figures in the package; uses no network."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Published:
 
     Attributes:
         repository: organisation/name.
-        parameters: how many it has.
+        parameters: number of parameters.
         largest_shard_bytes: of its files.
-        config: the entries of its config.json that decide shapes.
+        config: the entries of its config.json that determine shapes.
     """
 
     repository: str
@@ -34,18 +34,18 @@ class Published:
 
     @functools.cached_property
     def outline(self) -> Outline:
-        """Its tensors."""
+        """The outline of its tensors."""
         return outline_of(self.config)
 
     @property
     def quantized(self) -> str | None:
-        """How it is published quantized."""
+        """The quantization of its published weights; None for plain ones."""
         return quantized_as(self.config)
 
 
 @functools.cache
 def published() -> tuple[Published, ...]:
-    """All of the list, from the smallest to the largest."""
+    """Return all models of the list, from the smallest to the largest."""
     content = json.loads(resources.files("rabbitllm.estimate.doctor").joinpath(FILE).read_text(encoding="utf-8"))
     return tuple(
         Published(one["repository"], one["parameters"], int(one["largest_shard_gb"] * 1000**3), one["config"])

@@ -1,4 +1,4 @@
-"""Which models of the short list fit this machine: the disk by counting, generating by the prediction of a plan."""
+"""Estimates of the short list's models on this machine: disk use by their sizes, generation as in a plan."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from rabbitllm.estimate.doctor.speeds import Bench
 
 MIN_FREE_BYTES = 1000**3
-"""Of a disk that stay free, as a split leaves them by default."""
+"""Bytes of a disk to keep free, as in a split by default."""
 _SHARDS = {"sequential_ahead": 2, "sequential_file": 1, "sequential_stream": 0}
 
 
 def on_disk(model: Published, folders: Iterable[Folder]) -> ModelEstimate:
-    """What a model takes of the disks at each compression and on each route; nothing of generating.
+    """Return a model's disk use at each compression and on each route, without generation.
 
     Args:
-        model: which.
-        folders: that of splits and that of the hub cache are looked at.
+        model: the model.
+        folders: those of splits and of the hub cache are used.
     """
     outline = model.outline
     places = {use: folder for folder in folders for use in folder.uses}
@@ -54,13 +54,13 @@ def _need(route: str, model: Published, output: int, places: Mapping[str, Folder
 
 
 def with_times(model: Published, outlook: ModelEstimate, bench: Bench, every: bool = False) -> ModelEstimate:
-    """The same with what generating takes; a problem of one compression is said there.
+    """Return the same estimate with times of generation; a problem at one compression is recorded there.
 
     Args:
-        model: which.
+        model: the model.
         outlook: of it, from `on_disk`.
-        bench: what measures.
-        every: of compressions too for which the disk has no room.
+        bench: the machine to measure on.
+        every: also for compressions for which the disk has no room.
     """
     timed = (_timed(model, one, bench) if every or one.route is not None else one for one in outlook.at)
     return dataclasses.replace(outlook, at=tuple(timed))
@@ -74,11 +74,11 @@ def _timed(model: Published, one: AtCompression, bench: Bench) -> AtCompression:
             _, found = predict_outline(
                 model.outline, one.compression, bench.folder, bench.machine, bench.files, Path(work)
             )
-        except Exception as error:  # a list is worth more than its one line that cannot be told
+        except Exception as error:  # one failed estimate must not end the list
             return dataclasses.replace(one, problem=str(error).split("\n")[0] or type(error).__name__)
     return dataclasses.replace(one, generation=found)
 
 
 def smallest_need(outlooks: Sequence[ModelEstimate]) -> int:
-    """Bytes of disk without which no model of the list can be split."""
+    """Return the least bytes of disk with which any model of the list can be split."""
     return min((need.disk_bytes for found in outlooks for one in found.at for need in one.needs), default=0)

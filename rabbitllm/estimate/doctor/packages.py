@@ -1,4 +1,4 @@
-"""Which packages are there, by what `pip` noted of them; with `load`, whether those that are compiled can be loaded."""
+"""The installed packages, by their metadata; with `load`, whether those with compiled parts can be loaded."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ OPTIONAL: Mapping[str, str] = {
     "tiktoken": "tokenizers of some models",
     "compressed-tensors": "checkpoints that are published as compressed-tensors",
 }
-"""Packages -> what they bring."""
+"""Packages -> their use."""
 _LOADED: Mapping[str, Callable[[], object]] = {
     "torch": lambda: importlib.import_module("torch"),
     "transformers": lambda: importlib.import_module("transformers"),
     "bitsandbytes": lambda: check_compression("4bit"),
     "numba": lambda: importlib.import_module("numba"),
 }
-"""Packages with compiled parts, which may not fit this machine -> what loads them."""
+"""Packages with compiled parts, which may not fit this machine -> a function that loads them."""
 
 
 def packages(*, load: bool = True) -> tuple[Package, ...]:
-    """All that are used, the essential first.
+    """Return all packages that are used, the essential first.
 
     Args:
         load: try to import those with compiled parts, which takes seconds.
@@ -67,16 +67,16 @@ def _package(name: str, brings: str, wanted: str, essential: bool, optional: boo
 
 
 def _loading(load: Callable[[], object]) -> str | None:
-    """Why a package cannot be loaded; None if it can."""
+    """Return why a package cannot be loaded; None if it can."""
     try:
         load()
-    except Exception as error:  # a library that is broken may raise anything
+    except Exception as error:  # a broken library may raise anything
         return f"{type(error).__name__}: {error}".split("\n")[0]
     return None
 
 
 def _demands() -> dict[str, str]:
-    """Package -> the versions that this package asks for; nothing where it is not installed but on the path."""
+    """Return package -> required versions; empty if this package is on the path but not installed."""
     try:
         lines = metadata.requires(NAME) or []
     except metadata.PackageNotFoundError:

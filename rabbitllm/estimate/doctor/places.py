@@ -1,4 +1,4 @@
-"""Probes of folders and of the place as a whole: disks, file systems, and hosts whose limits are published."""
+"""Probes of folders and of the host: disks, file systems, and hosts whose limits are published."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = "this folder"
 
 
 def folders(known: Host | None = None, mounts: Path = Path("/proc/self/mountinfo")) -> tuple[Folder, ...]:
-    """The folders that weights go through, those of one path once; the one for layer files first."""
+    """Return the folders that weights pass through, each path once; the one for layer files first."""
     from huggingface_hub import constants
 
     wanted = [

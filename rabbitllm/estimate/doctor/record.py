@@ -10,7 +10,7 @@ from rabbitllm.estimate.doctor.records import Report
 
 
 def as_record(report: Report) -> dict[str, Any]:
-    """All that is in a report, and what follows from it."""
+    """Convert a report to JSON, with derived values."""
     content: dict[str, Any] = plain(dataclasses.asdict(report))
     content["can_run"] = report.can_run
     for entry, model in zip(content["models"], report.models, strict=True):

@@ -1,4 +1,4 @@
-"""What was found out about a machine, as records. Pure data; a field is None where it could not be found out."""
+"""Records of a machine. Pure data; a field is None if it could not be determined."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Memory:
 
     Attributes:
         total: of the machine.
-        free: of the machine, what can be had without swapping.
-        usable: what this process may still take, control groups and its own limits included.
-        groups: those with a limit, innermost first.
+        free: memory of the machine that is available without swapping.
+        usable: memory that this process may still take, with control groups and its own limits.
+        groups: control groups with a limit, innermost first.
         limits: of the process itself.
     """
 
@@ -34,10 +34,10 @@ class Processor:
     """The processor.
 
     Attributes:
-        name: as it calls itself.
-        cores: that the machine has.
-        usable: that this process may use at a time; a control group may allow a part of one.
-        instructions: those that matter here -> whether it has them; empty where it does not say.
+        name: as reported by the system.
+        cores: number of cores of the machine.
+        usable: number of cores that this process may use at a time; a control group may allow a fraction of one.
+        instructions: relevant instruction set -> whether it has it; empty if that is not reported.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, bytes; `bf16` is whether it computes in bfloat16 itself, else models compute in float16 there."""
+    """One GPU, bytes; `bf16` is whether it has bfloat16 arithmetic, else models compute in float16 there."""
 
     device: str
     name: str
@@ -64,8 +64,8 @@ class Gpus:
 
     Attributes:
         found: the GPUs that torch can use.
-        driver: whether NVIDIA's driver is there.
-        torch: torch's version, with what it was built for; None where torch was not asked.
+        driver: whether NVIDIA's driver is installed.
+        torch: torch's version, with its build; None if torch was not loaded.
     """
 
     found: tuple[Gpu, ...]
@@ -75,15 +75,15 @@ class Gpus:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """The hub.
+    """The state of the hub.
 
     Attributes:
         endpoint: its address.
-        offline: whether `HF_HUB_OFFLINE` forbids asking it; then nothing was asked.
+        offline: whether `HF_HUB_OFFLINE` forbids requests; then none was sent.
         reachable: whether it answered.
-        seconds: until it did.
-        token: whether there is one.
-        problem: why it did not.
+        seconds: time until it answered.
+        token: whether a token exists.
+        problem: why it did not answer.
     """
 
     endpoint: str
@@ -100,10 +100,10 @@ class Package:
 
     Attributes:
         name: as it is installed.
-        found: its version; None where it is not there.
-        wanted: the versions that do, as pip writes them; "" for any.
-        fits: whether the version found is one of these.
-        brings: what it is for.
+        found: its version; None if it is not installed.
+        wanted: the accepted versions, as pip writes them; "" for any.
+        fits: whether the installed version is one of these.
+        brings: its use.
         essential: whether nothing works without it.
         optional: whether `pip install rabbitllm` leaves it out.
         problem: why it cannot be loaded, if that was tried.
@@ -126,12 +126,12 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one route takes of the disk.
+    """The disk use of one route.
 
     Attributes:
         route: a key of `splitter.split_estimate.ROUTES`.
-        disk_bytes: by which the disks are fuller at the most.
-        missing_bytes: what there is too little; 0 where it fits.
+        disk_bytes: the most by which use of the disks exceeds the present one.
+        missing_bytes: the bytes that are lacking; 0 if it fits.
     """
 
     route: str
@@ -151,9 +151,9 @@ class AtCompression:
     Attributes:
         compression: None, "8bit", "4bit" or "4bit-double".
         output_bytes: of its layer files.
-        needs: the routes, the one to prefer first.
-        generation: where its weights would be and how long a token; None where nothing was measured.
-        problem: why nothing can be told of generating.
+        needs: the routes in order of preference.
+        generation: its generation estimate; None if nothing was measured.
+        problem: why there is no generation estimate.
     """
 
     compression: str | None
@@ -179,10 +179,10 @@ class ModelEstimate:
 
     Attributes:
         repository: on the hub.
-        parameters: how many it has.
+        parameters: number of parameters.
         checkpoint_bytes: of its shards.
         at: by compression, from the largest output to the smallest.
-        quantized: how it is published quantized; None for plain weights.
+        quantized: quantization of the published weights; None for plain ones.
     """
 
     repository: str
@@ -193,13 +193,12 @@ class ModelEstimate:
 
     @property
     def name(self) -> str:
-        """Without its organisation."""
+        """The repository's name without its organisation."""
         return self.repository.rpartition("/")[2]
 
     @property
     def best(self) -> AtCompression | None:
-        """Of the compressions that fit the disk the one with the quickest token, or with the least layer files where no
-        time is known."""
+        """The compression that fits the disk with the quickest token, or the least layer files if no time is known."""
         fitting = [one for one in self.at if one.route is not None]
         timed = [one for one in fitting if one.token_seconds is not None]
         if timed:
@@ -209,7 +208,7 @@ class ModelEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A probe that found nothing out: of what, and why."""
+    """A probe that failed: its name, and the reason."""
 
     what: str
     problem: str
@@ -217,12 +216,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Something to do.
+    """A recommendation.
 
     Attributes:
         essential: whether no model can be run without it.
-        text: what is wrong or could be better, and what to do.
-        command: to type; None where there is none.
+        text: the problem, and its remedy.
+        command: to type; None if there is none.
     """
 
     essential: bool
@@ -232,7 +231,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """All that the probes found out."""
+    """The results of all probes."""
 
     memory: Memory | None = None
     processor: Processor | None = None
@@ -246,16 +245,16 @@ class MachineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `rabbitllm doctor` says.
+    """The report of `rabbitllm doctor`.
 
     Attributes:
         version: of this package.
-        machine: what it has.
+        machine: results of the probes.
         models: of the short list.
-        devices: where they would compute.
+        devices: devices that models would compute on.
         advice: the essential first.
         failures: of probes.
-        seconds: that all of it took.
+        seconds: duration of all probes.
     """
 
     version: str

@@ -1,4 +1,4 @@
-"""What a machine has and can run, as text for people. Decides nothing.
+"""The report of `rabbitllm doctor` as text. Decides nothing.
 
 Laid out for 80 columns, with two columns more from 100 on. On a terminal there is colour and long lines are wrapped;
 elsewhere each is one plain line.
@@ -32,7 +32,7 @@ _NAME = 21
 _SIZE = 8
 _BESIDE = 33
 _WIDE = 100
-"""Columns from which there is room for what stays and what is read."""
+"""Terminal width from which columns for resident and read bytes are shown."""
 _MARKS = {"standard": "", "sequential_ahead": ", seq.", "sequential_file": ", seq.", "sequential_stream": ", stream"}
 _ROUTES = ("standard", "sequential_file", "sequential_stream")
 _LEGEND = (
@@ -49,9 +49,9 @@ def show(report: Report, console: Console, *, every: bool = False) -> None:
     """Print a report.
 
     Args:
-        report: it.
-        console: where to.
-        every: all that is known of each model, instead of a line for each.
+        report: the report.
+        console: the console to print to.
+        every: print all values of each model, instead of a line for each.
     """
     put(console, Text(f"RabbitLLM {report.version} on this machine", "bold"))
     console.print()
@@ -199,7 +199,7 @@ def _short(parameters: int) -> str:
 
 
 def _cell(one: AtCompression, timed: bool) -> tuple[str, str]:
-    """What is said of a model at a compression, and in which colour."""
+    """Return the cell of a model at a compression, and its colour."""
     if one.route is None:
         return f"no: {_rough(min(need.disk_bytes for need in one.needs))}", "red"
     value = moment(one.token_seconds) if timed else _rough(one.output_bytes)

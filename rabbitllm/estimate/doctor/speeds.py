@@ -1,6 +1,6 @@
-"""How fast this machine reads, multiplies and copies, in seconds; and the machine that models are then tried on.
+"""Measures how fast this machine reads, multiplies and copies, in seconds; and provides the bench for estimates.
 
-Measured by what a plan measures with. What is measured here once is taken for every model of the list.
+Uses the measurements of a plan. Each rate is measured once and used for every model of the list.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rabbitllm.quant.compression import CODES, check_compression
 SHAPES = {(4096, 4096): 1, (14336, 4096): 3, (4096, 14336): 1}
 """(rows, columns) -> share of the bytes, as in a model of 8 billion parameters."""
 UNIT_BYTES = 32 << 20
-"""That reading is measured with at a time."""
+"""Size of one read when measuring."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What models are tried on.
+    """The machine and files that models are estimated with.
 
     Attributes:
-        machine: measures each kind of thing once.
-        folder: where layer files would be.
-        files: on its disk, to measure reading with; none where there is no room for any.
+        machine: measures each kind of rate once.
+        folder: the future folder of layer files.
+        files: on its disk, to measure reading with; empty if there is no room for any.
     """
 
     machine: RoughMachine
@@ -44,11 +44,11 @@ class Bench:
 
 @contextlib.contextmanager
 def bench_at(folder: Path, min_free: int) -> Iterator[Bench]:
-    """All GPUs, or the CPU, and something to read, which is gone afterwards.
+    """Provide all GPUs, or the CPU, and a file to read, which is removed afterwards.
 
     Args:
-        folder: where layer files would be.
-        min_free: bytes of its disk that are to stay free.
+        folder: the future folder of layer files.
+        min_free: bytes of its disk to keep free.
     """
     options = StreamOptions(device="auto", show_progress=False)
     machine = RoughMachine(resolve_devices("auto", None), options, min_free, prompts=False)
@@ -59,7 +59,7 @@ def bench_at(folder: Path, min_free: int) -> Iterator[Bench]:
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Silence the warnings of these loggers, which are about models that are not loaded."""
+    """Silence these loggers, whose warnings are about models that are not loaded."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -72,7 +72,7 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 def measurements(bench: Bench) -> Iterator[tuple[Callable[[], float | None], str]]:
-    """What can be measured: what measures it, in bytes a second, and what it is."""
+    """Yield measurements: a function that returns bytes per second, and its description."""
     sample = FileSample(bench.files, UNIT_BYTES)
     for way, words in ((DIRECT, "past the page cache"), (DROPPED, "through the page cache")):
         yield partial(_reading, bench, sample, way), f"reading the disk of layer files, {words}"
