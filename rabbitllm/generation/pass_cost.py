@@ -6,7 +6,8 @@
     behind the head                    logits of each text whose next token is wanted
 
 Products of 16 bit are summed in 32, and where the processor does not multiply 16 bit their inputs are widened too
-(`quant/bfloat_products.py`); so these count for both. Measured on the CPU, see docs/PERFORMANCE.md.
+(`quant/bfloat_products.py`); so these count for both, and one that does takes as little as a quarter. Measured on
+the CPU, see docs/PERFORMANCE.md.
 """
 
 from __future__ import annotations
