@@ -140,8 +140,9 @@ def _said_rate(bandwidth: int | str) -> Rate:
 
 
 def _measure(survey: SourceSurvey, said: Rate | None) -> Rates:
-    """What the estimates rest on; what is not needed is not measured."""
+    """The rates that the estimates rest on; one that is not needed, or for which memory is too little, is left out."""
     from rabbitllm.engine.devices import default_device
+    from rabbitllm.estimate.products import can_measure
 
     device, threads = default_device(), survey.options.threads
     waiting = [
@@ -151,6 +152,8 @@ def _measure(survey: SourceSurvey, said: Rate | None) -> Rates:
     here = list(dict.fromkeys(shard.name for shard in waiting if not shard.staged))
     fetch = said if staged else None
     read = said if here and not staged else None
+    if not can_measure():
+        return Rates(fetch, read, {}, threads, device)
     if staged and fetch is None and survey.source.repository is not None:
         fetch = rates.fetch_rate(survey.source.repository, staged[0])
     if here and read is None and survey.checkpoint is not None:

@@ -19,6 +19,7 @@ from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.estimate.generation import Experts, GenerationEstimate, TierContent
 from rabbitllm.estimate.machine import Machine
+from rabbitllm.estimate.products import can_measure
 from rabbitllm.estimate.reckoning import Reckoning
 from rabbitllm.estimate.routing import RoutedWork, routed_work
 from rabbitllm.estimate.survey import SourceSurvey
@@ -107,6 +108,8 @@ def foretell(
         placement=drawn.placement,
         too_little_memory=None if refusal is None else refusal.problem,
     )
+    if refusal is not None or not can_measure():
+        return found
     with machine.something_to_read(folder, readable) as files:
         pace = Reckoning(drawn, work, routed, machine, files).pace()
     return dataclasses.replace(
