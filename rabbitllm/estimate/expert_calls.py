@@ -66,7 +66,7 @@ class ExpertCalls:
         self._sample = sample
         self._between = torch.ones(min(between, BETWEEN_BYTES) // 4 if device.shares_host_memory else 0)
         self._random = np.random.default_rng(0)
-        self._some = max(min(products.SET_BYTES // source.nbytes, source.experts), source.used)
+        self._some = max(min(products.set_bytes() // source.nbytes, source.experts), source.used)
 
     def mapped(self, tokens: int, *, for_good: bool) -> float:
         """Measure the seconds of a call whose experts are all in mapped files, or converted once (`for_good`)."""
@@ -266,7 +266,7 @@ def _with_parts(source: ExpertSource, part: Callable[[ExpertPart], ExpertPart], 
 def _laid_over_each_other(model: Any, source: ExpertSource, for_good: bool) -> dict[str, torch.Tensor]:
     """Lay all experts over small pages of `SET_BYTES` in all; as ordinary tensors where the model will have such."""
     largest = max(source.nbytes, *(leaf.ready_bytes // source.experts for leaf in source.leaves.values()))
-    memory = small_pages(max(products.SET_BYTES, 2 * largest)).fill_(_BYTE)
+    memory = small_pages(max(products.set_bytes(), 2 * largest)).fill_(_BYTE)
     step = (len(memory) - largest) // source.experts // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT
     supply = MappedExperts(model, _overlapping(source, step), lambda file: memory)
     real = MappedExperts(model, source, lambda file: torch.empty(_NO_FILE, dtype=torch.uint8, device="meta"))

@@ -149,8 +149,9 @@ def _said_rate(bandwidth: int | str) -> Rate:
 
 
 def _measure(survey: SourceScan, said: Rate | None) -> Rates:
-    """Measure the rates that the estimates are based on, as far as they are needed."""
+    """Measure the rates that the estimates are based on, as far as they are needed and memory allows it."""
     from rabbitllm.engine.devices import default_device
+    from rabbitllm.estimate.products import can_measure
 
     device, threads = default_device(), survey.options.threads
     waiting = [
@@ -160,6 +161,8 @@ def _measure(survey: SourceScan, said: Rate | None) -> Rates:
     here = list(dict.fromkeys(shard.name for shard in waiting if not shard.staged))
     fetch = said if staged else None
     read = said if here and not staged else None
+    if not can_measure():
+        return Rates(fetch, read, {}, threads, device)
     if staged and fetch is None and survey.source.repository is not None:
         fetch = rates.fetch_rate(survey.source.repository, staged[0])
     if here and read is None and survey.checkpoint is not None:

@@ -20,6 +20,7 @@ from rabbitllm.errors import RabbitLLMError
 from rabbitllm.estimate.generation import Experts, GenerationEstimate, TierContent
 from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.pass_estimator import PassEstimator
+from rabbitllm.estimate.products import can_measure
 from rabbitllm.estimate.routing import RoutedWork, routed_work
 from rabbitllm.estimate.source_scan import SourceScan
 from rabbitllm.estimate.work import work_of
@@ -107,6 +108,8 @@ def foretell(
         placement=drawn.placement,
         too_little_memory=None if refusal is None else refusal.problem,
     )
+    if refusal is not None or not can_measure():
+        return found
     with machine.something_to_read(folder, readable) as files:
         pace = PassEstimator(drawn, work, routed, machine, files).pace()
     return dataclasses.replace(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rabbitllm.engine.devices import Device, aligned_host
+from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.quantized_weight import QuantizedWeight
 from rabbitllm.estimate.bitsandbytes_products import is_form, matrix, nbytes_of
 from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantized, code_values
@@ -25,6 +26,8 @@ SET_BYTES = 256 << 20
 """Bytes of all matrices that are multiplied with in turn."""
 MATRIX_BYTES = 64 << 20
 """A larger matrix is represented by some of its rows."""
+MEASURING_BYTES = 256 << 20
+"""Of memory; with less, compilers and samples might have the system end the process."""
 SECONDS = 0.12
 """Duration of one measurement, after an uncounted round that loads kernels and touches the memory."""
 _BYTE = 0x3C
@@ -108,6 +111,16 @@ def small_pages(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
+def can_measure() -> bool:
+    """Whether this process may take the memory that measuring needs."""
+    return available_ram() >= MEASURING_BYTES
+
+
+def set_bytes() -> int:
+    """Bytes of matrices to measure with: as many as no cache holds, or a part of what this process may still take."""
+    return min(SET_BYTES, available_ram() // 8)
+
+
 def working_set(
     form: str, shapes: Shapes, dtype: torch.dtype, device: Device, nbytes: int, *, mapped: bool = False
 ) -> WorkingSet:
@@ -122,13 +135,13 @@ def working_set(
         mapped: see `memory_of`.
     """
     memory = memory_of(device, mapped=mapped)
-    nbytes = min(nbytes, SET_BYTES)
+    nbytes = min(nbytes, set_bytes())
     total = sum(shapes.values()) or 1
     weights: list[torch.Tensor] = []
     made = 0
     for (rows, columns), share in shapes.items():
         row_bytes = _nbytes(form, 1, columns)
-        few = max(min(rows, MATRIX_BYTES // row_bytes), 1)
+        few = max(min(rows, min(MATRIX_BYTES, set_bytes()) // row_bytes), 1)
         for _ in range(max(round(nbytes * share / total / (few * row_bytes)), 1)):
             weights.append(_weight(form, few, columns, dtype, memory))
             made += _nbytes(form, few, columns)

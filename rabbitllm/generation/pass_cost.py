@@ -6,7 +6,8 @@
     behind the head     logits of each sequence whose next token is sampled
 
 Products of 16-bit values are summed in 32 bits, and a processor without 16-bit multiplication widens their inputs too
-(`quant/bfloat_products.py`); the estimate includes both. Measured on the CPU, see docs/PERFORMANCE.md.
+(`quant/bfloat_products.py`); the estimate includes both. A processor with 16-bit
+multiplication takes as little as a quarter of it. Measured on the CPU, see docs/PERFORMANCE.md.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.control_group import can_limit_memory, control_group
 from rabbitllm import AutoModel
 from rabbitllm.engine import devices, free_memory
 from rabbitllm.engine.devices import CpuDevice
@@ -149,6 +152,53 @@ def test_memory_for_less_than_a_layer_is_refused_before_the_first_pass(
     assert "its largest unit is " in refused.value.problem
     monkeypatch.setattr(devices, "available_ram", lambda: 64 << 20)
     AutoModel.from_pretrained(folder, device="cpu", max_memory={"cpu": 0})
+
+
+IN_A_GROUP = """
+import sys
+import rabbitllm
+import rabbitllm.engine.load
+from rabbitllm import AutoModel, RabbitLLMError
+small, wide = sys.argv[1:]
+def once(folder):
+    model = AutoModel.from_pretrained(folder, device="cpu", max_memory={"cpu": 0}, show_layer_progress=False)
+    return model.generate(model.tokenizer("a", return_tensors="pt")["input_ids"], max_new_tokens=1).shape[1]
+once(small)  # all that is imported is there
+print("idle", flush=True)
+sys.stdin.readline()
+print(rabbitllm.plan(wide, device="cpu", max_memory={"cpu": 0}).generations[0].too_little_memory is not None)
+try:
+    print(once(wide))
+except RabbitLLMError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not can_limit_memory(), reason="no control group with a memory limit can be made")
+@pytest.mark.parametrize(
+    ("spare", "lines"),
+    [
+        (48 << 20, ["True", "NotEnoughMemoryError"]),
+        (100 << 20, ["True", "NotEnoughMemoryError"]),
+        (768 << 20, ["False", "3"]),
+    ],
+)
+def test_in_a_control_group_too_little_memory_is_said(tmp_path: Path, spare: int, lines: list[str]) -> None:
+    """With too little for a layer of 56 MiB the process is refused its model, and not killed."""
+    small = build_checkpoint(tmp_path / "small", "llama", dtype=torch.bfloat16)
+    sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2}
+    wide = build_checkpoint(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)
+    for folder in (small, wide):
+        split(folder)
+    with control_group(f"rabbitllm-test-{os.getpid()}") as group:
+        command = [*group.entering(), sys.executable, "-c", IN_A_GROUP, str(small), str(wide)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "idle\n"
+        group.limit_to_idle_and(spare)
+        said, _ = process.communicate("\n", timeout=300)
+    assert (process.returncode, said.split()) == (0, lines)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")

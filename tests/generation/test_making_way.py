@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rabbitllm.errors import OptionError
@@ -21,7 +22,7 @@ from rabbitllm.generation.limits import Limits
 from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Request
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.asking import Asked, alone, asked
-from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
+from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint, make_tokenizer
 from tests.support.tiny_models import plain_model, split
 
 Open = Callable[..., tuple[Batch, Any]]
@@ -62,6 +63,16 @@ def limits(model: Any, **options: Any) -> Limits:
     return Limits(cache_bytes=max(room, predicted.bytes_for(max(LENGTHS) + 1)), chunk=24, **options)
 
 
+def endless(folder: Path, family: str, dtype: torch.dtype) -> Path:
+    """A checkpoint whose answers have all of their tokens, on every processor: none of them ends one."""
+    build_checkpoint(folder, family, dtype=dtype, tokenizer=False)
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(pad_token_id=0).save_pretrained(folder)
+    return folder
+
+
 def requests() -> list[Request]:
     return [Request(prompt(length), NEW_TOKENS, likeliest=2) for length in LENGTHS]
 
@@ -79,7 +90,7 @@ def assert_resumed(family: str, model: Any, facts: BatchStats) -> None:
 
 @each_family
 def test_tokens_are_those_alone(tmp_path: Path, open_batch: Open, family: str) -> None:
-    folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
+    folder = endless(tmp_path / family, family, torch.float32)
     plain = plain_model(folder, dtype=torch.float32).eval()
     batch, _ = open_batch(limits(plain), folder=split(folder))
     for one in asked(batch, requests()):
@@ -89,7 +100,7 @@ def test_tokens_are_those_alone(tmp_path: Path, open_batch: Open, family: str) -
 
 @each_family
 def test_exact_has_the_bits_of_one_that_made_no_way(tmp_path: Path, open_batch: Open, family: str) -> None:
-    folder = build_checkpoint(tmp_path / family, family, dtype=torch.bfloat16)
+    folder = endless(tmp_path / family, family, torch.bfloat16)
     plain = plain_model(folder, dtype=torch.bfloat16).eval()
     batch, _ = open_batch(limits(plain, exact=True), folder=split(folder), dtype="bfloat16")
     together = asked(batch, requests())

@@ -15,6 +15,7 @@ import torch
 from rabbitllm.engine.allocator import trimming
 from rabbitllm.generation.cache_cost import cost_by_config
 from rabbitllm.generation.pass_cost import LEAST_TOKENS, PassCost, cost_of_a_pass
+from rabbitllm.quant.vectors import multiplies_pairs
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
 
@@ -43,9 +44,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.skipif(trimming() is None, reason="no glibc here")
 def test_a_pass_takes_what_is_reckoned(wide: Path) -> None:
+    """Never more; and not much less: widened inputs and sums of products count everywhere, and a processor that
+    multiplies bfloat16 itself makes none."""
+    most = 4 if multiplies_pairs() else 3
     _, *found = measured(wide, *SHAPES)
     for one in found:
-        assert one["measured"] < one["reckoned"] < 3 * one["measured"], found
+        assert one["measured"] < one["reckoned"] < most * one["measured"], found
 
 
 @pytest.mark.long
