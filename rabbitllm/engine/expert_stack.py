@@ -23,7 +23,7 @@ _WHY = "experts are read from the disk, or by their codes"
 
 
 class Supply(Protocol):
-    """Gives the weights of experts."""
+    """Provides the weights of experts."""
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """The weights of these experts in this order; each is valid until the next one is requested."""

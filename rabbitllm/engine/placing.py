@@ -297,8 +297,8 @@ def _is_mapped(cost: UnitCost, budget: Budget) -> bool:
 def _kept(cost: UnitCost, budget: Budget) -> Tier:
     """The tier of a unit that is kept.
 
-    On a GPU, a unit that is not larger when ready (cast, fused) is made ready once. On the host that would take a copy
-    of the mapped file.
+    A view is resident in its stored form. On a GPU, a unit that is not larger when ready (cast, fused) is made ready
+    once. On the host that would take a copy of the mapped file.
     """
     once = cost.is_view or (not budget.is_host and cost.ready <= cost.stored)
     return Tier.RESIDENT if once else Tier.PACKED

@@ -34,7 +34,7 @@ class BufferSlot:
 
 @dataclass(frozen=True)
 class FilledSlot:
-    """A unit's bytes in a slot, and what its job returned."""
+    """A unit's bytes in a slot, and the result of its job."""
 
     unit: str
     slot: BufferSlot
@@ -80,7 +80,7 @@ class Prefetcher:
         """A unit that `is_coming`; blocks until its job is done. `give_back` it after use.
 
         Raises:
-            Exception: what the job raised; the unit may be requested again.
+            Exception: the error of the job; the unit may be requested again.
             RuntimeError: every buffer is in use.
         """
         if unit not in self._pending:

@@ -207,7 +207,7 @@ def _sidecars(model: Any, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
     found = {CONFIG_NAME: _config(model, origin)}
     if model.can_generate():
         found[GENERATION_NAME] = _generation(model, origin)
-    if "auto_map" in read_json(origin.home / CONFIG_NAME):  # the model brings its own code
+    if "auto_map" in read_json(origin.home / CONFIG_NAME):  # the model has its own code
         found |= {path.name: path.read_bytes() for path in sorted(origin.home.glob("*.py"))}
     if tokenizer:
         if model.tokenizer is None:

@@ -202,7 +202,7 @@ class StreamedModel:
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Whether `generate` compiles, which it does by default on a GPU with a static cache.
 
-        Not if weights are streamed: compiled code or a captured graph would use the memory of an earlier pass.
+        Not if weights are streamed: compiled code or a captured graph would use the weights of an earlier pass.
         """
         return super()._valid_auto_compile_criteria(*args, **kwargs) and self._all_resident  # type: ignore[misc]
 

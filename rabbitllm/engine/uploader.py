@@ -3,8 +3,8 @@
 One thread reads units on the disk into a few pinned buffers, as far ahead as there are buffers, so that the disk reads
 while other units are copied. Another thread begins the copies, in the order of use, each as soon as a device buffer is
 free: units that are kept in pinned memory directly from there, the others from the buffer that they were read into. So
-a copy waits only for the read of its own unit. Only the next read into the same buffer waits for a copy; the
-computation waits on the device.
+copies wait for a read only when its unit is the next one that is needed. Only the next read into the same buffer waits
+for a copy; the computation waits on the device.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ CHUNK_ELEMENTS = 1 << 22
 """Elements that are widened at a time: 16 MiB of float32. With smaller parts torch's threads synchronise more often,
 which is slow on a busy machine: 256 rows by parts of 4 MiB took three times as long there as by the kernel."""
 WORTH_A_THREAD = 1 << 15
-"""Minimum elements of the matrix for each thread."""
+"""Elements of the matrix per thread; larger matrices use more threads."""
 
 
 def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -265,7 +265,7 @@ def _int8_block(values, words, bins, codes, places):  # type: ignore[no-untyped-
     for i in range(values.size):  # magnitudes have the order of their bits, and integer comparisons are vectorized
         largest = max(largest, words[i] & np.uint32(0x7FFFFFFF))
     scale = np.uint32(largest).view(np.float32)
-    if largest >= np.uint32(0x7F800000):  # with infinities or NaNs, the result of these comparisons, as in bitsandbytes
+    if largest >= np.uint32(0x7F800000):  # with infinities or NaNs the scale is the result of these comparisons
         scale = np.float32(0)
         for i in range(values.size):
             scale = max(scale, abs(values[i]))

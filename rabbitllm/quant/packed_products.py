@@ -38,7 +38,7 @@ MAX_GROUPED = 512
 CHUNK_ELEMENTS = 1 << 21
 """Elements that are dequantized at a time: 4 MiB of bfloat16."""
 WORTH_A_THREAD = 1 << 16
-"""Minimum bytes of codes for each thread: about 4 microseconds of work, while starting a second thread takes 2."""
+"""Bytes of codes per thread: about 4 microseconds of work, while starting a second thread takes 2."""
 
 
 def multiplies(form: Quantized) -> bool:

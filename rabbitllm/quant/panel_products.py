@@ -26,7 +26,7 @@ LEAST_INPUTS = 6
 MAX_INPUTS = {16: 256, 8: 64}
 """Rows of input for which panels are the fastest way, by lanes."""
 WORTH_A_THREAD = 1 << 14
-"""Minimum bytes of codes for each thread."""
+"""Bytes of codes per thread; larger matrices use more threads."""
 
 
 def multiplies(scheme: str, width: int, count: int) -> bool:

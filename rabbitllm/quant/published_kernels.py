@@ -23,7 +23,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bits: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 _WORTH_A_THREAD = 1 << 16
-"""Minimum elements for each thread; fewer are finished before another thread has started."""
+"""Elements per thread; fewer are finished before another thread has started."""
 _TILE = 32
 """Rows that are transposed at a time: source and target fit the cache."""
 _WORDS = 16
