@@ -145,7 +145,7 @@ class CudaDevice:
     """One GPU. Copies run on a stream of their own, so that they overlap with computation.
 
     Args:
-        index: which GPU.
+        index: of the GPU.
         pin_memory: pin the host buffers; without it copies are neither fast nor concurrent.
     """
 

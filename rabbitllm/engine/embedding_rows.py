@@ -62,7 +62,7 @@ class EmbeddingRows:
     Args:
         source: the embedding's unit.
         part: a reader of its mapped parts, on the host.
-        device: where the embedding computes.
+        device: the device of the embedding.
         unbind: restores the placeholder.
         checks: compares rows that are used for the first time with their checksums; None for no comparison.
     """
