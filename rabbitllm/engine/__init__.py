@@ -1,1 +1,1 @@
-"""From layer files to logits: a genuine transformers model whose weights come and go. Never imports the splitter."""
+"""From layer files to logits: a genuine transformers model whose weights are streamed. Never imports the splitter."""

@@ -1,7 +1,7 @@
-"""Brings the inputs of a device's units there from the other devices that share the model.
+"""Copies the inputs of a device's units from the other devices that share the model.
 
-A layer gets what the one before it made, and besides it what every layer gets: a mask, rotary angles, positions. The
-latter are copied when the first unit of the device asks for them; the others find the copy.
+A layer gets the output of the previous layer, and the inputs that all layers share: a mask, rotary angles, positions.
+The shared ones are copied once, for the first unit of the device that uses them; the other units reuse the copy.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 class Boundary:
     """A forward pre-hook for the units of one device; register with `with_kwargs=True`.
 
-    A copy lives as long as its original does, and is used as long as neither was changed in place. (Whether a tensor
-    of inference mode was, it does not say: there an original counts as unchanged until the pass is over.)
+    A copy lives as long as its original does, and is used until either is changed in place. (Inference tensors have
+    no version counter: such an original counts as unchanged until the pass is over.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Boundary:
         self._copies: Any = WeakIdKeyDictionary()  # original -> its version, the copy, the copy's version
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The inputs on the device, or None where they are there already."""
+        """The inputs on the device, or None if they are there already."""
         there, named = self._brought(args), self._brought(kwargs)
         return None if there is args and named is kwargs else (there, named)
 
@@ -36,7 +36,7 @@ class Boundary:
         self._copies.clear()
 
     def _brought(self, value: Any) -> Any:
-        """A value with its tensors on the device; the very same one if they are."""
+        """A value with its tensors on the device; the same object if they are there already."""
         if isinstance(value, torch.Tensor):
             return value if value.device == self._device else self._copy(value)
         if hasattr(value, "to"):
@@ -57,7 +57,7 @@ class Boundary:
         if known is not None and known[0] == version and known[1]._version == known[2]:
             copy: torch.Tensor = known[1]
             return copy
-        if tensor.requires_grad:  # a copy has a history, and belongs to one use
+        if tensor.requires_grad:  # such a copy has an autograd history, so it serves one use only
             return tensor.to(self._device)
         with torch.inference_mode(False):  # so that the copy has a version
             copy = tensor.to(self._device)

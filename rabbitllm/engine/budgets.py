@@ -9,8 +9,8 @@ from rabbitllm.engine.devices import CpuDevice, Device
 
 HOST_MARGIN = 1 << 30
 DEVICE_MARGIN = 3 << 29
-"""Bytes left to activations and the KV cache where the caller sets no limit, if that is less than a sixteenth of
-what is free; and a tenth of what is free besides."""
+"""Bytes left to activations and the KV cache if the caller sets no limit, at most a sixteenth of the free memory;
+a tenth of the free memory is left in addition."""
 
 
 def budget_of(device: Device, options: StreamOptions) -> int:
@@ -25,8 +25,8 @@ def weight_memory(devices: Sequence[Device], options: StreamOptions) -> int:
 
 
 def host_room(devices: Sequence[Device], options: StreamOptions) -> int:
-    """Bytes of host memory to pin, for all devices that share none: never more than is free, since pinned memory cannot
-    be swapped."""
+    """Bytes of host memory to pin, for all devices with memory of their own; at most the free memory, since pinned
+    memory cannot be swapped."""
     if not options.pin_memory or all(device.shares_host_memory for device in devices):
         return 0
     free = default_budget(CpuDevice())
@@ -34,7 +34,7 @@ def host_room(devices: Sequence[Device], options: StreamOptions) -> int:
 
 
 def default_budget(device: Device) -> int:
-    """Bytes for weights on a device without a limit by the caller: free memory less what one sequence needs."""
+    """Bytes for weights on a device without a limit by the caller: free memory less the needs of one sequence."""
     free = device.free_bytes()
     margin = HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN
     return free - free // 10 - min(margin, free // 16)

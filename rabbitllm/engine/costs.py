@@ -1,6 +1,6 @@
-"""What each unit of a model takes, as the placement asks it. Knows tensors and their sizes, and reads no weights.
+"""The memory cost of each unit of a model, as input to the placement. Uses the sizes of tensors, and reads no weights.
 
-The tensors may lie in files or only be planned: the same costs come of both, so that a plan places what a model will.
+Tensors in files and planned ones have the same costs, so that a plan and the loaded model have the same placement.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def unit_costs(
 
     Args:
         model: the skeleton.
-        sources: the units, without those of their experts that are brought in by themselves.
-        experts: these.
+        sources: the units, without the experts that are streamed individually.
+        experts: the experts modules that are streamed by expert.
     """
     routed: dict[str, int] = {}
     shared = _shared(sources.values())
@@ -50,9 +50,9 @@ def unit_costs(
 
 
 def _shared(sources: Iterable[UnitSource]) -> set[str]:
-    """Keys of what several units are made from.
+    """Recipe keys of tensors that several units share.
 
-    In a plan of a large model one source stands for many layers, which share nothing.
+    In a plan of a large model one source stands for many layers, which share no tensors.
     """
     users: dict[str, set[int]] = {}
     for source in sources:
@@ -62,9 +62,9 @@ def _shared(sources: Iterable[UnitSource]) -> set[str]:
 
 
 def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource]) -> int:
-    """Bytes of weights that are in memory between two passes, and of the buffers that the others go through.
+    """Bytes of weights that are in memory between two passes, and of the buffers for streamed weights.
 
-    Of a tensor that several units use as it is stored, once.
+    A tensor that several units use in its stored form counts once.
     """
     as_stored: dict[str, int] = {}
     made: dict[frozenset[str], int] = {}
@@ -88,7 +88,7 @@ def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts:
 
 
 def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
-    """Bytes of host memory left to the page cache once all that stays there is loaded; none of it is loaded yet."""
+    """Bytes of host memory left to the page cache once all resident weights are loaded. Call it before any is."""
     on_host = {device.name for device in devices if device.shares_host_memory}
     kept = sum(
         p.counted

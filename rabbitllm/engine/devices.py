@@ -1,7 +1,7 @@
-"""Where a model computes, as the few operations that streaming needs.
+"""Devices that compute, as the few operations that streaming needs.
 
-Two kinds: the CPU, whose memory the host buffers already are, and CUDA, with a copy stream of its own. Importing this
-module needs no CUDA. A test may pass a device of a third kind, which checks that every copy is waited for.
+Two kinds: the CPU, whose buffers are host memory, and CUDA, with a copy stream of its own. Importing this module needs
+no CUDA. A test may pass a device of a third kind, which checks that every copy is waited for.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FOR_EVERY_GPU = 1
 
 
 class Device(Protocol):
-    """A place that computes.
+    """A device that computes.
 
-    `upload` may return before the bytes have arrived; call `arrive` before they are used. `leave` marks the last use of
-    a device buffer, and the next `upload` into it waits for that mark. The first `upload` needs a mark too: memory that
-    was just allocated may still be in use by a queued computation.
+    `upload` may return before the copy is complete; call `arrive` before the bytes are used. `leave` marks the last use
+    of a device buffer, and the next `upload` into it waits for that mark. The first `upload` needs a mark too: memory
+    that was just allocated may still be in use by a queued computation.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Device(Protocol):
         """Host memory on a page boundary, uint8 (nbytes,), pinned if the device copies from it.
 
         Raises:
-            RuntimeError, MemoryError, OSError: there is not so much, or none that may be pinned.
+            RuntimeError, MemoryError, OSError: there is not enough memory, or it cannot be pinned.
         """
         ...
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
-        """Undo the pinning of a `host_buffer` that no copy uses any more, before its memory goes."""
+        """Unpin a `host_buffer` that no copy uses any more, before its memory is freed."""
         ...
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ class Device(Protocol):
         ...
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
-        """Begin to copy `host` to `device` (same length) once `after`, from `leave`, is reached.
+        """Begin to copy `host` to `device` (same length) once the computation reaches the mark `after`, from `leave`.
 
         Returns:
             A ticket for `arrive` and `landed`.
@@ -80,11 +80,11 @@ class Device(Protocol):
         ...
 
     def synchronise(self) -> None:
-        """Block until everything asked of the device is done; for measuring."""
+        """Block until all queued work of the device is done; for measuring."""
         ...
 
     def free_bytes(self) -> int:
-        """Memory that may still be taken."""
+        """Bytes of memory that can still be allocated."""
         ...
 
 
@@ -98,7 +98,7 @@ def _as_tensor(memory: memoryview, nbytes: int) -> torch.Tensor:
 
 
 class CpuDevice:
-    """The machine's own memory: a buffer is where it is needed as soon as it is read."""
+    """The CPU and host memory: a buffer can be used as soon as it is read."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -137,7 +137,7 @@ class CpuDevice:
         pass
 
     def free_bytes(self) -> int:
-        # buffers that nothing was read into yet are spoken for
+        # buffers that were not yet filled count as used
         return max(available_ram() - sum(untouched_bytes(one) for one in list(self._buffers.values())), 0)
 
 
@@ -145,7 +145,7 @@ class CudaDevice:
     """One GPU. Copies run on a stream of their own, so that they overlap with computation.
 
     Args:
-        index: which GPU.
+        index: of the GPU.
         pin_memory: pin the host buffers; without it copies are neither fast nor concurrent.
     """
 
@@ -158,8 +158,8 @@ class CudaDevice:
         self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        # memory of our own, pinned where it is, by its pages: torch's allocator of pinned memory would round each
-        # buffer up to a power of two, and keep it for the life of the process
+        # allocated here and then pinned: torch's allocator of pinned memory would round each buffer up to a power of
+        # two, and keep it for the life of the process
         buffer = aligned_host(nbytes)
         if self._pin and nbytes:
             with torch.cuda.device(self.torch_device):
@@ -176,7 +176,7 @@ class CudaDevice:
                     self._forget_error()
 
     def _forget_error(self) -> None:
-        """CUDA remembers a failure that only returned a code, and the next kernel's launch would be blamed for it."""
+        """Clear CUDA's last error: a failure that only returned a code would be raised at the next kernel launch."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.torch_device)
 
@@ -215,7 +215,7 @@ class CudaDevice:
     def free_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         reserved = torch.cuda.memory_reserved(self.torch_device)
-        # what torch's allocator hands out at most, which its user may have lowered
+        # the limit of torch's allocator, which the user may have lowered
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device)) - reserved
         return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.torch_device)
 
@@ -231,7 +231,7 @@ def resolve_devices(device: str | None, max_memory: Mapping[str, int] | None, pi
     and "cuda:0" fall back to the CPU where there is no GPU, with a warning once a process.
 
     Raises:
-        DeviceError: a GPU that this machine does not have, or a word that names no device.
+        DeviceError: this machine has no such GPU, or the string names no device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     named = sorted((name for name in max_memory or {} if name != "cpu"), key=lambda name: int(name[5:]))

@@ -1,8 +1,8 @@
-"""An input embedding of which only the rows of the tokens at hand are brought in.
+"""An input embedding of which only the rows of the input tokens are read.
 
 A token uses one row of a matrix of gigabytes. Before the embedding's forward, its weight is replaced by the rows of
-the distinct ids at hand, and the ids by their positions among those; the result has the same bits. Works on stored
-bytes too, where a row is a whole number of quantization blocks.
+the distinct input ids, and the ids by their indices among those; the result is the same bit for bit. Works on
+quantized weights too, if a row is a whole number of quantization blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import StoredTensor
 
 _BY_ROW = 2
-"""Stored parts of which each row has its own run: values or codes, and scales."""
+"""The first parts of a stored tensor have a run of bytes for each row: values or codes, and scales."""
 
 
 def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
-    """Whether a unit is the model's input embedding and its rows can be taken one by one."""
+    """Whether a unit is the model's input embedding and its rows can be read one by one."""
     if source.unit.module is not embedding or not isinstance(embedding, nn.Embedding) or len(source.jobs) != 1:
         return False
     job = source.jobs[0]
@@ -41,10 +41,10 @@ def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> 
     Args:
         stored: the embedding.
         ids: the rows, integers (n,); those out of range are skipped and left to the embedding.
-        checks: of its file, which may have none for parts of it.
+        checks: the checksums of its file, which may have none for parts of it.
 
     Raises:
-        IncompleteSplitError: they are not what was written.
+        IncompleteSplitError: a checksum differs.
     """
     if not checks.by_block(stored.parts[0].file):
         return
@@ -62,8 +62,8 @@ class EmbeddingRows:
     Args:
         source: the embedding's unit.
         part: a reader of its mapped parts, on the host.
-        device: where the embedding computes.
-        unbind: puts the placeholder back.
+        device: the device of the embedding.
+        unbind: restores the placeholder.
         checks: compares rows that are used for the first time with their checksums; None for no comparison.
     """
 
@@ -86,8 +86,8 @@ class EmbeddingRows:
         self.rows_brought = 0
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Bind the rows of the ids in the first argument, and renumber them."""
-        first = next(iter(kwargs), "")  # what a forward calls its first argument differs
+        """Bind the rows of the ids in the first argument, and renumber the ids."""
+        first = next(iter(kwargs), "")  # the name of a forward's first argument differs
         ids = args[0] if args else kwargs[first]
         distinct, renumbered = torch.unique(ids.cpu(), return_inverse=True)
         if self._checks is not None:
@@ -100,11 +100,11 @@ class EmbeddingRows:
         return ((renumbered, *args[1:]), kwargs) if args else (args, kwargs | {first: renumbered})
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Let the rows go."""
+        """Free the rows."""
         self.let_go()
 
     def let_go(self) -> None:
-        """The same, where an interrupt kept torch from calling `after`."""
+        """Free the rows after an interrupt that kept torch from calling `after`."""
         self._unbind()
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Which experts stay in memory. Pure: what was used in, which slot of memory each expert gets out.
+"""The eviction policy of the expert cache. Pure: usage counts in, the slot of each expert out.
 
-Each module has slots of its own, in proportion to its experts, and every expert a worth: how often it was used lately
-(an average over some 3 tokens) and in the long run (over some 500). The first decides among what was used just now, the
-second among all the rest; over traces with published distributions of use no single average came near to both
-(docs/PERFORMANCE.md). An expert that is not there takes the slot of the one with the least worth, unless its own is
-less still: then it is brought in for this use alone, and nothing leaves for it. Knows no files and no memory.
+Each module has slots of its own, in proportion to its experts. Each expert has a worth: how often it was used recently
+(an average over some 3 tokens) and in the long run (over some 500). The recent average decides among recently used
+experts, the long one among all others; over traces with published distributions of use no single average came near to
+both (docs/PERFORMANCE.md). A missing expert evicts the one with the least worth. If its own worth is less still, it is
+read for this use alone, and none is evicted. Reads no files and allocates no memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 HALF_LIVES = (3.0, 512.0)
-"""Tokens after which a use counts for half: lately, and in the long run."""
+"""Tokens after which a use counts half, in the recent average and in the long one."""
 
 Numbers = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
@@ -30,7 +30,7 @@ class _Shelf:
         begin: its first slot.
         owner: slot -> expert, -1 for none.
         slot: expert -> slot, counted from `begin`, -1 for none.
-        uses: half-life -> expert -> uses, older ones for less.
+        uses: half-life -> expert -> uses, older ones weighted less.
     """
 
     begin: int
@@ -40,22 +40,22 @@ class _Shelf:
 
     @property
     def worth(self) -> Values:
-        """Of each expert: a mean of its averages over both spans."""
+        """The worth of each expert: a mean of its averages over both spans."""
         weighed: Values = self.uses.T @ _WEIGHTS
         return weighed
 
 
 _WEIGHTS = 1.0 / np.array(HALF_LIVES)
 _KEPT = 2.0**-_WEIGHTS
-"""What is left of a use after one more token."""
+"""The factor by which one more token reduces the weight of a use."""
 
 
 class ExpertCache:
-    """Slots of one size, and who is in them.
+    """Slots of one size, and the experts in them.
 
     Args:
         experts: how many each module has.
-        slots: how many there are.
+        slots: their number.
     """
 
     def __init__(self, experts: Sequence[int], slots: int) -> None:
@@ -67,34 +67,34 @@ class ExpertCache:
         ]
 
     def use(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
-        """Note that a pass uses these experts of a module.
+        """Record that a pass uses these experts of a module.
 
         Args:
-            module: its number.
+            module: its index.
             experts: distinct ones.
-            counts: how many of the tokens use each; as if they were spread evenly over them.
-            tokens: of the pass.
+            counts: how many of the tokens use each; the uses count as spread evenly over the tokens.
+            tokens: the number of tokens of the pass.
         """
         uses, left = self._shelves[module].uses, _KEPT**tokens
         uses *= left[:, None]
         uses[:, experts] += np.outer((1 - left) / (1 - _KEPT), counts / tokens)
 
     def slots_of(self, module: int, experts: Numbers) -> Numbers:
-        """The slot of each of these experts, -1 for those that are in none."""
+        """The slot of each of these experts, -1 for none."""
         shelf = self._shelves[module]
         found = shelf.slot[experts]
         return np.where(found >= 0, found + shelf.begin, -1)
 
     def admit(self, module: int, experts: Numbers, busy: Numbers) -> Numbers:
-        """Give slots to experts that are in none, to those of most worth first.
+        """Give slots to experts that have none, to those of most worth first.
 
         Args:
             module: their module.
             experts: distinct ones.
-            busy: slots that keep who is in them.
+            busy: slots whose experts are not evicted.
 
         Returns:
-            The slot of each, -1 for those that have to do without.
+            The slot of each, -1 for none.
         """
         shelf, given = self._shelves[module], np.full(len(experts), -1)
         worth = shelf.worth
@@ -113,7 +113,7 @@ class ExpertCache:
         return given
 
     def forget(self, module: int, slot: int) -> None:
-        """Declare a slot of a module empty: what should be in it did not come, or went elsewhere."""
+        """Mark a slot of a module as empty: its expert was not read, or is in other memory now."""
         shelf = self._shelves[module]
         expert = shelf.owner[slot - shelf.begin]
         if expert >= 0:
@@ -125,14 +125,14 @@ class ExpertCache:
         return sum(int(np.count_nonzero(shelf.owner >= 0)) for shelf in self._shelves)
 
     def uses(self) -> list[Values]:
-        """What is known of the experts of each module, (half-lives, experts)."""
+        """The decayed use counts of each module's experts, (half-lives, experts)."""
         return [shelf.uses.copy() for shelf in self._shelves]
 
     def learn(self, module: int, uses: Values) -> None:
-        """Take over what another cache knew of a module's experts."""
+        """Take over another cache's use counts of a module's experts."""
         self._shelves[module].uses[:] = uses
 
     def best(self, module: int) -> Numbers:
-        """The experts of a module that were used at all, those of most worth first."""
+        """The experts of a module that were used, those of most worth first."""
         worth = self._shelves[module].worth
         return np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]

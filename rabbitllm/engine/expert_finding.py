@@ -1,8 +1,8 @@
-"""Finds what the experts of a model are made from, from names and shapes alone.
+"""Finds the stored tensors of the experts of a model, from names and shapes alone.
 
-An expert can be brought in by itself if each parameter of its module is made of one stored tensor an expert, or of
-slices of one that all have together, by operations that leave every expert to itself. What cannot is streamed with its
-layer. Reads no weights.
+A module's experts can be streamed individually if each of its parameters is made of one stored tensor for each expert,
+or of slices of one stored tensor for all experts, by operations that do not mix experts. All other experts are streamed
+with their layer. Reads no weights.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 _EXPERT = re.compile(r"\.(\d+)(?=\.)")
 _WITHIN_AN_EXPERT = {"MergeModulelist": 0, "Concatenate": 1, "Interleave": 1, "Chunk": 1}
-"""transformers' conversions that leave each expert to itself -> the least `dim` for which they do."""
+"""transformers' conversions that do not mix experts -> the least `dim` for which that holds."""
 _USUAL = 8
-"""Experts that a token uses, where the config does not say."""
+"""Experts that a token uses, if the config does not say."""
 _STACKING = frozenset({"MergeModulelist", "Concatenate"})
-"""Those that only put rows under each other."""
+"""Conversions that only stack rows."""
 
 
 def expert_sources(
     model: PreTrainedModel, units: Iterable[Unit], weights: WeightMap, store: WeightFiles, packs: Packs | None
 ) -> list[ExpertSource]:
-    """The modules whose experts can be brought in one by one, in the order of a pass.
+    """The modules whose experts can be streamed individually, in the order of a pass.
 
-    That are those that transformers computes through its registry of experts kernels, all of whose weights are made of
-    one stored tensor an expert, or of slices of one, by operations that leave each expert to itself.
+    These are the modules that transformers computes through its registry of experts kernels, and all of whose weights
+    are made of one stored tensor for each expert, or of slices of one, by operations that do not mix experts.
 
     Args:
         model: the skeleton.
         units: its units.
-        weights: which stored tensors make which parameters.
-        store: where they are.
-        packs: how matrices are multiplied as they are stored; None to make all of them.
+        weights: the recipes of the parameters.
+        store: the files of the stored tensors.
+        packs: how quantized matrices are multiplied in their stored form; None to dequantize all of them.
     """
     found = []
     for unit in units:
@@ -65,13 +65,13 @@ def expert_sources(
 
 
 def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
-    """A unit less what is brought in by expert."""
+    """A unit without the parameters that are streamed by expert."""
     apart = {leaf.place.target for source in sources for leaf in source.leaves.values()}
     return replace(unit, places=tuple(place for place in unit.places if place.target not in apart))
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Whether a module is computed by expert, through transformers' registry of experts kernels or as if it were."""
+    """Whether a module computes by expert: through transformers' registry of experts kernels, or in the same way."""
     return all(hasattr(module, mark) for mark in ("is_transposed", "has_gate", "num_experts"))
 
 
@@ -132,7 +132,7 @@ def _leaf(place: Place, experts: int, weights: WeightMap, tensors: Mapping[str, 
 
 
 def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | None:
-    """Whether the parameter is the rows of the blocks; None if an expert cannot be made by itself."""
+    """Whether the parameter is the stacked rows of the blocks; None if experts cannot be made individually."""
     if recipe.converter is None:
         return True
     only_rows = True
@@ -177,7 +177,7 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
 
 
 def _kind_of(stored: StoredTensor) -> tuple[str | None, Quantized | None, str, tuple[int, ...]]:
-    """All but the mean of its scales."""
+    """The scheme, form, dtype and shape of a stored tensor, without the mean of its scales."""
     form = stored.quantized
     if form is None:
         return None, None, stored.parts[0].dtype, stored.shape
@@ -185,7 +185,7 @@ def _kind_of(stored: StoredTensor) -> tuple[str | None, Quantized | None, str, t
 
 
 def _nesting(stored: Sequence[StoredTensor], blocks: int) -> Nesting | None:
-    """Of scales that are quantized themselves, so many of each expert."""
+    """The nesting of quantized scales, `blocks` of each expert; None if the scales are not quantized."""
     offsets = [tensor.quantized.offset for tensor in stored if tensor.quantized is not None]
     if None in offsets:
         return None
@@ -225,17 +225,16 @@ def _part(specs: Sequence[TensorSpec]) -> ExpertPart:
 
 
 def _number(name: str) -> int:
-    """The expert that a checkpoint's name speaks of: the last number in it."""
+    """The index of the expert in a checkpoint's name: the last number in it."""
     found = _EXPERT.findall(name)
     return int(found[-1]) if found else -1
 
 
 def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
-    """Give every part its place among an expert's bytes.
+    """Give every part its offset in an expert's bytes.
 
-    Payloads of one leaf lie one after the other, and so do their scales, so that together they are one matrix, if they
-    make one by lying so; these runs come in the order in which the first expert has them in its file, so that one read
-    brings as many as can be.
+    The payloads of a leaf whose blocks stack are contiguous, and so are their scales, so that they form one matrix.
+    These runs are in the order of the first expert's file, so that one read covers as many as possible.
     """
     runs = []
     for leaf in leaves.values():
@@ -245,7 +244,7 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
         runs.append([block.payload for block in leaf.blocks])
         runs.append([block.scales for block in leaf.blocks if block.scales is not None])
     runs = sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0])))
-    for leaf in leaves.values():  # made of what is read, and behind it
+    for leaf in leaves.values():  # made from the bytes that are read, and put after them
         runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])
     places: dict[int, int] = {}
     end = 0

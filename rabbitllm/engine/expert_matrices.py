@@ -1,6 +1,6 @@
 """Experts of compressed-tensors that transformers does not decompress, decompressed matrix by matrix.
 
-A module of its own, since only recent versions of transformers have what it extends. Knows no files.
+A module of its own, since only recent versions of transformers have the class that it extends. Reads no files.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _ROWWISE = ("tensor", "channel", "QuantizationStrategy.TENSOR", "QuantizationStr
 
 
 class ExpertMatrices(CompressedTensorsDequantize):  # type: ignore[misc]
-    """See `CompressedTensorsDequantize`, which knows experts that are packed, or FP8 with a scale a row or a matrix.
+    """See `CompressedTensorsDequantize`, which handles packed experts, and FP8 with a scale per row or matrix.
 
-    Those of another format (int8, FP8 with a scale a block) are decompressed matrix by matrix, by the compressor of
-    compressed-tensors that decompresses a dense matrix of theirs.
+    Experts of another format (int8, FP8 with a scale per block) are decompressed matrix by matrix, by the compressor
+    that compressed-tensors has for dense matrices of that format.
     """
 
     def convert(
         self, input_dict: Mapping[str, Any], source_patterns: Any, target_patterns: Any, **others: Any
     ) -> dict[str, Any]:
-        """Parts by pattern (`…weight`, `…weight_scale`), a list with one of each expert -> experts (E, out, in)."""
+        """Parts by pattern (`…weight`, `…weight_scale`), a list with one for each expert -> experts (E, out, in)."""
         settings = self.hf_quantizer.compressor.quantization_config
         scheme = self.scheme or get_experts_scheme(settings)
         weights, form = scheme.weights, scheme.format or settings.format

@@ -1,6 +1,7 @@
-"""Which bytes of which layer files the experts of a module have, as one array of offsets for each kind of bytes.
+"""The bytes of experts in layer files, as one array of offsets for each kind of bytes of a module.
 
-What is the same for every expert of a module is told once; there are tens of thousands of them. Reads no weights.
+Fields that all experts of a module share are stored once, since there are tens of thousands of experts. Reads no
+weights.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class ExpertPart:
     """Bytes of one kind that each expert has.
 
     Attributes:
-        dtype, shape: of the tensor they are, for one expert.
+        dtype, shape: of one expert's tensor.
         nbytes: of one expert.
-        at: where they are among the bytes of an expert.
-        files: where they lie, one file for each expert, or one for all.
+        at: their offset in the bytes of an expert.
+        files: one file for each expert, or one for all.
         offsets: of each expert in its file, int64 (experts,).
     """
 
@@ -40,21 +41,21 @@ class ExpertPart:
     offsets: npt.NDArray[np.int64]
 
     def file(self, expert: int) -> str:
-        """Where an expert's bytes lie."""
+        """The file that holds an expert's bytes."""
         return self.files[expert if len(self.files) > 1 else 0]
 
 
 @dataclass(frozen=True, eq=False)
 class Nesting:
-    """What makes float32 of the quantized scales of experts: little enough to be kept in memory.
+    """The data to dequantize quantized scales of experts to float32; small enough to be kept in memory.
 
     Attributes:
-        made: float32, of one expert; among its bytes, behind all that is read.
-        offsets: the mean of the scales of each expert's tensor, or of the one that all have together.
-        where: where their scales' scales lie: once, or once for each expert.
-        tables: where it lies what their codes mean.
-        scales: what lies at `where`, float32 (experts, n), once it is read (`with_tables`).
-        table: what lies at `tables`, the same for all.
+        made: one expert's float32 scales; in its bytes, after all that are read.
+        offsets: the mean of the scales of each expert's tensor, or of the one tensor of all experts.
+        where: the specs of the scales' scales: one, or one for each expert.
+        tables: the specs of the code tables of the scales.
+        scales: the values at `where`, float32 (experts, n), once they are read (`with_tables`).
+        table: the values at `tables`, the same for all.
     """
 
     made: ExpertPart
@@ -65,7 +66,7 @@ class Nesting:
     table: torch.Tensor | None = None
 
     def expanded(self, codes: torch.Tensor, expert: int) -> torch.Tensor:
-        """One expert's scales from their codes, uint8 (blocks,), again: float32."""
+        """One expert's scales, float32, from their codes, uint8 (blocks,)."""
         assert self.scales is not None
         assert self.table is not None
         offset = float(self.offsets[expert if len(self.offsets) > 1 else 0])
@@ -74,16 +75,16 @@ class Nesting:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A stored tensor that each expert has, or its slice of one that all have together.
+    """A stored tensor of each expert, or an expert's slice of the one tensor of all experts.
 
     Attributes:
-        pattern: of the checkpoint's name, as the conversion knows it.
+        pattern: of the checkpoint's name, as in the conversion.
         sliced: whether it is a slice.
-        form: how it is compressed; None if it is stored as it is.
+        form: how it is compressed; None if it is uncompressed.
         payload, scales: its bytes.
-        tables: where it lies what each code means: once, or once for each expert.
-        table: that, once it is read (`with_tables`); the same for all.
-        nesting: how scales are made that are quantized themselves; None where they are stored as they are.
+        tables: the specs of the code table: one, or one for each expert.
+        table: the code table, once it is read (`with_tables`); the same for all.
+        nesting: the data to dequantize quantized scales; None if the scales are not quantized.
     """
 
     pattern: str
@@ -97,7 +98,7 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one expert's tensor."""
+        """The shape of one expert's tensor."""
         return self.form.shape if self.form else self.payload.shape
 
     @property
@@ -106,7 +107,7 @@ class Block:
         return (self.payload,) if self.scales is None else (self.payload, self.scales)
 
     def absmax(self, bytes_of: BytesOf, expert: int) -> torch.Tensor:
-        """One expert's scales, float32 (blocks,); new ones, if they are quantized themselves."""
+        """One expert's scales, float32 (blocks,); a new tensor if they are quantized."""
         assert self.scales is not None
         stored = typed(bytes_of(self.scales), retyped(self.scales, self.scales.shape))
         return stored if self.nesting is None else self.nesting.expanded(stored, expert)

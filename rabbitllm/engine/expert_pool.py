@@ -1,12 +1,12 @@
-"""Streamed experts: read when a token is routed to them, kept by how often that happens.
+"""Streamed experts: read when a token is routed to them, and cached by how often that happens.
 
-A fixed run of the device's memory, cut into slots of one expert each. Most slots are a cache (`expert_cache.py`). A few
-are for transit: an expert that is not worth a place in the cache is read into one of them for one use. If there are too
-few of these, as in the prefill of a long prompt that uses nearly all experts, the layer's experts go through them in
-the order of the file, read ahead while others compute.
+A fixed run of the device's memory is cut into slots of one expert each. Most slots are a cache (`expert_cache.py`). The
+few transit slots are for experts that are not worth a slot of the cache: each is read for one use. If there are too few
+of these, as in the prefill of a long prompt that uses nearly all experts, the layer's experts go through them in the
+order of the file, read ahead while others compute.
 
 For a device with memory of its own, host memory is a second cache. It holds experts without a slot on the device; an
-expert that gets such a slot leaves it. An expert is one read; several threads read at once. Knows no hooks.
+expert that gets such a slot is removed from it. An expert is one read; several threads read at once.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from rabbitllm.telemetry.profiler import (
     Profiler,
 )
 
-# Memory for experts, and the threads that fill it: slots in a device's memory, and places in host memory.
+# Memory for experts, and the threads that fill it: slots on the device, and slots in host memory.
 #
-# A slot records whose bytes it holds, once all of them are there. Decides nothing (`expert_pool.py` does).
+# A slot records its expert once all of the expert's bytes are in it. `ExpertPool` decides which expert goes where.
 
 Whose = tuple[int, int]
-"""A module's number, and an expert's."""
+"""The index of a module, and that of an expert."""
 
 
 @dataclass(eq=False)
@@ -53,15 +53,15 @@ class ExpertSlot:
     """Memory of one expert.
 
     Attributes:
-        memory: uint8, where the device computes.
-        number: in the cache; -1 for none.
-        left: the last use of it, for the next copy into it.
-        coming: what is under way into it.
-        ticket: of the copy that filled it, until the computation was told to wait for that.
-        has: whose bytes are all in it.
-        ready: (kind of module, leaf) -> the weight that is there, of those that are used as they are stored: a view of
-            the memory, whichever expert is in it.
-        made: of which of these the scales have been made for the expert that is in it.
+        memory: uint8, on the device.
+        number: its index in the cache; -1 for a transit slot.
+        left: the mark of its last use, for the next copy into it.
+        coming: the pending fill.
+        ticket: of the copy that filled it, until the computation waits for that copy.
+        has: the expert that is completely in it.
+        ready: (kind of module, leaf) -> the weight, of leaves that are used in their stored form: a view of the memory,
+            whichever expert is in it.
+        made: the leaves whose scales were dequantized for the expert that is in it.
     """
 
     memory: torch.Tensor
@@ -75,33 +75,33 @@ class ExpertSlot:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is under way into it."""
+        """Whether no fill is pending."""
         return self.coming is None or self.coming.done()
 
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """A place in host memory, -1 for none, and whether it has the expert already."""
+    """A slot in host memory, -1 for none, and whether the expert is in it already."""
 
     number: int = -1
     filled: bool = False
 
 
 class ExpertMemory:
-    """Fills slots and places in host memory.
+    """Fills slots on the device and in host memory.
 
     Args:
         sources: the modules.
-        device: where they compute.
+        device: the device of the modules.
         nbytes: of a slot.
-        disk: reads.
-        profiler: records it.
-        host: gives host memory to copy from, to a device that shares none.
-        places: experts that are kept there.
+        disk: reads experts.
+        profiler: records the reads.
+        host: provides host memory to copy from, for a device with memory of its own.
+        places: the number of slots in host memory.
 
     Attributes:
         places: as given.
-        host_has: place -> whose bytes are all in it.
+        host_has: slot in host memory -> the expert that is completely in it.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class ExpertMemory:
         self._threads = Workers(EXPERT_STAGING, f"experts-{device.name}")
 
     def slots(self, count: int) -> list[ExpertSlot]:
-        """So many, numbered."""
+        """New slots on the device, numbered from 0."""
         if self._device.shares_host_memory:
-            cut = self._cut(self._device.host_buffer(count * self._nbytes), count)  # in one, for huge pages
+            cut = self._cut(self._device.host_buffer(count * self._nbytes), count)  # one allocation, for huge pages
         else:
             cut = [self._device.device_buffer(self._nbytes) for _ in range(count)]
         return [ExpertSlot(part, number, self._device.leave()) for number, part in enumerate(cut)]
@@ -140,13 +140,13 @@ class ExpertMemory:
         self._threads.shutdown()
 
     def bring(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None = None) -> Future[Any]:
-        """Begin to fill a slot, with an expert or what one of its leaves is made from.
+        """Begin to fill a slot with an expert, or with the bytes of one of its leaves.
 
         Args:
-            module, expert: whose bytes.
-            slot: nothing is under way into it.
-            shelf: where they are in host memory, or are to be kept there.
-            leaf: which; None for all of the expert.
+            module, expert: indices.
+            slot: one without a pending fill.
+            shelf: the expert's slot in host memory, filled or to be filled.
+            leaf: its name; None for all of the expert.
 
         Returns:
             The slot's `coming`: the ticket of the copy that fills it.
@@ -157,7 +157,7 @@ class ExpertMemory:
         return slot.coming
 
     def stock(self, module: int, expert: int, place: int) -> Future[None]:
-        """Begin to fill a place in host memory."""
+        """Begin to fill a slot in host memory."""
         return self._threads.submit(self._shelve, module, expert, place)
 
     def _cut(self, memory: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -201,13 +201,13 @@ class ExpertMemory:
 
 MAX_TRANSIT = 16
 TRANSIT_BYTES = 64 << 20
-"""Slots for experts that are brought in for one use: what a token uses of one layer, and more if they are small."""
+"""Limits, in slots and in bytes, up to which small experts get more transit slots than a token needs."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one pass does with the experts of a module: which are in which slot, and which pass through, from where;
-    and places in host memory that are free after it."""
+    """One pass over the experts of a module: the slots of experts, the experts that go through transit slots and where
+    they are in host memory, and the slots in host memory that are free after the pass."""
 
     module: int
     slots: Mapping[int, ExpertSlot]
@@ -221,12 +221,12 @@ class ExpertPool:
     Args:
         model: the skeleton, for conversions.
         sources: the modules.
-        device: where they compute.
-        slots: experts that are kept on the device.
-        disk: reads them.
-        profiler: records reads, waits, and where experts were found.
-        host: gives host memory to copy from, to a device that shares none.
-        host_slots: further experts that are kept in host memory.
+        device: the device of the modules.
+        slots: the number of cache slots on the device.
+        disk: reads experts.
+        profiler: records reads, waits, and cache hits.
+        host: provides host memory to copy from, for a device with memory of its own.
+        host_slots: the number of further slots in host memory.
 
     Attributes:
         sources: as given.
@@ -266,13 +266,13 @@ class ExpertPool:
         self._memory.close()
 
     def begin(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
-        """Bring what a pass uses of a module, as far as there are slots.
+        """Begin to read the experts of a module that a pass uses, as far as there are slots.
 
         Args:
-            module: its number among the sources.
+            module: its index among the sources.
             experts: distinct ones.
             counts: how many of the tokens use each.
-            tokens: of the pass.
+            tokens: the number of tokens of the pass.
         """
         self.end()
         source = self.sources[module]
@@ -290,7 +290,7 @@ class ExpertPool:
             slot = self._slots[number] if number >= 0 else next(transit, None)
             if slot is None:
                 if shelf.number >= 0 and not shelf.filled:
-                    self.host_cache.forget(module, shelf.number)  # parts of it come at different times
+                    self.host_cache.forget(module, shelf.number)  # its leaves are read at different times
                 passing[expert] = shelf if shelf.filled else Shelf()
             else:
                 found[expert] = slot
@@ -299,10 +299,10 @@ class ExpertPool:
         self._count(source, int(np.count_nonzero(here)), shelves)
 
     def warm(self, uses: Mapping[str, Values]) -> None:
-        """Begin with what was used at an earlier time, and bring as much of it as there are slots.
+        """Take over earlier use counts, and read the experts of most worth, as far as there are slots.
 
         Args:
-            uses: of each module, as `uses` gave them.
+            uses: of each module, as `uses` returned them.
         """
         self.end()
         for module, source in enumerate(self.sources):
@@ -322,21 +322,21 @@ class ExpertPool:
         self.end()
 
     def uses(self) -> dict[str, Values]:
-        """How often each expert of each module was used, older uses for less."""
+        """How often each expert of each module was used, older uses weighted less."""
         return {source.name: found for source, found in zip(self.sources, self.cache.uses(), strict=True)}
 
     def _kept(self, module: int, experts: Numbers) -> Numbers:
-        """The slots of experts, -1 for those that are in none."""
+        """The slots of experts, -1 for none."""
         return _really(self.cache, module, experts, lambda number: self._slots[number].has)
 
     def _kept_on_host(self, module: int, experts: Numbers) -> Numbers:
-        """The same of host memory."""
+        """The slots of experts in host memory, -1 for none."""
         return _really(self.host_cache, module, experts, self._memory.host_has.__getitem__)
 
     def _shelves(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[Shelf], tuple[int, ...]]:
-        """Where in host memory each missing expert is or goes, and the places that are free after this pass.
+        """The slot in host memory of each missing expert, and the slots that are free after this pass.
 
-        What the device has a slot for needs no place in host memory.
+        An expert with a slot on the device needs none in host memory.
         """
         if not self._memory.places:
             return [Shelf()] * len(missing), ()
@@ -355,7 +355,7 @@ class ExpertPool:
                 self._profiler.add(source.name, tier, 0.0, count * source.expert_bytes, count=count)
 
     def end(self) -> None:
-        """Declare that the pass is done with the experts of its module, or was broken off."""
+        """End the pass over the experts of its module, complete or interrupted."""
         wait([future for future, _ in self._sent])
         sent, self._sent = self._sent, []
         for future, slot in sent:
@@ -399,7 +399,7 @@ class ExpertPool:
         return here, coming + passing
 
     def _through(self, module: int, leaf: str, experts: Sequence[tuple[int, Shelf]]) -> Iterator[torch.Tensor]:
-        """One leaf of experts that have no slot, read ahead as far as transit slots reach."""
+        """One leaf of experts that have no slot, read ahead as far as there are transit slots."""
         coming: deque[tuple[ExpertSlot, int]] = deque()
         free, wanted = deque(self._transit), deque(experts)
         for _ in experts:
@@ -446,7 +446,7 @@ class ExpertPool:
             slot.ticket = None
 
     def _send(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None = None) -> None:
-        """Begin to fill a slot with an expert, or with what one of its leaves is made from."""
+        """Begin to fill a slot with an expert, or with the bytes of one of its leaves."""
         self._sent.append((self._memory.bring(module, expert, slot, shelf, leaf), slot))
 
 
@@ -454,8 +454,8 @@ class PooledExperts:
     """The experts of one module of a pool.
 
     Args:
-        pool: which has them.
-        module: the module's number among its sources.
+        pool: the pool that has them.
+        module: the module's index among the pool's sources.
     """
 
     def __init__(self, pool: ExpertPool, module: int) -> None:
@@ -471,19 +471,19 @@ class PooledExperts:
         return self._pool.order(self._module, experts)
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Before the module computes: bring the experts that its second argument routes to."""
+        """Begin to read the experts that the module's second argument routes to, before the module computes."""
         found = routed(args, kwargs, self._pool.sources[self._module].experts)
         if found is not None:
             self._pool.begin(self._module, *found)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After it."""
+        """End the pass over the module's experts."""
         self._pool.end()
 
 
 def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tuple[Numbers, Numbers, int] | None:
-    """What a call of an experts module is routed to: distinct experts, how many of the tokens use each, and how many
-    tokens there are; None where its second argument does not say."""
+    """The experts that a call of an experts module uses: distinct experts, how many of the tokens use each, and the
+    number of tokens; None if its second argument holds no expert indices."""
     index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
     if not isinstance(index, torch.Tensor) or index.is_floating_point() or not index.numel():
         return None
@@ -493,8 +493,8 @@ def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tu
 
 
 def _really(cache: ExpertCache, module: int, experts: Numbers, has: Callable[[int], tuple[int, int] | None]) -> Numbers:
-    """What a cache says of experts, after it forgot those that did not come: a read failed, or a pass was broken off
-    between giving a slot and filling it."""
+    """The slots of experts, -1 for none, after the removal of experts whose slot was never filled: a read failed, or a
+    pass was interrupted between the choice of a slot and its fill."""
     for expert, slot in zip(experts.tolist(), cache.slots_of(module, experts).tolist(), strict=True):
         if slot >= 0 and has(slot) != (module, expert):
             cache.forget(module, slot)
@@ -502,11 +502,11 @@ def _really(cache: ExpertCache, module: int, experts: Numbers, has: Callable[[in
 
 
 def slot_bytes(sources: Iterable[ExpertSource]) -> int:
-    """Of a slot that any expert of these modules fits."""
+    """Bytes of a slot that fits any expert of these modules."""
     return max(source.nbytes for source in sources)
 
 
 def transit_slots(sources: Sequence[ExpertSource]) -> int:
-    """Slots for experts that are brought in for one use: those of a token in one layer, and two in any case."""
+    """The number of transit slots: the experts of a token in one layer, and at least two."""
     more = min(TRANSIT_BYTES // slot_bytes(sources), MAX_TRANSIT)
     return min(max(2, more, *(source.used for source in sources)), max(source.experts for source in sources))

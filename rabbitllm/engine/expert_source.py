@@ -1,9 +1,8 @@
-"""What the experts of a module are made from: which bytes of which layer files each one has, and how they become its
-weights.
+"""The bytes of a module's experts in layer files, and how they become weights.
 
-A mixture-of-experts module has parameters of shape (experts, ...), of which a token uses a few slices. Everything about
-these is decided once, when the model is built, and is the same for every expert of a module but for where its bytes
-lie; so it is kept as one array of offsets for each of them, not as objects. Knows no hooks and reads no weights.
+A mixture-of-experts module has parameters of shape (experts, ...), of which a token uses a few slices. How these are
+made is decided once, when the model is built. The experts of a module differ only in the offsets of their bytes, which
+are kept as arrays, not as an object for each expert. Reads no weights.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Leaf:
     """One parameter of shape (experts, ...).
 
     Attributes:
-        place: where it is bound.
+        place: the parameter that it is bound to.
         recipe: how it is made from the blocks.
         blocks: in the order of the recipe's patterns.
         stacks: whether it is the rows of the blocks, one block under the other.
-        packed: how it is multiplied as it is stored; None where each use makes it.
+        packed: the type that multiplies it in its quantized form; None if each use dequantizes it.
     """
 
     place: Place
@@ -49,52 +48,52 @@ class Leaf:
 
     @property
     def parts(self) -> tuple[ExpertPart, ...]:
-        """The bytes it is made from."""
+        """The stored parts that it is made from."""
         return tuple(part for block in self.blocks for part in block.parts)
 
     @property
     def is_view(self) -> bool:
-        """Whether an expert's weight is the stored bytes themselves, if its blocks lie one after the other."""
+        """Whether an expert's weight is a view of the stored bytes, provided that its blocks are contiguous."""
         dtype = torch_dtype(self.blocks[0].payload.dtype)
         plain = all(block.form is None for block in self.blocks)
         return self.stacks and plain and (dtype == self.recipe.dtype or not dtype.is_floating_point)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one expert's weight."""
+        """The shape of one expert's weight."""
         return tuple(self.place.shape[1:])
 
     @property
     def ready_bytes(self) -> int:
-        """Of all experts, made."""
+        """Bytes of the weights of all experts, dequantized."""
         return self.place.shape.numel() * self.place.dtype.itemsize
 
     @property
     def makes_scales(self) -> bool:
-        """Whether there are scales to be made before an expert is multiplied as it is stored."""
+        """Whether an expert's scales are dequantized before it is multiplied in its quantized form."""
         return self.packed is not None and any(block.nesting is not None for block in self.blocks)
 
     @property
     def made_bytes(self) -> int:
-        """Of the scales that are made of one expert, where they stay."""
+        """Bytes of the dequantized scales that are kept for one expert."""
         nested = [block.nesting for block in self.blocks if block.nesting is not None]
         return sum(one.made.nbytes for one in nested) if self.packed is not None else 0
 
     def make_scales(self, bytes_of: BytesOf, expert: int) -> None:
-        """Put the scales of an expert to their place among its bytes."""
+        """Write the dequantized scales of an expert to their offset in its bytes."""
         for block in self.blocks:
             if block.nesting is not None:
                 made = block.nesting.made
                 bytes_of(made).view(torch.float32).copy_(block.absmax(bytes_of, expert))
 
     def weight(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int, *, made: bool = False) -> torch.Tensor:
-        """One expert's weight, of `shape`: a view of its bytes where it can be one.
+        """One expert's weight, of `shape`; a view of its bytes if possible.
 
         Args:
             model: the skeleton, for conversions.
-            bytes_of: gives that expert's bytes.
-            expert: which it is.
-            made: `make_scales` has been called, and its bytes have a place for them.
+            bytes_of: provides that expert's bytes.
+            expert: its index.
+            made: whether `make_scales` has written the scales into these bytes.
         """
         if self.packed is not None:
             return self._packed(self.packed, bytes_of, expert, made)
@@ -147,16 +146,16 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class ExpertSource:
-    """All that is known of a module's experts before a pass.
+    """The experts of one module, as decided when the model is built.
 
     Attributes:
         name: the module's path in the model.
         unit: the name of the unit that it is in.
-        module: it.
+        module: the experts module.
         experts: how many it has.
         used: how many of them a token uses.
         leaves: its parameters of shape (experts, ...), by the name of the leaf.
-        nbytes: of the bytes of one expert, laid out; a multiple of the block of a file system.
+        nbytes: memory of one expert; a multiple of the block of a file system.
     """
 
     name: str
@@ -169,17 +168,17 @@ class ExpertSource:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all experts, on disk."""
+        """Bytes of all experts on disk."""
         return self.expert_bytes * self.experts
 
     @cached_property
     def expert_bytes(self) -> int:
-        """Of one expert, on disk."""
+        """Bytes of one expert on disk."""
         return sum(part.nbytes for leaf in self.leaves.values() for part in leaf.parts)
 
     @property
     def ready_bytes(self) -> int:
-        """Of all experts, ready to multiply with."""
+        """Bytes of all experts, ready to multiply with."""
         return sum(
             (sum(part.nbytes for part in leaf.parts) + leaf.made_bytes) * self.experts
             if leaf.packed
@@ -189,7 +188,7 @@ class ExpertSource:
 
     @property
     def kind(self) -> Hashable:
-        """Equal for modules whose experts' weights lie alike in memory, and mean the same."""
+        """A key that is equal for modules whose experts have the same memory layout and code tables."""
         return tuple(
             (
                 key,
@@ -207,24 +206,24 @@ class ExpertSource:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every weight is used as it is stored: a view, or multiplied from its codes."""
+        """Whether every weight is used in its stored form: as a view, or multiplied from its codes."""
         return all(leaf.is_view or leaf.packed is not None for leaf in self.leaves.values())
 
     def spans(self, expert: int, leaf: str | None = None) -> list[FileSpan]:
-        """What to read of an expert into memory of `nbytes` bytes: all of it, or what one leaf is made from."""
+        """The reads of an expert into memory of `nbytes` bytes: all of its parts, or those of one leaf."""
         return [
             FileSpan(file.file(expert), int(file.offsets[expert]), nbytes, file.at) for file, nbytes in self._runs[leaf]
         ]
 
     def extent(self, leaf: str | None = None) -> slice:
-        """Where the bytes of an expert are in its memory, or those that one leaf is made from."""
+        """The range of an expert's bytes in its memory, or of the bytes of one leaf."""
         chosen = self.leaves.values() if leaf is None else (self.leaves[leaf],)
         parts = [part for one in chosen for part in one.parts]
         return slice(min(part.at for part in parts), max(part.at + part.nbytes for part in parts))
 
     @cached_property
     def _runs(self) -> Mapping[str | None, list[tuple[ExpertPart, int]]]:
-        """Parts that lie one after the other, in the files as in memory: the first one, and the bytes of all."""
+        """Runs of parts that are contiguous in the files and in memory: the first part, and the bytes of the run."""
         found: dict[str | None, list[tuple[ExpertPart, int]]] = {}
         everything = [part for leaf in self.leaves.values() for part in leaf.parts]
         for key, parts in ((None, everything), *((name, list(leaf.parts)) for name, leaf in self.leaves.items())):
@@ -239,7 +238,7 @@ class ExpertSource:
 
     @cached_property
     def in_blocks(self) -> bool:
-        """Whether every read begins and ends on a block of the file system, so that it can go past the page cache."""
+        """Whether every read begins and ends on a block of the file system, so that it can bypass the page cache."""
         return all(
             part.at % BLOCK == 0 and nbytes % BLOCK == 0 and not np.any(part.offsets % BLOCK)
             for runs in self._runs.values()
@@ -252,7 +251,7 @@ def _raw(table: torch.Tensor | None) -> bytes | None:
 
 
 def packed_by(source: ExpertSource, packs: Packs | None) -> ExpertSource:
-    """A source whose matrices are multiplied as they are stored, where `packs` knows a way."""
+    """A source whose matrices are multiplied in their quantized form if `packs` returns a type for them."""
     if packs is None or getattr(source.module, "is_transposed", True):  # a kernel multiplies by rows
         return source
     return replace(
@@ -261,10 +260,10 @@ def packed_by(source: ExpertSource, packs: Packs | None) -> ExpertSource:
 
 
 def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) -> ExpertSource:
-    """A source whose blocks have their tables, on the device that computes.
+    """A source whose blocks have their code tables, on the device that computes.
 
     Raises:
-        IncompleteSplitError: those of two experts differ; or they are not what was written.
+        IncompleteSplitError: the tables of two experts differ, or a checksum does.
     """
     _check_tables(source, store)
     leaves = {}
@@ -310,7 +309,7 @@ def _table(
 
 
 def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
-    """How all rows together are multiplied as one stored matrix, or None."""
+    """The type that multiplies all rows together as one quantized matrix, or None."""
     first = leaf.blocks[0].form
     if not leaf.stacks or first is None or len(leaf.shape) != 2:
         return None
@@ -325,14 +324,14 @@ def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
 
 
 def _follows(before: ExpertPart, after: ExpertPart) -> bool:
-    """Whether one part of every expert lies right behind another, in its file as in memory."""
+    """Whether one part of every expert directly follows another, in its file and in memory."""
     if before.at + before.nbytes != after.at or before.files != after.files:
         return False
     return bool(np.all(before.offsets + before.nbytes == after.offsets))
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Bytes one after the other: a view if they lie so already."""
+    """The concatenated bytes; a view if they are contiguous."""
     if len(parts) == 1:
         return parts[0]
     first, end = parts[0], parts[0].data_ptr()

@@ -1,9 +1,9 @@
-"""A parameter of shape (experts, ...) whose experts are brought in when they are used.
+"""A parameter of shape (experts, ...) whose experts are read when they are used.
 
 To a model it is a parameter of the ordinary shape and dtype, so that transformers' own experts kernels compute with it.
-What they ask of it is answered expert by expert: one by its number, several by theirs, and products of groups of rows
-with their experts. Whatever else is asked is answered by all of them together, made for that one question. Knows no
-files and no caches.
+The operations of these kernels are done expert by expert: indexing by one index or several, and products of groups of
+rows with their experts. For any other operation all experts are copied into one tensor, which serves that operation
+only.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _WHY = "experts are read from the disk, or by their codes"
 
 
 class Supply(Protocol):
-    """Gives the weights of experts."""
+    """Provides the weights of experts."""
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """The weights of these experts in this order; each is good until the next one is asked for."""
+        """The weights of these experts in this order; each is valid until the next one is requested."""
         ...
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Positions of those of these experts that are here, and stay until the pass is done with them; and of the
-        others, in the order in which they come."""
+        """Indices into `experts`: of those that are in memory until the end of the pass, and of the others, in the
+        order in which they are read."""
         ...
 
 
 class ExpertStack(torch.Tensor):
-    """A stack of matrices (experts, N, K), or, seen from the side, (experts, K, N).
+    """A stack of matrices (experts, N, K), or transposed (experts, K, N).
 
     Args:
-        supply: gives the experts.
-        leaf: what to ask it for.
-        shape, dtype, device: what it says it has.
+        supply: provides the experts.
+        leaf: the name of the parameter.
+        shape, dtype, device: of the parameter that it stands for, before the transposition.
         turned: whether the last two dimensions are exchanged.
     """
 
@@ -91,15 +91,15 @@ class ExpertStack(torch.Tensor):
         )
 
     def turn(self) -> ExpertStack:
-        """With the last two dimensions exchanged."""
+        """A stack with the last two dimensions exchanged."""
         return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self._where, not self.turned)
 
     def again(self) -> ExpertStack:
-        """Another object for the same."""
+        """Another object for the same stack."""
         return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self._where, self.turned)
 
     def each(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """These experts' matrices, in this order; each is good until the next one is asked for."""
+        """These experts' matrices, in this order; each is valid until the next one is requested."""
         for weight in self.supply.each(self.leaf, experts):
             yield weight.transpose(-2, -1) if self.turned else weight
 
@@ -114,9 +114,10 @@ class ExpertStack(torch.Tensor):
         return made
 
     def grouped_mm(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """`rows[begin:end] @ self[expert]` for each expert, where a group ends where the next one begins.
+        """`rows[begin:end] @ self[expert]` for each expert; the groups are contiguous.
 
-        Each product is torch's own `mm`, which gives on a CPU what torch's grouped one does, bit for bit (asserted).
+        Each product is torch's own `mm`, whose result on a CPU equals that of torch's grouped product bit for bit
+        (asserted).
 
         Args:
             rows: (S, K).
@@ -144,13 +145,13 @@ class ExpertStack(torch.Tensor):
             for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
                 product.multiply([matrix], [span])
             return product.result()
-        out = rows.new_zeros(len(rows), self.shape[-1])  # rows of no group stay so
+        out = rows.new_zeros(len(rows), self.shape[-1])  # rows of no group stay zero
         for (begin, end), weight in zip(spans, chain([first], weights), strict=True):
             out[begin:end] = self._product(rows[begin:end], weight)
         return out
 
     def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> Grouping | None:
-        """For weights like this one, where many products are done sooner as one."""
+        """A grouped product for weights like this one; None if they are multiplied one by one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
         if not self.turned or not isinstance(weight, QuantizedWeight) or needs_gradient:
             return None
@@ -189,7 +190,7 @@ class ExpertStack(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # what nn.Parameter does with it
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
             return args[0].again()
         if _is_fallback(func):
             return args[1].grouped_mm(args[0], args[2])
@@ -199,7 +200,7 @@ class ExpertStack(torch.Tensor):
 
 
 def _is_fallback(func: Any) -> bool:
-    """transformers' own grouped product, which it takes where torch has none for a device."""
+    """Whether `func` is transformers' own grouped product, which it uses if torch has none for a device."""
     return str(func) == "transformers.grouped_mm_fallback.default"
 
 
@@ -240,4 +241,4 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.transpose: _transpose,
     torch.transpose: _transpose,
 }
-"""What is answered by expert; None as an answer means that it is not."""
+"""Operations that are done expert by expert; the function returns None if this call is not."""

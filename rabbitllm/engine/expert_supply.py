@@ -1,6 +1,6 @@
-"""Experts of mapped layer files, used where they are: nothing is read ahead and nothing is copied.
+"""Experts of mapped layer files, used in place: nothing is read ahead and nothing is copied.
 
-For models that fit the memory; the system reads a page when it is touched. Knows no cache.
+For models that fit the memory; the system reads a page when it is touched.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class MappedExperts:
 
     Args:
         model: the skeleton, for conversions.
-        source: what they are made from.
-        file_bytes: gives the files.
+        source: the module's experts.
+        file_bytes: provides the mapped files.
     """
 
     def __init__(self, model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes) -> None:
@@ -45,8 +45,8 @@ class MappedExperts:
         return list(range(len(experts))), []
 
     def strided(self, leaf: str) -> torch.Tensor | None:
-        """All experts as one ordinary tensor over the mapped file, where each lies as far from the one before as any
-        other does; None where they do not, or not as they are used."""
+        """All experts as one strided tensor over the mapped file; None if they are not at equal distances in it, or not
+        used in their stored form."""
         chosen, experts = self._source.leaves[leaf], self._source.experts
         first = chosen.parts[0]
         steps = np.unique(np.diff(first.offsets))

@@ -1,6 +1,6 @@
-"""Binds the experts of a model: as ordinary tensors, as stacks over the mapped files, or out of a pool.
+"""Binds the experts of a model: as ordinary tensors, as stacks over the mapped files, or from a pool.
 
-Knows which is chosen, and not why (`placement.py`).
+`placement.py` chooses among these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rabbitllm.telemetry.profiler import Profiler
 
 
 def expert_costs(sources: Sequence[ExpertSource]) -> list[ExpertCost]:
-    """What the experts of each module take, as the placement asks it."""
+    """The memory cost of the experts of each module, as input to the placement."""
     return [
         ExpertCost(
             name=source.name,
@@ -53,12 +53,12 @@ def bind_experts(
     """Give every routed module its experts.
 
     Args:
-        model: the skeleton; stacks and hooks are put into it.
+        model: the skeleton; stacks and hooks are added to it.
         sources: the modules.
-        placement: where their experts are.
+        placement: the tiers and devices of their experts.
         devices: by name.
         store: the layer files.
-        profiler: where reads and hits are recorded.
+        profiler: records reads and hits.
         ways: device -> how its experts are read.
 
     Returns:
@@ -89,7 +89,7 @@ def bind_experts(
 
 
 def _check_mapped(sources: Sequence[ExpertSource], store: WeightFiles) -> None:
-    """Let experts in mapped files be compared with their checksums, as far as there are any for each of them."""
+    """Have the experts in mapped files compared with their checksums, if there are checksums for each of them."""
     checks = store.checks
     if checks is None or not sources:
         return
@@ -105,7 +105,7 @@ def _bind(source: ExpertSource, supply: Supply, device: torch.device) -> None:
 
 
 def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes, for_good: bool) -> None:
-    """Experts on the host: ordinary tensors over the file where that can be, else made for good or for each use."""
+    """Bind experts on the host: as views of the file if possible, else as copies, made once or for each use."""
     supply = MappedExperts(model, source, file_bytes)
     for name, leaf in source.leaves.items():
         whole = supply.strided(name)

@@ -1,8 +1,7 @@
-"""Hooks that let no result out that was computed with mapped bytes which were not compared with their checksums.
+"""Hooks that compare mapped bytes with their checksums before a result computed from them is returned.
 
-What is read into memory of its own is compared as it is read (`span_reader.py`). Mapped bytes are read by whatever
-computes with them; so a hook stands before the module that uses them first, and is taken away when all of them have
-been compared. Knows no formats.
+Bytes that are read into a buffer are compared as they are read (`span_reader.py`). Mapped bytes are read by the
+computation itself; so the module that uses them first gets a hook, which is removed when all of them were compared.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ def wait_before(module: nn.Module, compared: Callable[[], None]) -> None:
 
 
 def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerChecks) -> None:
-    """Compare the rows of an embedding that it looks up, before it does."""
+    """Compare the rows that an embedding looks up, before each lookup."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        ids = args[0] if args else next(iter(kwargs.values()))  # what a forward calls its first argument differs
+        ids = args[0] if args else next(iter(kwargs.values()))  # the name of a forward's first argument differs
         named = isinstance(ids, torch.Tensor) and not ids.is_floating_point()
         check_rows(stored, torch.unique(ids.cpu()) if named else torch.arange(stored.shape[0]), checks)
         if all(checks.is_done(part.file) for part in stored.parts):
@@ -46,12 +45,12 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
 
 
 def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Workers) -> None:
-    """Compare the experts of a mapped module that are routed to, while it computes with them.
+    """Compare the experts that a mapped module uses, while it computes with them.
 
     Args:
         source: the module.
-        checks: of its files, by block.
-        thread: in which they are summed.
+        checks: the checksums of its files, by block.
+        thread: computes the checksums.
     """
     left, pending = set(range(source.experts)), list[Future[set[int]]]()
 
@@ -64,7 +63,7 @@ def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Work
         return experts
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        wait(pending)  # of a pass that was broken off
+        wait(pending)  # left by an interrupted pass
         pending.clear()
         found = routed(args, kwargs, source.experts)
         chosen = left.copy() if found is None else left.intersection(found[0].tolist())

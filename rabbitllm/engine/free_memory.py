@@ -1,8 +1,7 @@
-"""How much memory this process may still take: what the system has free, less what its control groups and limits
-forbid.
+"""How much memory this process may still allocate, within the free memory of the system, control groups and limits.
 
-A container's or a notebook's limit is that of a control group, which free memory of the machine does not show; groups
-lie in each other, and each may have a limit. Knows no models.
+The limit of a container or a notebook is that of a control group, which the free memory of the machine does not show.
+Groups are nested, and each may have a limit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _NO_LIMIT = 1 << 60
-"""Version 1 writes a number near 2**63 where there is no limit."""
+"""Version 1 writes a number near 2**63 if there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +24,9 @@ class GroupLimit:
 
     Attributes:
         version: of control groups, 1 or 2.
-        folder: where its files are.
-        limit: bytes that all processes in it may take, or above which they are throttled (`memory.high`).
-        room: what is left of them.
+        folder: the folder of its files.
+        limit: bytes that all processes in it may use, or above which they are throttled (`memory.high`).
+        room: bytes left of the limit.
     """
 
     version: int
@@ -38,7 +37,7 @@ class GroupLimit:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimit:
-    """A limit of this process itself: its name in getrlimit(2), bytes that it allows, and what is left of them."""
+    """A limit of this process itself: its name in getrlimit(2), its bytes, and the bytes left of it."""
 
     name: str
     limit: int
@@ -46,7 +45,7 @@ class ProcessLimit:
 
 
 def available_ram() -> int:
-    """Bytes this process may still take of the machine, of every control group that it is in, and of its own limits."""
+    """Bytes that this process may still allocate within the machine, its control groups, and its own limits."""
     import psutil
 
     return min([int(psutil.virtual_memory().available), *_rooms_of_groups(), *_rooms_of_limits()])
@@ -57,9 +56,9 @@ def _rooms_of_limits(root: Path = Path("/")) -> list[int]:
 
 
 def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
-    """RLIMIT_AS and RLIMIT_DATA of this process, where they are set (Linux, getrlimit(2)).
+    """RLIMIT_AS and RLIMIT_DATA of this process, if they are set (Linux, getrlimit(2)).
 
-    Of the first, files that will be mapped are not taken off: what they need is not known here.
+    Files that will be mapped later count towards RLIMIT_AS too; they are not subtracted here.
     """
     if sys.platform != "linux":
         return []
@@ -74,9 +73,9 @@ def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
 
 
 def untouched_bytes(memory: memoryview) -> int:
-    """Of memory on a page boundary, what the system has not handed out yet: it counts as used when it is written to.
+    """Bytes of page-aligned memory that the system has not provided yet: a page counts as used once it is written to.
 
-    Always 0 where the system cannot be asked (mincore(2), Linux).
+    Always 0 where the system cannot say (mincore(2), Linux).
     """
     resident = _mincore()
     if resident is None or not len(memory):
@@ -103,11 +102,11 @@ def _rooms_of_groups(root: Path = Path("/")) -> list[int]:
 
 
 def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
-    """The control groups around this process that have a limit, innermost first (v2 and v1; none elsewhere than Linux).
+    """The control groups of this process that have a limit, innermost first (v2 and v1; Linux only).
 
-    Of what a group uses, its page cache can be taken back, except what this process maps: its libraries, which would
-    come from the disk again and again. Those that another group brought into memory do not count here. Formats:
-    cgroups(7), the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+    The page cache of a group can be reclaimed, except the files that this process maps: its libraries would be read
+    from the disk again and again. Mapped files that are charged to another group do not count. Formats: cgroups(7), the
+    kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
     """
     mapped = _mapped_bytes(root)
     found = []
@@ -124,7 +123,7 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
         except (OSError, ValueError):
             continue
         if limit.isdigit() and int(limit) < _NO_LIMIT:
-            # version 1 counts groups within the group only in those that begin with total_
+            # in version 1 only the fields that begin with total_ include the groups within the group
             kept = sum(used.get(f"total_{kind}", used.get(kind, 0)) for kind in kinds)
             version = 2 if limit_name == "memory.max" else 1
             maps = "file_mapped" if version == 2 else "mapped_file"
@@ -134,7 +133,7 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
-    """Folder, the limit's file in it, and the kinds of memory that cannot be taken back; innermost groups first."""
+    """Folder, the limit's file in it, and the kinds of memory that cannot be reclaimed; innermost groups first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -150,20 +149,22 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
 
 
 def _upwards(path: str) -> Iterator[PurePosixPath]:
-    """A group's path and those around it, relative to the mount. Inside a container the path may be one of outside,
-    where nothing is found; the container's own group is then the mount itself."""
+    """A group's path and its parents, relative to the mount.
+
+    Inside a container the path may be that of the host and not exist; the container's group is then the mount itself.
+    """
     own = PurePosixPath(path.lstrip("/"))
     yield own
     yield from own.parents if own != PurePosixPath() else ()
 
 
 def _mapped_bytes(root: Path) -> int:
-    """Pages of files, in memory, that this process maps."""
+    """Bytes of mapped files of this process that are in memory."""
     return _status_bytes(root, "RssFile")
 
 
 def _status_bytes(root: Path, field: str) -> int:
-    """A size that the system tells of this process (proc_pid_status(5)); 0 where it does not."""
+    """A size of this process in bytes, from /proc/self/status (proc_pid_status(5)); 0 if it is not there."""
     try:
         for line in (root / "proc/self/status").read_text().splitlines():
             if line.startswith(f"{field}:"):

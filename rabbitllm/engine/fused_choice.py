@@ -1,7 +1,7 @@
-"""Whether a device multiplies one input with 4bit codes, or with the matrix dequantized for it: by trying both there.
+"""The choice whether a device multiplies one input from 4bit codes or dequantizes the matrix first: both are timed.
 
-What is sooner depends on the GPU, the shape and the version of bitsandbytes, and that its kernel is right on this
-device is better seen than believed. One trial a shape, of zeros and random codes, when the model is loaded.
+The faster way depends on the GPU, the shape and the version of bitsandbytes; the trial also verifies the kernel's
+result on this device. One trial for each shape, with random codes and inputs, when the model is loaded.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rabbitllm.quant.fused_products import FusedMatrix, can_multiply
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 4096
-"""Of a trial's matrix: more rows are more of the same work, and memory."""
+"""Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
 WORTH_IT = 0.9
-"""Of the time of the other way: what is only as good is not worth other last bits."""
+"""Maximum time relative to dequantizing: an equally fast product is not worth different rounding."""
 _ROUNDS, _REPEATS = 3, 4
 
 Shape = tuple[str, int, int, torch.dtype]
 
 
 class FusedChoice:
-    """Remembers the outcome for each device, shape and dtype."""
+    """Caches the result of a trial for each device, shape and dtype."""
 
     def __init__(self) -> None:
         self._known: dict[Shape, bool] = {}
@@ -37,8 +37,8 @@ class FusedChoice:
         """Whether to multiply from the codes.
 
         Args:
-            device: where.
-            form: the matrix; at 8bit, or of rows that are no whole blocks, the answer is no.
+            device: the device that computes.
+            form: the matrix; False at 8bit, or if a row is not a whole number of blocks.
             dtype: of the input.
         """
         if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -46,24 +46,24 @@ class FusedChoice:
         rows, columns = min(form.shape[0], MAX_ROWS), form.shape[1]
         key = (device.name, rows, columns, dtype)
         if key not in self._known:
-            name = str(dtype).removeprefix("torch.")  # not the stored one, to which a made matrix is rounded first
+            name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first
             self._known[key] = _try(device, Quantized("4bit", (rows, columns), name), dtype)
         return self._known[key]
 
 
 def is_sooner(fused_seconds: float, dequantized_seconds: float) -> bool:
-    """Whether products from codes are so much sooner that they are used."""
+    """Whether products from codes are faster by enough to be used."""
     return fused_seconds < WORTH_IT * dequantized_seconds
 
 
 def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two products differ by no more than how they were rounded on the way."""
+    """Whether two products differ only by rounding."""
     error = float((fused.float() - expected.float()).norm())
     return error <= max(8 * torch.finfo(fused.dtype).eps, 1e-5) * float(expected.float().norm())
 
 
 def _try(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
-    """One trial. Whatever fails in it, a kernel that is not there or memory that does not suffice, is a no."""
+    """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
     try:
         matrix, x = _sample(device, form, dtype)
         near = is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantized(dtype)))
@@ -91,7 +91,7 @@ def _sample(device: Device, form: Quantized, dtype: torch.dtype) -> tuple[FusedM
 
 
 def _seconds(device: Device, work: Callable[[], torch.Tensor]) -> float:
-    """Of one call: the best of a few rounds, after one that warms up."""
+    """Seconds of one call: the best of a few rounds, after a warm-up."""
     work()
     best = float("inf")
     for _ in range(_ROUNDS):

@@ -1,12 +1,11 @@
-"""Llama 4's experts by routed expert: what transformers computes with all of them, with the same bits.
+"""Llama 4's experts, computed for routed experts only; the result equals that of transformers bit for bit.
 
-Llama 4 is not served by transformers' registry of expert kernels. Its own forward (`Llama4TextMoe`, modeling_llama4.py)
-multiplies every token by every expert; for those that it is not routed to, the token is scaled by zero, and nothing
-comes of it. Here only experts with a token are multiplied with, each by all tokens as there, since how many rows a
-product has decides how it is rounded.
+transformers' registry of expert kernels does not serve Llama 4. Its own forward (`Llama4TextMoe`, modeling_llama4.py)
+multiplies every token by every expert; for an expert that a token is not routed to, the token is scaled by zero, and
+the product is zero. Here only experts with a token are used, each with all tokens as there, since the number of rows of
+a product decides how it is rounded.
 
-Knows no files and no cache: it indexes `gate_up_proj` and `down_proj`, by a number or by a tensor of numbers, and
-touches nothing else of them.
+Indexes `gate_up_proj` and `down_proj`, by an integer or a tensor of integers, and uses no other operation on them.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch import nn
 
 
 def route_llama4(model: nn.Module) -> None:
-    """Let every `Llama4TextMoe` of a model compute by routed expert.
+    """Make every `Llama4TextMoe` of a model compute with routed experts only.
 
-    Its experts then have the marks and the arguments of a module that the registry serves.
+    Its experts then have the attributes and the arguments of a module that the registry serves.
     """
     for moe in model.modules():
         if type(moe).__name__ != "Llama4TextMoe":
@@ -36,8 +35,8 @@ def route_llama4(model: nn.Module) -> None:
 def moe_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward of a `Llama4TextMoe` whose experts compute by `experts_forward`.
 
-    Finite hidden states and weights give the bits of transformers' own forward on a CPU. (One that is infinite becomes
-    NaN there in every expert; here in those that were asked.)
+    With finite hidden states and weights the result equals that of transformers' own forward on a CPU bit for bit. (An
+    infinite value becomes NaN in every expert there, and only in the routed ones here.)
 
     Args:
         moe: the module.
@@ -59,14 +58,15 @@ def experts_forward(
 ) -> torch.Tensor:
     """The sum of the routed experts' outputs for each token.
 
-    Two terms and any number of zeros have the same sum in any order. More terms are summed as transformers sums them,
-    with all the zeros.
+    Two terms and any number of zeros have the same sum in any order. More terms are summed as in transformers, with
+    all the zeros.
 
     Args:
         experts: the module, with `gate_up_proj` (experts, hidden, 2 x intermediate) and `down_proj` (experts,
             intermediate, hidden).
         hidden_states: (tokens, hidden).
-        top_k_index, top_k_weights: each token's experts, and what scales its inputs to them, (tokens, experts a token).
+        top_k_index, top_k_weights: each token's experts, and the factors that scale its inputs to them, (tokens,
+            experts per token).
 
     Returns:
         (tokens, hidden).
@@ -90,8 +90,8 @@ def experts_forward(
 def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Each expert's product with its own inputs, both (experts, tokens, hidden).
 
-    Of a batch with fewer matrices than there are threads, torch spreads each over several of them, and then rounds its
-    sums differently than in the batch of all experts. So the last expert is multiplied with as often as is lacking.
+    If a batch has fewer matrices than there are threads, torch splits each matrix over several threads, and rounds its
+    sums differently than in the batch of all experts. So the batch is padded with copies of the last expert.
     """
     batch = min(torch.get_num_threads(), experts.num_experts)
     lacking = batch - len(some)

@@ -43,7 +43,8 @@ from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
 
-# What a device without host memory multiplies from its codes, where its trial says so (`fused_choice.py`).
+# Weights that a device with memory of its own multiplies from their codes, if a trial finds that faster
+# (`fused_choice.py`).
 
 
 def fused_units(
@@ -54,9 +55,9 @@ def fused_units(
     store: WeightFiles,
     choice: FusedChoice,
 ) -> dict[str, UnitSource]:
-    """Units that other devices than the host make for each use, multiplied from their codes where that is sooner.
+    """Units that GPUs would dequantize for each use, multiplied from their codes instead where that is faster.
 
-    What is resident was made once, and stays so: any number of inputs is then multiplied at once.
+    Resident units were dequantized once and stay so, which serves any number of inputs at once.
     """
     found = {}
     for placed in placement.units:
@@ -70,7 +71,7 @@ def fused_units(
 def fused_experts(
     experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], choice: FusedChoice
 ) -> list[ExpertSource]:
-    """The same for experts; those on the host are as they were."""
+    """The same for experts; those on the host are unchanged."""
     places = {placed.unit: devices[placed.device] for placed in placement.experts}
     return [
         source if places[source.name].shares_host_memory else packed_by(source, _packs_on(places[source.name], choice))
@@ -91,7 +92,7 @@ logger = logging.getLogger(__name__)
 _MAPPED = (*READY, Tier.PACKED)
 
 
-@torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
+@torch.inference_mode(False)  # else weights loaded in a caller's inference mode could never have gradients
 def load_model(
     folder: Path | WeightFiles,
     options: StreamOptions,
@@ -104,27 +105,27 @@ def load_model(
     Args:
         folder: a finished split directory; or other files with weights, opened.
         options: see `StreamOptions`.
-        config_folder: where config and tokenizer are, if not in `folder` (a directory of RabbitLLM 1.1 has none).
-        devices: where to compute; by default what `options` name.
-        share: says which part of the model this process computes; None for the whole.
+        config_folder: the folder of config and tokenizer, if not `folder` (a directory of RabbitLLM 1.1 has none).
+        devices: the devices to compute on; by default those of `options`.
+        share: chooses the part of the model that this process computes; None for the whole.
 
     Returns:
-        The model, with `tokenizer`, `profiler`, `placement` and `unused_tensors` on it.
+        The model, with the attributes `tokenizer`, `profiler`, `placement` and `unused_tensors`.
 
     Raises:
         IncompleteSplitError: a tensor is missing or damaged; each is named.
-        UnknownArchitectureError: transformers does not know the model.
+        UnknownArchitectureError: transformers does not support the model.
         DeviceError: the device does not exist.
-        NotEnoughMemoryError: not even one layer at a time fits the memory that this process may take.
+        NotEnoughMemoryError: not even one layer at a time fits the memory that this process may use.
         MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
-            quantized in a way that needs a package which is not.
+            quantized in a format whose package is not installed.
     """
     store: WeightFiles = (
         LayerStore(folder, verify_checksums=options.verify_checksums) if isinstance(folder, Path) else folder
     )
     folder = store.folder
     for scheme in {tensor.quantized.scheme for tensor in store.tensors.values() if tensor.quantized}:
-        check_compression(scheme)  # now, rather than in the first pass
+        check_compression(scheme)  # fails now rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
     drawn = make_load_plan(store, options, home, chosen)
@@ -163,7 +164,7 @@ def load_model(
         )
     _compare_before_use(model, mapped, ahead, store.checks)
     home_device = by_name[placement.home].torch_device
-    if len(chosen) > 1:  # callers expect the output where their inputs came from
+    if len(chosen) > 1:  # callers expect the output on the device of their inputs
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
@@ -191,7 +192,7 @@ def load_model(
 
 
 def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
-    """ "device tier" -> stored bytes that each pass uses without moving them; of an embedding it uses only rows."""
+    """ "device tier" -> stored bytes that each pass uses in place; an embedding does not count, since it uses rows."""
     embedding = input_embedding(model)
     found: dict[str, int] = {}
     for placed in placement.units:
@@ -204,20 +205,20 @@ def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Pl
 def _mapped_units(
     sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device]
 ) -> list[UnitSource]:
-    """Units that stay in memory as mapped, in the order of a pass."""
+    """Resident units in mapped files, in the order of a pass."""
     stays = (p.unit for p in placement.units if p.tier in _MAPPED and devices[p.device].shares_host_memory)
     return [sources[unit] for unit in stays]
 
 
 def _is_looked_up(model: nn.Module, source: UnitSource) -> bool:
-    """Whether a unit that stays in memory is the input embedding as it is stored, of which a few rows are touched."""
+    """Whether a resident unit is the input embedding in its stored form, of which a pass touches a few rows."""
     return source.is_view and can_bring_rows(source, input_embedding(model))
 
 
 def _compare_before_use(
     model: nn.Module, mapped: Sequence[UnitSource], ahead: ReadAhead, checks: LayerChecks | None
 ) -> None:
-    """Let no mapped unit compute before its bytes, or the rows that are looked up, are what was written."""
+    """Have the bytes of each mapped unit, or the rows that are looked up, compared with checksums before its use."""
     if checks is None:
         return
     for source in mapped:
@@ -231,7 +232,7 @@ def _compare_before_use(
 def _way(
     sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
 ) -> ReadMode:
-    """How streamed units are read; depends on whether they fit into host memory with all that stays there."""
+    """How streamed units are read; depends on whether they fit into host memory with all resident weights."""
     spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
     return choose_way(store, spans, cache_room(placement, devices.values()))
 
@@ -239,8 +240,10 @@ def _way(
 def _expert_ways(
     experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
 ) -> dict[str, ReadMode]:
-    """Device -> how experts that come and go are read: those that are read through the page cache stay there as long
-    as the system lets them, since many are used again."""
+    """Device -> how streamed experts are read.
+
+    If that is through the page cache, they are left in it after use, since many are used again.
+    """
     found = {}
     for pool in placement.pools:
         own = {placed.unit for placed in placement.experts if placed.device == pool.device}

@@ -1,6 +1,6 @@
-"""What names and sizes decide of a model: skeleton, dtype, attention, which tensors make which weights, placement.
+"""Decides a model's skeleton, dtype, attention, recipes of weights and placement from names and sizes alone.
 
-Reads no weights; those that are only planned do as well.
+Reads no weights, so it works on planned layer files too.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _CHECK_THE_SOURCE = (
     "Fetch the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
 )
 FIXED_BYTES = 16 << 20
-"""Memory that a pass of one token takes at least, without weights and buffers: activations, tables, threads."""
+"""Minimum memory of a pass of one token, without weights and buffers: activations, tables, threads."""
 SCALES_IN_PLACE = frozenset({"rwkv"})
-"""Model types whose forward changes weights, which a unit that is let go of would forget."""
+"""Model types whose forward changes weights; a streamed unit would lose the change when it is freed."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A model as it is decided before any of its weights is read.
+    """A model as decided before any of its weights is read.
 
     Attributes:
-        model: the skeleton; None of its weights are bound.
-        weights: which stored tensors make which parameters.
+        model: the skeleton; none of its weights is bound.
+        weights: the recipes of the parameters.
         sources: its units, in the order of a pass, without the experts.
-        experts: the modules whose experts are brought in one by one.
-        placement: where each goes.
+        experts: the modules whose experts are streamed individually.
+        placement: the tier and device of each.
         quantizer: transformers' own, of weights that are published quantized; None for plain ones.
     """
 
@@ -81,15 +81,15 @@ def make_load_plan(store: WeightFiles, options: StreamOptions, home: Path, devic
     """Decide all that `load_model` decides from names and sizes alone.
 
     Args:
-        store: the tensors; of those that are only planned there need be no file.
+        store: the tensors; planned ones need no files.
         options: see `StreamOptions`.
-        home: where the config is.
-        devices: where to compute.
+        home: the folder of the config.
+        devices: the devices to compute on.
 
     Raises:
         IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
-        IncompleteCheckpointError: as the first, of a checkpoint that is not split yet.
-        RabbitLLMError: the model changes its weights, and not all of them can stay.
+        IncompleteCheckpointError: instead of IncompleteSplitError, for a checkpoint that is not split yet.
+        RabbitLLMError: the model changes its weights, and not all of them can be resident.
     """
     config = skeleton.read_config(home, options.trust_remote_code)
     skeleton.check_counts(config, len(store.tensors), store.label)
@@ -123,7 +123,7 @@ def make_load_plan(store: WeightFiles, options: StreamOptions, home: Path, devic
 
 
 def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]) -> None:
-    """Refuse what a config alone tells: the model, the dtype, the attention. Costs no request for a header.
+    """Check the model, the dtype and the attention by the config alone. Needs no request for a header.
 
     Raises:
         UnknownArchitectureError, OptionError: as `load_model` does.
@@ -143,13 +143,13 @@ def accept(
     devices: Sequence[Device],
     too_little: Callable[[LoadPlan, Sequence[Device]], None] | None = None,
 ) -> None:
-    """Refuse what `load_model` would refuse: before the first shard is deleted, and before the last one is.
+    """Raise what `load_model` would raise: called before the first shard is deleted, and before the last one is.
 
     Args:
-        store: the layer files, or those that are only planned.
+        store: the layer files, existing or planned.
         options: how the model will be run.
-        home: where config and tokenizer are.
-        devices: where it will compute.
+        home: the folder of config and tokenizer.
+        devices: the devices that it will run on.
         too_little: `refuse_too_little_memory` for a model that this process will load, `warn_of_too_little_memory` for
             one that may be for another machine; None for one that several processes will load.
 
@@ -164,15 +164,15 @@ def accept(
 
 
 def too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> NotEnoughMemoryError | None:
-    """The error for a model of which not even one layer at a time fits the memory that this process may take.
+    """The error for a model of which not even one layer at a time fits the memory that this process may use.
 
     Returns:
-        With what a pass takes at least and what this process may take; None where it is enough.
+        The error, with the least memory of a pass and the memory that this process may use; None if that suffices.
     """
     used = {placed.unit for placed in drawn.placement.units}
     costs = [cost for cost in unit_costs(drawn.model, drawn.sources, drawn.experts) if cost.name in used]
     for device in devices:
-        if not device.shares_host_memory:  # a GPU says by itself that it is full, and its process goes on
+        if not device.shares_host_memory:  # a full GPU raises an error of its own, and the process goes on
             continue
         (least, unit), free = least_bytes(costs, drawn.placement, device.name), device.free_bytes()
         if least and least + FIXED_BYTES > free:
@@ -185,10 +185,10 @@ def too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> NotEnoughMe
 
 
 def refuse_too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> None:
-    """Refuse to load a model that needs more memory than this process may take.
+    """Refuse to load a model that needs more memory than this process may use.
 
     Raises:
-        NotEnoughMemoryError: else the system would end the process in the first pass, without a message.
+        NotEnoughMemoryError: it does; the system would kill the process in the first pass, without a message.
     """
     if (error := too_little_memory(drawn, devices)) is not None:
         raise error
@@ -204,7 +204,7 @@ def warn_of_too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> Non
 def only_a_part(
     drawn: LoadPlan, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: StreamOptions
 ) -> LoadPlan:
-    """The same model, of which this process places and computes a part."""
+    """The plan of the part of the model that this process places and computes."""
     budgets = {device.name: budget_of(device, options) for device in devices}
     part = share(drawn.model, drawn.sources, unit_costs(drawn.model, drawn.sources, drawn.experts), store, budgets)
     own = {name: source for name, source in drawn.sources.items() if name in part.units}
@@ -215,7 +215,7 @@ def only_a_part(
 
 
 def _choose_dtype(wanted: str | None, config: Any, store: WeightFiles, devices: Sequence[Device]) -> torch.dtype:
-    """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 where a GPU has no bf16."""
+    """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 if a GPU has no bf16."""
     named = _named_dtype(wanted)
     if named is not None:
         return named
@@ -251,7 +251,10 @@ def _stored_dtype(store: WeightFiles) -> torch.dtype:
 
 
 def _attention(wanted: str, config: Any, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
-    """What to ask transformers for. "auto": FlashAttention 2 where it is installed and usable, else its own choice."""
+    """The `attn_implementation` for transformers; None for its own choice.
+
+    "auto" is FlashAttention 2 if it is installed and usable, else None.
+    """
     if wanted != "auto":
         return wanted
     if devices[0].torch_device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
@@ -271,13 +274,13 @@ def place_units(
     devices: Sequence[Device],
     options: StreamOptions,
 ) -> Placement:
-    """A place for every unit, within what is free or what the caller allows.
+    """The placement of every unit, within the free memory or the caller's limits.
 
     Args:
         model: the skeleton.
         sources: its units, in the order of a pass.
-        experts: those that are brought in by themselves.
-        devices: where to compute.
+        experts: the modules whose experts are streamed individually.
+        devices: the devices to compute on.
         options: see `StreamOptions`.
     """
     costs = unit_costs(model, sources, experts)

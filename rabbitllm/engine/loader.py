@@ -1,7 +1,7 @@
-"""Layer files -> host buffers, ahead of need.
+"""Prefetches layer files into host buffers.
 
-Where the device shares host memory, the computation uses the bytes in place. Elsewhere they wait here for their copy to
-the device (`uploader.py`). Which unit comes next is the caller's to say. Knows no hooks and no modules.
+On a device that shares host memory, the computation uses the bytes in place. For other devices they are then copied to
+the device (`uploader.py`). The caller chooses the next unit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Loader:
     Args:
         sources: the units, by name.
         disk: reads their bytes.
-        device: says when a buffer that it copies from may be filled again.
+        device: its copies determine when a buffer may be filled again.
         profiler: records reading and waiting.
         buffers: uint8, each as large as the largest unit (see `largest`).
         depth: how many units `expect` reads ahead.
@@ -35,7 +35,7 @@ class Loader:
     Attributes:
         loads: how many units were read.
         waited: seconds that callers have waited for the disk, in all.
-        waited_for_copies: none here; see `Uploader`.
+        waited_for_copies: always 0; see `Uploader`.
     """
 
     waited_for_copies = 0.0
@@ -59,18 +59,18 @@ class Loader:
         self.waited = 0.0
 
     def request(self, unit: str) -> None:
-        """Begin to read a unit, if it is not on its way."""
+        """Begin to read a unit, unless it was requested already."""
         self._ahead.request(unit, partial(self._read, unit))
 
     def expect(self, units: Iterable[str]) -> None:
-        """Read the first of these ahead, and nothing else."""
+        """Prefetch the first of these, and cancel all other requests."""
         soon = list(islice(units, self._depth))
         self._ahead.forget(but=soon)
         for unit in soon:
             self.request(unit)
 
     def take(self, unit: str) -> FilledSlot:
-        """The unit's bytes; blocks until they are read, and records how long. `give_back` its slot after use."""
+        """The unit's bytes; blocks until they are read, and records the wait. `give_back` its slot after use."""
         start = time.perf_counter()
         loaded = self.bring(unit)
         waited = time.perf_counter() - start
@@ -79,18 +79,18 @@ class Loader:
         return loaded
 
     def bring(self, unit: str) -> FilledSlot:
-        """The same, and nothing recorded."""
+        """The unit's bytes, like `take`, without a record of the wait."""
         if not self._ahead.is_coming(unit):
-            self._ahead.forget()  # something else was expected; its buffers are needed now
+            self._ahead.forget()  # other units were expected; their buffers are needed now
             self.request(unit)
         return self._ahead.take(unit)
 
     def give_back(self, loaded: FilledSlot, ticket: Any = None) -> None:
-        """Declare a slot free, once the upload of this ticket has left it."""
+        """Declare a slot free once the upload of this ticket is complete."""
         self._ahead.give_back(loaded, ticket)
 
     def reset(self) -> None:
-        """Forget what was requested and taken; see `Prefetcher.reset`."""
+        """Discard all requests and taken slots; see `Prefetcher.reset`."""
         self._ahead.reset()
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Loader:
 
 
 def largest(sources: Mapping[str, UnitSource]) -> int:
-    """Bytes of a buffer that any of these units fits."""
+    """Bytes of a buffer that fits any of these units."""
     return max((source.buffer_bytes for source in sources.values()), default=0)
 
 

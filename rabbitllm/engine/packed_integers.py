@@ -1,12 +1,12 @@
-"""AWQ and GPTQ: small integers in int32, their scales and zeros in groups of inputs, as the matrices they stand for.
+"""AWQ and GPTQ: dequantizes matrices of small integers in int32, with scales and zeros for groups of inputs.
 
-transformers runs such checkpoints by a package of kernels, gptqmodel; here each matrix is dequantized when it is used,
-wherever that is. The layouts are those of AutoAWQ's "gemm" and of AutoGPTQ ("gptq", and "gptq_v2", which differs in how
-zeros are stored), of a Linear with K inputs and N outputs and 32 / bits integers in an int32:
+transformers runs such checkpoints with a package of kernels, gptqmodel; here each matrix is dequantized when it is
+used, on any device. The layouts are those of AutoAWQ's "gemm" and of AutoGPTQ ("gptq", and "gptq_v2", which differs in
+how zeros are stored), for a Linear with K inputs and N outputs and 32 / bits integers in an int32:
 
 - AWQ: `qweight` (K, N / 8), `qzeros` (groups, N / 8), in each int32 the outputs 0, 2, 4, 6, 1, 3, 5, 7 from the lowest
   bits on; `scales` (groups, N);
-- GPTQ: `qweight` (K bits / 32, N), `qzeros` (groups, N bits / 32), "gptq" with 1 taken off each; `scales` (groups, N);
+- GPTQ: `qweight` (K bits / 32, N), `qzeros` (groups, N bits / 32), each less 1 in "gptq"; `scales` (groups, N);
   `g_idx` (K,), the group of each input.
 
 The weight is (integer - zero) * scale, (K, N), and is used transposed. In float32 that product is exact, so it is
@@ -27,11 +27,11 @@ from rabbitllm.quant.published_kernels import integers
 
 AWQ, GPTQ = "awq", "gptq"
 _CPU = torch.device("cpu")
-"""One without an index; whatever stands in for another device in a test has one."""
+"""The CPU without an index; a test's stand-in for another device has an index."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which output each 4 bits of an int32 belong to, from the lowest on."""
+"""The output of each 4 bits of an int32, from the lowest on."""
 _FORMATS = {AWQ: ("gemm",), GPTQ: ("gptq", "gptq_v2")}
-_BITS = {AWQ: (4,), GPTQ: (2, 4, 8)}  # 3 do not divide 32, and lie across its border
+_BITS = {AWQ: (4,), GPTQ: (2, 4, 8)}  # 3 bits do not divide 32: integers would cross int32 boundaries
 _SCALED_ACTIVATIONS = ("starcoder2", "falcon", "mpt", "gptj", "gpt_neox", "gpt_bigcode", "bloom")
 """Model types for which AWQ stores scales of activations too."""
 
@@ -60,9 +60,9 @@ def gptq_weight(
 
     Args:
         qweight, qzeros, scales: the parts.
-        g_idx: the group of each input; None where they come in order.
+        g_idx: the group of each input; None if they are in order.
         bits: of an integer.
-        offset: what was taken off each zero.
+        offset: the number that was subtracted from each stored zero.
         dtype: of the result.
     """
     zeros = _integers(qzeros, bits, 2).flatten(1) + offset  # (groups, N)
@@ -85,10 +85,10 @@ def _by_kernel(
     order: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The same, compiled; see `published_kernels.integers`.
+    """The matrix (N, K), by a compiled kernel; see `published_kernels.integers`.
 
     Raises:
-        ValueError: parts of other sizes than belong together, or a group that there is none of.
+        ValueError: the sizes of the parts do not match, or a group does not exist.
     """
     inputs, outputs = len(group), scales.shape[1]
     wanted = (inputs, outputs * bits // 32) if order is not None else (inputs * bits // 32, outputs)
@@ -126,7 +126,7 @@ def _product(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Dequantize(ConversionOps):  # type: ignore[misc]
-    """A conversion of transformers' kind: the parts of a matrix, or of every expert's, to the matrices."""
+    """A conversion for transformers: the parts of a matrix, or of the matrices of all experts -> the matrices."""
 
     def __init__(self, hf_quantizer: PackedIntegers) -> None:
         self.hf_quantizer = hf_quantizer
@@ -134,7 +134,7 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
     def convert(
         self, input_dict: Mapping[str, Any], full_layer_name: str = "", model: Any = None, **others: Any
     ) -> dict[str, Any]:
-        """Parts by pattern -> the matrix under the parameter's name; of experts, lists of them under `…weight`."""
+        """Parts by pattern -> the matrix under the parameter's name; for experts, lists of matrices under `…weight`."""
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
         projections: dict[str, dict[str, Sequence[torch.Tensor]]] = {}
         for pattern, tensors in input_dict.items():
@@ -160,10 +160,10 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
 
 
 class PackedIntegers(HfQuantizer):  # type: ignore[misc]
-    """A quantizer of transformers' kind that loads AWQ's and GPTQ's parts into plain Linears.
+    """A quantizer for transformers that loads AWQ's and GPTQ's parts into plain Linears.
 
     Raises:
-        UnknownArchitectureError: the parts are laid out in a way that is not known here.
+        UnknownArchitectureError: the layout of the parts is not supported.
     """
 
     casts_plain = True
@@ -183,10 +183,10 @@ class PackedIntegers(HfQuantizer):  # type: ignore[misc]
         quantization_config.dequantize = True
 
     def preprocess_model(self, model: Any, **options: Any) -> None:
-        """Leave the modules as they are.
+        """Leave the modules unchanged.
 
         Raises:
-            UnknownArchitectureError: it is a model for which AWQ scales activations too.
+            UnknownArchitectureError: AWQ scales activations too for this type of model.
         """
         kind = model.config.model_type
         if self.quantization_config.quant_method == AWQ and kind in _SCALED_ACTIVATIONS:
@@ -197,14 +197,14 @@ class PackedIntegers(HfQuantizer):  # type: ignore[misc]
         super().preprocess_model(model, **options)
 
     def get_load_operations(self) -> dict[str, type]:
-        """What makes a matrix of its parts."""
+        """The operation that makes a matrix from its parts."""
         return {"dequantize": Dequantize}
 
     def is_serializable(self) -> bool:
-        """No: the plain matrices are another checkpoint."""
+        """False: the plain matrices would be another checkpoint."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """No."""
+        """False."""
         return False

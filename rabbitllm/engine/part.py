@@ -1,7 +1,7 @@
-"""A model of which this process has a part, and others have the rest.
+"""A model of which this process computes a part, and other processes compute the rest.
 
-What the others have is known here by name and size, is never bound, and takes no memory. Who they are, and how they are
-reached, is `rabbitllm.pipeline`'s business.
+The units of the others have a name and a size here, are never bound, and take no memory. `rabbitllm.pipeline` connects
+the processes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rabbitllm.store.layer_store import WeightFiles
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What a process has of a model.
+    """The part of a model that a process computes.
 
     Attributes:
-        units: that it computes; at least one.
+        units: names of its units; at least one.
         budgets: device -> bytes that their weights may take.
     """
 
@@ -29,7 +29,7 @@ class ModelPart:
 
 
 class PartChooser(Protocol):
-    """Decides which part this process has, before any weight is read."""
+    """Chooses the part that this process computes, before any weight is read."""
 
     def __call__(
         self,
@@ -43,25 +43,25 @@ class PartChooser(Protocol):
         Args:
             model: the skeleton, on the meta device.
             sources: its units, in the order of a pass.
-            costs: what each takes, in the same order.
+            costs: the memory cost of each, in the same order.
             store: the weights.
-            budgets: device -> bytes that this process would give to weights, if it were alone.
+            budgets: device -> bytes for weights if this process computed the whole model.
 
         Raises:
-            RabbitLLMError: the model cannot be parted, or the others are not there or not alike.
+            RabbitLLMError: the model cannot be divided, or the other processes are missing or differ.
         """
         ...
 
 
 def with_others(placement: Placement, sources: Mapping[str, UnitSource]) -> Placement:
-    """A placement of this process's units, and between them those that are elsewhere.
+    """A placement of this process's units and, in the order of a pass, those of other processes.
 
     Args:
-        placement: of the units that are here.
+        placement: of this process's units.
         sources: all units, in the order of a pass.
     """
     here = {placed.unit: placed for placed in placement.units}
-    away = placement.home  # what stands in for them is there
+    away = placement.home  # the device of their placeholders
     units = (
         here.get(name) or PlacedUnit(name, away, Tier.ELSEWHERE, source.stored_bytes)
         for name, source in sources.items()

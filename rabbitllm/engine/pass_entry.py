@@ -1,4 +1,4 @@
-"""What goes into a pass, read from the arguments of a model's forward. For the profiler; knows nothing of weights."""
+"""Reads the size of a pass's input from the arguments of a model's forward, for the profiler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CACHES = ("past_key_values", "cache_params")
 
 
 def entry_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassInput, Any]:
-    """The entry, and the KV cache (None without one).
+    """The size of the input, and the KV cache (None without one).
 
     Args:
-        args, kwargs: as a model's forward takes them: ids (batch, length) or embeddings (batch, length, hidden).
+        args, kwargs: of a model's forward: ids (batch, length) or embeddings (batch, length, hidden).
     """
     given = next((kwargs[name] for name in _INPUTS if kwargs.get(name) is not None), args[0] if args else None)
     shape = tuple(getattr(given, "shape", ()))

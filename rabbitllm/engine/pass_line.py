@@ -1,6 +1,6 @@
-"""One line over a slow pass: where it is, how fast tokens come, where the time goes. A fast pass shows nothing.
+"""One progress line for a slow pass: the layer, tokens per second, and the shares of the time. A fast pass has none.
 
-Measures with hooks around the units, from outside; knows nothing of how weights come.
+Measures with hooks around the units, independent of how weights are read.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rabbitllm.base.words import LinePiece, Row, duration, fitting
 from rabbitllm.display.region import THE_REGION, Claim, LinePace
 from rabbitllm.telemetry.passes import PROMPT, PassInput
 
-# What can be said of the passes of a generation at a moment. Knows no model, no terminal and no clock of its own.
+# The state of a generation's passes at a moment. Uses no model and no terminal; the caller passes the time.
 #
-# Shares are of the caller's time. On a GPU computing is asked for and not waited for, so there the time in which the
-# host waits for weights is told, and the rest is called computing.
+# Shares are of the caller's time. A GPU computes asynchronously, so there the time in which the host waits for weights
+# is reported, and the rest counts as computing.
 
 Waited: TypeAlias = tuple[float, float]
 """Seconds that callers have waited in all: for the disk, and for copies to a device."""
@@ -46,16 +46,16 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class RunningPass:
-    """A pass that is under way.
+    """A running pass.
 
     Attributes:
         number: counted from 1, of all passes of this model.
-        prompt: tokens of the prompt that go in; 0 where it is a further token's pass.
-        layer: units that are done.
+        prompt: tokens of the prompt in a prefill; 0 in a decode pass.
+        layer: units that have computed.
         layers: units of a pass.
-        tokens: that came of this generation so far, over the whole batch.
-        tokens_per_second: since its prompt was read; None while none came.
-        spent: in this pass and the ones of its kind before it, of this generation.
+        tokens: generated so far by this generation, over the whole batch.
+        tokens_per_second: since the prefill; None before the first of these tokens.
+        spent: in this pass and the previous ones of its kind, of this generation.
         seconds: since this pass began.
     """
 
@@ -78,7 +78,7 @@ def _reference(text: Any) -> Any:
 
 
 class PassLedger:
-    """Hears what happens in passes. One thread's passes; another may ask for facts.
+    """Records the passes of one thread; another thread may call `facts`.
 
     Args:
         layers: units of a pass.
@@ -93,11 +93,11 @@ class PassLedger:
         self._spent = Spent()
 
     def begin(self, entry: PassInput, text: Any, now: float) -> bool:
-        """A pass begins; whether it is the first of a generation.
+        """Record the begin of a pass; return whether it is the first of a generation.
 
         Args:
-            entry: what goes in.
-            text: the KV cache, by which it is known whether this pass goes on with the last one's text.
+            entry: the size of the input.
+            text: the KV cache; the pass continues a generation if it is the cache of the last pass.
             now: seconds of any one clock.
         """
         last, cache = self._entry, self._text() if self._text is not None else None
@@ -116,34 +116,34 @@ class PassLedger:
         return not continues
 
     def spend(self, disk: float = 0.0, copies: float = 0.0, dequantize: float = 0.0, compute: float = 0.0) -> None:
-        """The caller has spent so many seconds more."""
+        """Add seconds that the caller has spent."""
         old = self._spent
         self._spent = Spent(old.disk + disk, old.copies + copies, old.dequantize + dequantize, old.compute + compute)
 
     def unit_done(self) -> None:
-        """A unit has computed."""
+        """Record that a unit has computed."""
         self._done += 1
 
     def facts(self, now: float) -> RunningPass:
-        """As things are now."""
+        """The state of the pass."""
         entry, elapsed = self._entry, now - self._prompt_end
         prompt = entry.batch * entry.length if entry is not None and entry.kind == PROMPT else 0
-        timed = self._tokens - (entry.batch if entry is not None else 0)  # the first came of the prompt itself
+        timed = self._tokens - (entry.batch if entry is not None else 0)  # the first comes from the prefill
         rate = timed / elapsed if timed > 0 and elapsed > 0 and not prompt else None
         done = min(self._done, self._layers)
         return RunningPass(self._number, prompt, done, self._layers, self._tokens, rate, self._spent, now - self._start)
 
 
 SLOW_SECONDS = 2.0
-"""A pass that is over sooner needs no line."""
+"""Shorter passes have no line."""
 
 
 class PassLine:
-    """Watches the units of passes; shows those passes that are slow.
+    """Measures passes with hooks on the units; shows a line for slow ones.
 
     Args:
         modules: the units, each called once in a pass.
-        waited: what callers have waited for weights in all.
+        waited: returns the seconds that callers have waited for weights in all.
         clock: seconds.
     """
 
@@ -172,10 +172,10 @@ class PassLine:
 
     @contextlib.contextmanager
     def over(self, entry: PassInput, text: Any) -> Iterator[None]:
-        """A pass is what happens inside the context; one inside another is part of it.
+        """A context around one pass; a nested one belongs to the outer pass.
 
         Args:
-            entry: what goes in.
+            entry: the size of the input.
             text: the KV cache.
         """
         if self._open:
@@ -188,7 +188,7 @@ class PassLine:
             self._pace = LinePace(self._start)
         try:
             yield
-        finally:  # torch runs no hooks after a KeyboardInterrupt, but this
+        finally:  # torch runs no hooks after a KeyboardInterrupt
             self._open = False
             self._slow_kind = self._kind if self._clock() - self._start >= SLOW_SECONDS else ""
             if self._claim is not None:
@@ -196,11 +196,11 @@ class PassLine:
                 self._claim = None
 
     def rows(self, width: int) -> Sequence[Row]:
-        """For the region."""
+        """The line as a row of the region."""
         return [fitting(pieces_of(self._facts()), width)]
 
     def line(self) -> str:
-        """For the region."""
+        """The line as plain text, for the region."""
         return ", ".join(piece.text for piece in pieces_of(self._facts()) if piece.text)
 
     def _facts(self) -> RunningPass:
@@ -224,7 +224,7 @@ class PassLine:
             self._claim = THE_REGION.claim(self, self._pace)
 
     def _lap(self, work: str) -> float:
-        """What passed since the last lap was this work, but for what was waited meanwhile."""
+        """Record the time since the last lap as this work, less the waits in it."""
         now, (disk, copies) = self._clock(), self._waited()
         disk_before, copies_before = self._waited_before
         waited = (disk - disk_before, copies - copies_before)
@@ -235,7 +235,7 @@ class PassLine:
 
 
 def pieces_of(facts: RunningPass) -> list[LinePiece]:
-    """What the line says, the most important with the lowest rank."""
+    """The pieces of the line, the most important with the lowest rank."""
     found = [
         LinePiece(f"pass {facts.number}", 0),
         LinePiece(f"{facts.prompt:,} tokens of prompt" if facts.prompt else "", 2),

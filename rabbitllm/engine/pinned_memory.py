@@ -1,7 +1,7 @@
-"""Units kept in host memory that their device copies from at the full rate of its link.
+"""Units kept in pinned host memory, from which their device copies at the full rate of its link.
 
-Pinned memory cannot be swapped or moved, so a system may refuse some of it; what gets none is streamed from the
-disk, and a warning says so. Knows no hooks.
+Pinned memory cannot be swapped or moved, so a system may refuse some of it; units that get none are streamed from the
+disk, with a warning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rabbitllm.store.layer_store import WeightFiles
 logger = logging.getLogger(__name__)
 
 REFUSALS = (RuntimeError, MemoryError, OSError)
-"""What a system or a driver that has no such memory left raises."""
+"""Errors of a system or a driver that cannot pin more memory."""
 
 
 class HostBuffers:
@@ -35,20 +35,20 @@ class HostBuffers:
         self._device = device
         self._locked: list[torch.Tensor] = []
         release = weakref.finalize(self, _release, device, self._locked, ForkGuard())
-        release.atexit = False  # by then the driver may be gone, and the system takes everything back anyway
+        release.atexit = False  # by then the driver may be unloaded, and the system frees all memory anyway
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Pinned memory, uint8 (nbytes,), on a page boundary.
 
         Raises:
-            RuntimeError, MemoryError, OSError: there is none.
+            RuntimeError, MemoryError, OSError: it is refused.
         """
         buffer = self._device.host_buffer(nbytes)
         self._locked.append(buffer)
         return buffer
 
     def take_anyhow(self, nbytes: int) -> torch.Tensor:
-        """The same, or ordinary memory where it is refused: copies from it are slow, but right."""
+        """Pinned memory, or ordinary memory if that is refused: copies from it are slow, but correct."""
         try:
             return self.take(nbytes)
         except REFUSALS as error:
@@ -57,16 +57,16 @@ class HostBuffers:
 
 
 def _release(device: Device, buffers: list[torch.Tensor], guard: ForkGuard) -> None:
-    if not guard.is_here:  # a forked process has no driver, and the pages are locked for its parent
+    if not guard.is_here:  # a forked process has no driver, and the pages are pinned for its parent
         return
-    device.synchronise()  # a copy may be under way
+    device.synchronise()  # a copy may still be running
     for buffer in buffers:
         device.free_host_buffer(buffer)
 
 
 @dataclass(frozen=True)
 class PinnedUnits:
-    """What is in host memory for one device: unit -> its bytes, and whose they are."""
+    """Units in host memory for one device: unit -> its bytes, and the owner of the pinned buffers."""
 
     units: Mapping[str, torch.Tensor]
     memory: HostBuffers
@@ -78,22 +78,23 @@ def keep_units(
     """Read the units of `Tier.PINNED` into pinned memory.
 
     Args:
-        placement: which they are.
+        placement: of all units.
         sources: every unit.
         devices: by name.
-        store: where their bytes are.
+        store: the layer files.
 
     Returns:
-        The placement as it came out, and device name -> what is kept for it, for each that shares no host memory.
+        The placement, where units that could not be pinned are streamed, and device name -> its pinned units, for each
+        device with memory of its own.
 
     Raises:
         OSError: a layer file cannot be read.
-        IncompleteSplitError: it is not what was written.
+        IncompleteSplitError: its checksum differs.
     """
     memories = {name: HostBuffers(device) for name, device in devices.items() if not device.shares_host_memory}
     kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in memories}
     wanted = [placed for placed in placement.units if placed.tier is Tier.PINNED]
-    # read once, so the page cache is better left to what is read again and again
+    # read once, so the page cache is better left to files that are read again and again
     reader = SpanReader(store, ReadMode(drop=True), store.checks)
     for at, placed in enumerate(wanted):
         source = sources[placed.unit]

@@ -1,6 +1,6 @@
-"""What is decided of where each unit lives: tiers, what units and devices bring to the decision, and its outcome.
+"""Records of the placement: tiers, the costs of units and the budgets of devices, and the result.
 
-Records alone; `placing.py` decides.
+`placing.py` decides.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from pathlib import Path
 from rabbitllm.base.terminal import size
 
 SLOTS = 2
-"""Buffers of a device for streamed units: one that computes and one that is being filled."""
+"""Buffers of a device for streamed units: one in use and one that is being filled."""
 EXPERT_STAGING = 8
-"""Buffers of host memory that experts go through on their way to another device: one for each thread that reads."""
+"""Staging buffers in host memory for experts that are copied to another device: one for each thread that reads."""
 STAGING = 2
-"""Buffers of host memory that what is read for another device goes through: one is filled, one is copied from."""
+"""Staging buffers in host memory for streamed units of another device: one is filled, one is copied from."""
 
 
 class Tier(enum.Enum):
-    """Where a unit's weights are between two passes."""
+    """The location and form of a unit's weights between two passes."""
 
     RESIDENT = "resident"
     """Ready to use, on the device that computes."""
     PACKED = "packed"
-    """On the device, as stored; dequantized or fused for each use."""
+    """On the device, in stored form; dequantized or fused for each use."""
     ROWS = "rows"
-    """An embedding of which only the rows of the tokens at hand are brought in."""
+    """An embedding of which only the rows of the input tokens are read."""
     MAPPED = "mapped rows"
-    """An embedding that is used in its mapped file: ready, and of it only the rows that are looked up take memory."""
+    """An embedding that is used in its mapped file: ready, and only the rows that are looked up take memory."""
     PINNED = "page-locked RAM"
-    """In host memory, as stored; copied to the device for each pass."""
+    """In pinned host memory, in stored form; copied to the device for each pass."""
     STREAMED = "streamed"
-    """In the layer file; read for each pass, and copied to a device that shares no host memory."""
+    """In the layer file; read for each pass, and copied to a device with memory of its own."""
     ROUTED = "by routing"
-    """Experts: in the layer file, but for those that a cache has; read when a token is routed to them."""
+    """Experts: in the layer file, except those in a cache; read when a token is routed to them."""
     ELSEWHERE = "on another host"
     """Another process computes it; see `rabbitllm.pipeline`."""
 
 
 READY = (Tier.RESIDENT, Tier.MAPPED)
-"""What can be used at any time, as in an ordinary model."""
+"""Tiers of units that can be used at any time, as in an ordinary model."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """What several units are made from, as tied embeddings are.
+    """A tensor that several units share, as tied embeddings do.
 
     Attributes:
-        key: equal for the units.
+        key: equal for these units.
         stored: bytes in the layer file.
-        ready: bytes when made.
+        ready: bytes when ready to use.
     """
 
     key: str
@@ -62,19 +62,19 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """What a unit takes.
+    """The memory cost of a unit.
 
     Attributes:
         name: its path in the model.
         stored: bytes in the layer file.
-        ready: bytes when made; equal to `stored` where nothing is compressed, cast or fused.
-        is_view: whether it is usable as stored.
+        ready: bytes when ready to use; equal to `stored` if nothing is compressed, cast or fused.
+        is_view: whether it is used in its stored form.
         is_layer: whether it is a decoder layer.
-        must_stay: it contains other units, or cannot be streamed for another reason.
-        by_rows: an input embedding, which can be brought in row by row.
-        routed: bytes of its experts in the layer file, which are brought in by themselves and not part of `stored`.
-        scales: bytes of scales that are made from quantized ones, where the unit is multiplied from its codes.
-        shared: what of it other units are made from too.
+        must_stay: whether it has to be resident: it contains other units, or cannot be streamed for another reason.
+        by_rows: whether it is an input embedding that can be read row by row.
+        routed: bytes of its experts in the layer file, which are streamed individually and not part of `stored`.
+        scales: bytes of dequantized scales, if the unit is multiplied from its codes.
+        shared: its tensors that other units share.
     """
 
     name: str
@@ -91,17 +91,17 @@ class UnitCost:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCost:
-    """What the experts of one module take.
+    """The memory cost of the experts of one module.
 
     Attributes:
         name: the module's path in the model.
         unit: the unit that it is in.
-        stored: bytes in the layer file, of all.
-        ready: bytes of all, made.
-        is_ready: whether they are used as they are stored.
-        experts: how many.
+        stored: bytes of all experts in the layer file.
+        ready: bytes of all experts when ready to use.
+        is_ready: whether they are used in their stored form.
+        experts: their number.
         slot: bytes of the memory that one is read into.
-        transit: slots that are needed in addition to those of kept experts.
+        transit: slots that are needed in addition to those of the cache.
     """
 
     name: str
@@ -116,7 +116,7 @@ class ExpertCost:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A device and the bytes of it that weights may take; `is_host` where layer files can be used as mapped."""
+    """A device and the bytes for weights on it; `is_host` if layer files can be used as mapped."""
 
     device: str
     nbytes: int
@@ -125,14 +125,14 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PlacedUnit:
-    """Where one unit went.
+    """The placement of one unit.
 
     Attributes:
         unit: its path in the model.
-        device: where it computes.
-        tier: where it is between two passes.
+        device: the device that computes it.
+        tier: of its weights between two passes.
         stored: bytes of its tensors in the layer files.
-        tied: of these, what is counted at another unit of the same device, which is made from the same tensors.
+        tied: the part of `stored` that is counted at another unit of the same device, which shares the tensors.
     """
 
     unit: str
@@ -143,7 +143,7 @@ class PlacedUnit:
 
     @property
     def counted(self) -> int:
-        """Stored bytes, those of tied units once."""
+        """Stored bytes, without those counted at another unit."""
         return self.stored - self.tied
 
 
@@ -152,13 +152,13 @@ class Pool:
     """Memory for streamed experts.
 
     Attributes:
-        device: where they compute.
-        slots: experts that are kept on the device.
-        host_slots: further experts that are kept in host memory.
-        transit: slots for experts that are not kept.
+        device: the device that computes the experts.
+        slots: cache slots on the device.
+        host_slots: further cache slots in host memory.
+        transit: slots for experts that are not cached.
         slot: bytes of a slot.
-        experts: streamed ones that compute there.
-        stored: bytes of them.
+        experts: the number of streamed experts of the device.
+        stored: their bytes in the layer files.
     """
 
     device: str
@@ -171,24 +171,24 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return (self.slots + self.transit) * self.slot
 
     @property
     def kept(self) -> int:
-        """Bytes of experts that are kept, there and in host memory."""
+        """Bytes of the cache slots, on the device and in host memory."""
         return (self.slots + self.host_slots) * self.slot
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where every unit went; prints as a table.
+    """The placement of every unit; prints as a table.
 
     Attributes:
-        units: in the order of the model, without experts that are brought in by themselves.
+        units: in the order of the model, without experts that are streamed individually.
         budgets: the devices.
-        experts: the modules whose experts are.
-        pools: memory for those that come and go, one for each device that has any.
+        experts: the modules whose experts are streamed individually.
+        pools: memory for streamed experts, one for each device that has any.
     """
 
     units: tuple[PlacedUnit, ...]
@@ -197,12 +197,12 @@ class Placement:
     pools: tuple[Pool, ...] = ()
 
     def of(self, unit: str) -> PlacedUnit:
-        """Where one unit went."""
+        """The placement of one unit."""
         return next(placed for placed in self.units if placed.unit == unit)
 
     @property
     def home(self) -> str:
-        """The device of the first unit: inputs go there, and what belongs to no unit is there."""
+        """The device of the first unit, of the inputs, and of tensors outside all units."""
         return self.units[0].device
 
     @property
@@ -212,20 +212,20 @@ class Placement:
 
     @property
     def streamed_bytes(self) -> int:
-        """What each pass reads from the disk; of tied units each reads."""
+        """Bytes that each pass reads from the disk; each tied unit counts."""
         return sum(placed.stored for placed in self.units if placed.tier is Tier.STREAMED)
 
     @property
     def uploaded_bytes(self) -> int:
-        """What each pass copies from host memory to devices that share none, read from the disk or kept there."""
+        """Bytes that each pass copies from host memory to devices with memory of their own, streamed or pinned."""
         return sum(self._uploaded(budget) for budget in self.budgets)
 
     def plot(self, path: str | Path, title: str = "") -> None:
-        """Draw which layer lives where; see `engine.tier_picture.draw_placement`.
+        """Draw the device and tier of each layer; see `engine.tier_picture.draw_placement`.
 
         Args:
-            path: of the picture, .png, .svg or .pdf, which is replaced.
-            title: above it.
+            path: of the picture, .png, .svg or .pdf; an existing file is replaced.
+            title: of the picture.
 
         Raises:
             OptionError, MissingPackageError: no such format, or matplotlib is not installed.
@@ -235,7 +235,7 @@ class Placement:
         draw_placement(self, path, title)
 
     def changed(self, tiers: Mapping[str, Tier]) -> Placement:
-        """The same with other tiers for some units."""
+        """A copy with other tiers for some units."""
         return replace(self, units=tuple(replace(p, tier=tiers.get(p.unit, p.tier)) for p in self.units))
 
     def _uploaded(self, budget: Budget) -> int:
@@ -264,7 +264,7 @@ class Placement:
         return "\n".join([*lines, *map(_in_words, self.pools), *self._traffic()])
 
     def _traffic(self) -> list[str]:
-        """What a pass moves, where it moves anything."""
+        """The line about the bytes that each pass copies and reads; empty if there are none."""
         links = [(budget.device, self._uploaded(budget)) for budget in self.budgets]
         moved = [f"{size(nbytes)} are copied to {device}" for device, nbytes in links if nbytes]
         if self.streamed_bytes:

@@ -1,8 +1,7 @@
-"""Which unit lives where: on its device, in pinned host memory, or on the disk. Pure: sizes and limits in, a tier
-for every unit out.
+"""The placement of units: on their device, in pinned host memory, or on the disk. Pure: sizes and limits in, tiers out.
 
-A pass over a model that does not fit is cyclic, so a cache that keeps the most recent gets no hits at all; a fixed
-subset is kept instead, spread evenly, so that the transfers of the rest hide behind its computation.
+Passes over a model that does not fit are cyclic, so a cache of the most recent units would never have a hit. Instead a
+fixed subset is resident, spread evenly, so that the transfers of the other units overlap with its computation.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rabbitllm.engine.placement import (
     UnitCost,
 )
 
-# What runs of GPU memory really take: torch's allocator hands them out of segments, and rounds. Pure.
+# The GPU memory that allocations really take: torch's allocator cuts them from segments, and rounds. Pure.
 #
 # The sizes are those of torch's caching allocator for CUDA (c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize,
 # kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer, kRoundLarge), the same since its version 1.0.
@@ -40,9 +39,9 @@ _ROUND_LARGE = 2 << 20
 
 
 def taken(nbytes: int) -> int:
-    """Bytes of a GPU that one of many runs of `nbytes` takes, with its share of what is left at the ends of segments.
+    """Bytes of a GPU that one of many allocations of `nbytes` takes, with its share of the unused ends of segments.
 
-    Half as much again at worst: two of 6.7 MiB have a segment of 20.
+    At worst 1.5 times `nbytes`: two allocations of 6.7 MiB have a segment of 20 MiB.
     """
     rounded = max(_up(nbytes, _ROUND), _ROUND)
     if rounded >= _LARGE:
@@ -69,16 +68,16 @@ def place(
 ) -> Placement:
     """Give every unit a device and a tier.
 
-    What every token needs comes before experts, of which it needs a few: those get what is left.
+    Units that every token uses come before experts, of which a token uses a few: these get the rest of the memory.
 
     Args:
         costs: the units, in the order of a pass.
         budgets: the devices, in the order of a pass; with several, each gets a run of units in proportion.
-        small_first: keep what is no decoder layer before any decoder layer.
+        small_first: keep all other units before any decoder layer.
         cached_layers: keep at least this many decoder layers in host memory, whatever the budget: the first ones that
-            are not there, or on another device, anyway.
-        host_bytes: host memory that may be pinned for devices that share none.
-        experts: those of the units that are brought in by themselves.
+            would otherwise be streamed.
+        host_bytes: host memory that may be pinned for devices with memory of their own.
+        experts: the modules whose experts are streamed individually.
     """
     placed: list[PlacedUnit] = []
     routed: list[PlacedUnit] = []
@@ -111,7 +110,7 @@ def _transit_bytes(experts: Sequence[ExpertCost]) -> int:
 
 
 def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_resident: bool) -> Tier:
-    """All experts of a device go to one tier. `left`: bytes that units and transit leave."""
+    """The one tier of all experts of a device. `left`: bytes that units and transit slots leave."""
     room = left + _transit_bytes(experts)
     if budget.is_host and all_resident and sum(cost.ready for cost in experts) <= room:
         return Tier.RESIDENT
@@ -123,13 +122,13 @@ def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_
 def _pool(experts: Sequence[ExpertCost], budget: Budget, left: int) -> Pool:
     slot = max(cost.slot for cost in experts)
     count, transit = sum(cost.experts for cost in experts), max(cost.transit for cost in experts)
-    # a GPU's are taken one by one; the host's are one run of memory
+    # slots of a GPU are allocated one by one; those of the host are one run of memory
     slots = min(max(left, 0) // (slot if budget.is_host else taken(slot)), count)
     return Pool(budget.device, slots, 0, transit, slot, count, sum(cost.stored for cost in experts))
 
 
 def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
-    """Give what is left of pinned memory to experts for which their device has no slot."""
+    """Give the rest of pinned memory to experts for which their device has no slot."""
     apart = {budget.device for budget in placement.budgets if not budget.is_host}
     pinned = sum(p.stored for p in placement.units if p.tier is Tier.PINNED)
     largest = {p.device: 0 for p in placement.units if p.device in apart}
@@ -146,10 +145,10 @@ def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
 
 
 def _pinned_layers(placement: Placement, layers: set[str], host_bytes: int, cached_layers: int) -> list[str]:
-    """Which streamed units of devices that share no host memory to keep there.
+    """The streamed units of GPUs to keep in pinned host memory.
 
-    One even choice over the whole walk: so each device gets its share of the memory by what it would stream, and the
-    disk is asked at even distances, whichever device is at work.
+    They are spread evenly over the whole pass. So each device gets memory in proportion to the bytes that it would
+    stream, and reads from the disk are evenly spaced over all devices.
     """
     apart = [budget.device for budget in placement.budgets if not budget.is_host]
     streamed = [p for p in placement.units if p.tier is Tier.STREAMED and p.device in apart]
@@ -162,7 +161,7 @@ def _pinned_layers(placement: Placement, layers: set[str], host_bytes: int, cach
 
 
 def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
-    """Contiguous runs of units, one a device, of stored bytes in proportion to the budgets."""
+    """Contiguous runs of units, one for each device, of stored bytes in proportion to the budgets."""
     total = sum(cost.stored + cost.routed for cost in costs) or 1
     shares = [budget.nbytes for budget in budgets]
     if not any(shares):
@@ -183,13 +182,13 @@ def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[Un
 
 
 def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tuple[dict[str, Tier], int]:
-    """A tier for each unit of a device, and the bytes that are left there."""
+    """A tier for each unit of a device, and the bytes that are left on it."""
     need = ready_once(cost for cost in costs if not _is_mapped(cost, budget))
     if need <= budget.nbytes:
         ready = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.RESIDENT for cost in costs}
         return ready, budget.nbytes - need
     tiers = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.ROWS for cost in costs if cost.by_rows}
-    # made for good, since it may be used outside its own forward
+    # made ready once, since such a unit may be used outside its own forward
     tiers |= {cost.name: Tier.RESIDENT for cost in costs if cost.must_stay}
     room = budget.nbytes - ready_once(cost for cost in costs if cost.must_stay)
     candidates = [cost for cost in costs if cost.name not in tiers]
@@ -216,7 +215,7 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
 
 
 def ready_once(costs: Iterable[UnitCost]) -> int:
-    """Memory of units that are kept ready: what several are made from is made once."""
+    """Memory of units that are kept ready; a tensor that several share counts once."""
     total, made = 0, set[str]()
     for cost in costs:
         total += cost.ready - sum(shared.ready for shared in cost.shared if shared.key in made)
@@ -225,9 +224,10 @@ def ready_once(costs: Iterable[UnitCost]) -> int:
 
 
 def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int:
-    """Memory that units as stored take in addition to the tensors in `kept`, to which theirs are added.
+    """Memory that units in stored form take in addition to the tensors in `kept`, to which theirs are added.
 
-    In a mapped file a tensor is there once, and on a device one that is ready; as stored each unit there has its own.
+    A shared tensor counts once in a mapped file, and once on a device if it is ready there; in stored form each unit on
+    a device has its own copy.
     """
     total = 0
     for cost in costs:
@@ -239,15 +239,15 @@ def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int
 
 
 _COUNTING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED, Tier.ROWS, Tier.MAPPED)
-"""Of units that are made from one tensor, the one whose tier comes first counts it."""
+"""Of units that share a tensor, the one whose tier comes first here counts it."""
 
 
 def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTensor]]) -> tuple[PlacedUnit, ...]:
-    """The units, each with what of its tensors is counted at another one of its device.
+    """The units, each with the bytes of its tensors that are counted at another unit of its device.
 
     Args:
         placement: of all units.
-        shared: of those that share tensors.
+        shared: unit -> its shared tensors.
     """
     hosts = {budget.device for budget in placement.budgets if budget.is_host}
     tied: dict[str, int] = {}
@@ -255,7 +255,7 @@ def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTens
     for tier in _COUNTING:
         for placed in (placed for placed in placement.units if placed.tier is tier and placed.unit in shared):
             own = shared[placed.unit]
-            # each has its own in pinned memory, and as it is stored on a device that maps no files
+            # each has its own copy in pinned memory, and in stored form on a device that maps no files
             if tier is not Tier.PINNED and (tier is not Tier.PACKED or placed.device in hosts):
                 tied[placed.unit] = sum(one.stored for one in own if (placed.device, one.key) in counted)
             counted.update((placed.device, one.key) for one in own)
@@ -263,14 +263,15 @@ def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTens
 
 
 def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
-    """Memory of a unit that is kept as it is stored. On the host its scales are made once, and kept too."""
+    """Memory of a unit that is kept in stored form. On the host its scales are dequantized once, and kept too."""
     return cost.stored + (cost.scales if budget.is_host and cost.is_view else 0)
 
 
 def least_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> tuple[int, str]:
-    """Bytes that a pass takes on a device at least, with nothing kept that can be streamed; and its largest unit.
+    """Minimum bytes of a pass on a device, with all streamable units streamed; and the name of the largest such unit.
 
-    These are the buffers of the largest unit that is streamed, what is made of it, and what has to stay.
+    These are the buffers of the largest streamed unit, its dequantized weights, the units that have to be resident, and
+    the transit slots of experts.
     """
     there = {placed.unit for placed in placement.units if placed.device == device and placed.tier is Tier.STREAMED}
     streamed = [cost for cost in costs if cost.name in there]
@@ -284,17 +285,21 @@ def least_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) ->
 
 
 def _slots(costs: Sequence[UnitCost]) -> int:
-    """Of the buffers, if these units are streamed."""
+    """Bytes of the buffers if these units are streamed."""
     return SLOTS * max((cost.stored + cost.scales for cost in costs), default=0)
 
 
 def _is_mapped(cost: UnitCost, budget: Budget) -> bool:
-    """Whether it is an embedding that is used in its mapped file, where it costs the rows that are touched."""
+    """Whether it is an embedding that is used in its mapped file, where only the rows that are read take memory."""
     return cost.by_rows and cost.is_view and budget.is_host
 
 
 def _kept(cost: UnitCost, budget: Budget) -> Tier:
-    """What is no larger made than stored (cast, fused) is made once, where making it takes no copy of a mapped file."""
+    """The tier of a unit that is kept.
+
+    A view is resident in its stored form. On a GPU, a unit that is not larger when ready (cast, fused) is made ready
+    once. On the host that would take a copy of the mapped file.
+    """
     once = cost.is_view or (not budget.is_host and cost.ready <= cost.stored)
     return Tier.RESIDENT if once else Tier.PACKED
 
@@ -304,12 +309,12 @@ def _stored(sized: UnitCost | PlacedUnit) -> int:
 
 
 def _spread(costs: Sequence[Sized], room: int, size: Callable[[Sized], int] = _stored) -> list[Sized]:
-    """Units of at most `room` bytes in all, evenly spread over the walk."""
+    """Units of at most `room` bytes in all, evenly spread over the pass."""
     total = sum(map(size, costs))
     if room <= 0 or not total:
         return []
     share = min(room, total)
-    chosen, credit, used = [], 0, 0  # credit is counted in whole numbers, times `total`
+    chosen, credit, used = [], 0, 0  # credit is an integer, in units of 1 / `total`
     for cost in costs:
         nbytes = size(cost)
         credit += nbytes * share

@@ -1,9 +1,8 @@
 """Fixed buffers that one thread fills, unit by unit, ahead of need.
 
 A unit is requested together with the job that fills a buffer with it; the job runs in the thread as soon as a buffer
-is free, in the order of the requests. All else belongs to one caller, so nothing needs a lock: which buffer is free
-follows from what is pending and what is taken, and a call that is interrupted anywhere loses none. Knows no files and
-no devices.
+is free, in the order of the requests. All other state belongs to one caller, so it needs no lock: a buffer is free if
+it is neither pending nor taken, so a call that is interrupted anywhere loses no buffer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class BufferSlot:
     """A buffer, uint8 (bytes,).
 
     Attributes:
-        buffer: what jobs fill.
+        buffer: the memory that jobs fill.
         left: the `left` of its last `give_back`, for the next job.
         taken: whether it is in use.
     """
@@ -35,7 +34,7 @@ class BufferSlot:
 
 @dataclass(frozen=True)
 class FilledSlot:
-    """A unit's bytes in a slot, and what its job returned."""
+    """A unit's bytes in a slot, and the result of its job."""
 
     unit: str
     slot: BufferSlot
@@ -50,7 +49,7 @@ class Prefetcher:
 
     Args:
         slots: the buffers.
-        thread: what to call the thread.
+        thread: the name of the thread.
     """
 
     def __init__(self, slots: Sequence[BufferSlot], thread: str) -> None:
@@ -70,7 +69,7 @@ class Prefetcher:
         self._start()
 
     def forget(self, but: Collection[str] = ()) -> None:
-        """Drop all requests but these. Their buffers are free at once: a job at work ends before the next begins."""
+        """Drop all requests but these. Their buffers are free at once: a running job ends before the next begins."""
         for unit in [unit for unit in self._wanted if unit not in but]:
             del self._wanted[unit]
         for unit in [unit for unit in self._pending if unit not in but]:
@@ -81,7 +80,7 @@ class Prefetcher:
         """A unit that `is_coming`; blocks until its job is done. `give_back` it after use.
 
         Raises:
-            Exception: what the job raised; the unit may be requested again.
+            Exception: the error of the job; the unit may be requested again.
             RuntimeError: every buffer is in use.
         """
         if unit not in self._pending:
@@ -92,15 +91,15 @@ class Prefetcher:
         except Exception:
             del self._pending[unit]
             raise
-        # only now: had the wait been interrupted, the next call would still find the slot
+        # not earlier: if the wait is interrupted, the next call must still find the slot
         del self._pending[unit]
         slot.taken = True
         return FilledSlot(unit, slot, ticket)
 
     def give_back(self, loaded: FilledSlot, left: Any = None) -> None:
-        """Declare that a slot may be filled again once `left` is reached, whatever that means to the jobs."""
+        """Declare that a slot may be filled again once `left` is reached; the jobs interpret `left`."""
         loaded.slot.left = left
-        # last, so that the one that is free for longest is filled next, and least has to be waited for
+        # moved to the end, so that the slot that was free for longest is filled next: its wait is the shortest
         self._slots = (*(slot for slot in self._slots if slot is not loaded.slot), loaded.slot)
         loaded.slot.taken = False
         self._start()
@@ -110,7 +109,7 @@ class Prefetcher:
         self._thread.shutdown()
 
     def reset(self) -> None:
-        """Forget what was requested and taken: in a forked process, where the thread has begun nothing."""
+        """Discard all requests and taken slots: in a forked process, whose thread has no jobs."""
         self._wanted.clear()
         self._pending.clear()
         for slot in self._slots:

@@ -1,11 +1,11 @@
-"""Weights that are quantized as they are published, loaded by transformers' own quantizers a layer at a time.
+"""Weights that are published quantized, loaded by transformers' own quantizers a layer at a time.
 
-A quantizer of transformers changes the skeleton's modules before weights are loaded, and its rules of conversion make
-their parameters from the stored codes and scales. Both serve here as they are; only the loading is ours, so what is
-streamed is what the file holds. Where a quantizer has no kernels for a device it dequantizes while it loads, and then a
-layer is dequantized each time it is used, by the same operation and with the same bits; nothing is written.
+A quantizer of transformers changes the skeleton's modules before weights are loaded, and its conversions make their
+parameters from the stored codes and scales. Both are used unchanged here; only the loading is ours, so the bytes of the
+file are streamed. If a quantizer has no kernels for a device it dequantizes while it loads; then a layer is dequantized
+each time it is used, by the same operation and with the same result bit for bit, and no file is written.
 
-Knows the methods that are tested, and what each of them needs in addition to transformers. Knows no files.
+Lists the tested methods, and the packages that they need in addition to transformers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ KEPT = (f"{BITSANDBYTES} 4bit", f"{BITSANDBYTES} 8bit")
 _COMPRESSED_TENSORS = "compressed-tensors"
 _INTEGERS = ("awq", "gptq")
 DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS)
-"""Methods of which each layer is dequantized when it is used."""
+"""Methods whose layers are dequantized each time they are used."""
 _WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
 BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
-"""Operations that make each matrix of its own parts, so that one expert is made like all."""
+"""Operations that make each matrix from its own parts, so that one expert can be made without the others."""
 
 
 def settings_in(config: PretrainedConfig) -> Any:
-    """What a config says of its weights' quantization, as a dict or transformers' own object; None for plain ones."""
+    """The quantization settings of a config, as a dict or transformers' own object; None for plain weights."""
     for part in (config, config.get_text_config(decoder=True)):
         found = getattr(part, "quantization_config", None)
         if found:
@@ -50,7 +50,7 @@ def settings_in(config: PretrainedConfig) -> Any:
 
 
 def drop_leftover_settings(config: PretrainedConfig) -> None:
-    """Take settings out of a config that transformers leaves there after it has dequantized the weights."""
+    """Remove quantization settings that transformers leaves in a config after it has dequantized the weights."""
     for part in (config, config.get_text_config(decoder=True)):
         found = getattr(part, "quantization_config", None)
         if found and _method(found) == LEFTOVER:
@@ -58,7 +58,7 @@ def drop_leftover_settings(config: PretrainedConfig) -> None:
 
 
 def check_method(folder: Path, config: PretrainedConfig) -> None:
-    """Refuse weights that would load without their scales, and answer nonsense.
+    """Refuse weights that would load without their scales and give wrong results.
 
     Raises:
         UnknownArchitectureError: they are quantized by a method that is not supported.
@@ -93,7 +93,7 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     if settings is None:
         return None
     method, names = _method(settings), [str(device.torch_device) for device in devices]
-    if not hasattr(HfQuantizer, "serialized_names"):  # what its conversions are told apart by
+    if not hasattr(HfQuantizer, "serialized_names"):  # identifies its conversions
         raise MissingPackageError(
             f"The weights that belong to {folder} are quantized already ({method}), which needs transformers 5.21 or "
             f"later; found {transformers.__version__}.",
@@ -124,7 +124,7 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
 
 
 def say_how(quantizer: Any, folder: Path, dtype: torch.dtype, devices: Iterable[Device]) -> None:
-    """Say, once a model, that its layers are dequantized, where they are."""
+    """Warn, once for each model, if its layers are dequantized at each use."""
     if quantizer is not None and is_dequantized(quantizer):
         where = ", ".join(device.name for device in devices)
         logger.warning(
@@ -143,7 +143,7 @@ def is_dequantized(quantizer: Any) -> bool:
 
 
 def change_modules(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -> None:
-    """Let a quantizer put its own modules into a skeleton. In training mode, as new modules are: call `eval` after."""
+    """Let a quantizer replace modules of a skeleton. New modules are in training mode, so call `eval` after it."""
     import torch
 
     with torch.device("meta"):
@@ -161,7 +161,7 @@ def change_modules(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -
 
 
 def _quantize_activations(model: PreTrainedModel, quantizer: Any) -> None:
-    """Where a scheme rounds inputs or outputs too, let compressed-tensors' own modules do it, around plain weights."""
+    """If a scheme quantizes inputs or outputs too, add compressed-tensors' own modules for that, with plain weights."""
     from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
 
     config = quantizer.compressor.quantization_config
@@ -181,7 +181,7 @@ def _quantize_activations(model: PreTrainedModel, quantizer: Any) -> None:
 
 @functools.cache
 def _say_casts_once() -> None:
-    """At 8bit bitsandbytes warns of the cast to float16 at every product of every token."""
+    """Log bitsandbytes' warning of the cast to float16 once, instead of at every 8bit product."""
     said: set[str] = set()
 
     def first_time(record: logging.LogRecord) -> bool:
@@ -193,7 +193,7 @@ def _say_casts_once() -> None:
 
 
 def _give_back_8bit(module: Any, args: Any, output: Any) -> None:
-    """What a forward moved from the weight into the module's state goes back, and leaves together with the weight."""
+    """Move codes and scales from the module's state, where a forward put them, back to the weight."""
     state = module.state
     if state.CB is not None and not state.has_fp16_weights:
         module.weight.CB, module.weight.SCB = state.CB, state.SCB
@@ -206,21 +206,21 @@ def _give_back_4bit(module: Any, args: Any, output: Any) -> None:
 
 
 def finish(model: PreTrainedModel, quantizer: Any) -> None:
-    """Leave on the model what transformers' own loading leaves there."""
+    """Set the quantizer on the model and postprocess it, as transformers' own loading does."""
     if quantizer is not None:
         model.hf_quantizer = quantizer
         quantizer.postprocess_model(model)
 
 
 def loads(converter: Any, quantizer: Any) -> bool:
-    """Whether a conversion is a quantizer's own, which gets its tensors in the dtype in which they are stored."""
+    """Whether a conversion is a quantizer's own, which gets its tensors in their stored dtype."""
     if quantizer is None or converter is None:
         return False
     return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
 
 
 def for_many_passes(converter: Any) -> Any:
-    """The same conversion, for one target that is made again for each pass."""
+    """The same conversion, for one target that is made once for each pass."""
     from rabbitllm.engine.quick_dequantize import QuickFp8, QuickMxfp4
     from rabbitllm.engine.wrapped_codes import WrapAgain
 
@@ -242,15 +242,15 @@ def for_many_passes(converter: Any) -> Any:
 
 
 def wraps(converter: Any) -> bool:
-    """Whether what a conversion makes are the stored bytes themselves."""
+    """Whether a conversion's result is a view of the stored bytes."""
     return converter is not None and any(type(operation).__name__ in _WRAPPED for operation in converter.operations)
 
 
 def needed(sources: tuple[tuple[str, str], ...], quantizer: Any) -> tuple[tuple[str, str], ...]:
-    """Sources of a quantizer's own conversion, without those that it can do without.
+    """Sources of a quantizer's own conversion, without those that it does not need.
 
-    compressed-tensors stores the shape of each packed matrix, which for experts is known where whole codes fill an
-    int32; an expert would take a read for each of them.
+    compressed-tensors stores the shape of each packed matrix. For experts it is known if an int32 holds a whole number
+    of codes; reading it would take one more read for each matrix of an expert.
     """
     if _method(quantizer.quantization_config) != _COMPRESSED_TENSORS or not any("*" in p for p, _ in sources):
         return sources

@@ -1,6 +1,6 @@
-"""Whether the parts of weights that are published quantized belong together, by names, counts and sizes alone.
+"""Checks that the parts of weights that are published quantized belong together, by names, counts and sizes alone.
 
-For conversions that cannot be tried out before there are bytes. Knows the parts' names, and no quantizer.
+For conversions that cannot be tried out without bytes. Uses the parts' names, and no quantizer.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import torch
 
 _OPAQUE = ("WrapAgain", "ExpertMatrices")
-"""Operations of transformers that read some of their tensors: what they make depends on more than shapes."""
+"""Operations of transformers that read some of their tensors: their result depends on more than shapes."""
 _STATE = ".quant_state.bitsandbytes__"
 _FETCH_AGAIN = "The checkpoint is incomplete: fetch it again, its config.json and every file that its index names."
 
 
 def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
-    """Refuse codes that came without their scales: a quantizer's conversion takes what comes alone for a plain tensor.
+    """Refuse codes without their scales: a quantizer's conversion would treat a lone tensor as a plain one.
 
     Raises:
-        IncompleteSplitError: the target is of another kind than what is stored.
+        IncompleteSplitError: the stored tensor holds codes, or it is plain and the target is not.
     """
     found = torch_dtype(stored.parts[0].dtype)
     if found.is_floating_point and found.itemsize > 1:
@@ -47,18 +47,18 @@ def is_opaque(converter: Any) -> bool:
 def check_opaque(
     key: str, expected: torch.Tensor, sources: Iterable[tuple[str, str]], stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Check of an opaque conversion what names and sizes tell.
+    """Check the sources of an opaque conversion, as far as names and sizes allow.
 
     Args:
-        key: what is made.
+        key: the name of the result.
         expected: the parameter as the module has it, on the meta device.
         sources: (pattern, stored name), as `Recipe` has them.
         stored: checkpoint name -> stored tensor.
 
     Raises:
-        IncompleteSplitError: a part is missing, or the codes are not as many as the matrix has elements.
+        IncompleteSplitError: a part is missing, or the number of codes is not that of the matrix's elements.
     """
-    # what stands before the word "weight" tells projections of experts apart, what stands after it the parts
+    # the text before "weight" identifies the projection of experts, the text after it the part
     projections: dict[str, dict[str, list[StoredTensor]]] = {}
     for pattern, name in sources:
         projection, _, part = pattern.rpartition("weight")
@@ -98,7 +98,7 @@ def _missing_when_compressed(parts: Mapping[str, Sequence[StoredTensor]]) -> lis
 
 
 def _check_size(key: str, expected: torch.Tensor, parts: Mapping[str, Sequence[StoredTensor]], is_4bit: bool) -> None:
-    """Compare what of the codes' size is certain: at 4bit their number, packed by compressed-tensors their rows."""
+    """Compare the codes' size as far as it is known: at 4bit their number, packed by compressed-tensors their rows."""
     codes = parts[""][0] if "" in parts else parts["_packed"][0]
     if is_4bit:
         agrees = codes.nbytes == (expected.numel() + 1) // 2

@@ -1,7 +1,7 @@
-"""The weight of a Linear that stays as it is stored, at 4bit or 8bit, and is multiplied without being made.
+"""The weight of a Linear that is kept quantized, at 4bit or 8bit, and multiplied from its codes.
 
-To a model it is a parameter of the ordinary shape and dtype. `torch.nn.functional.linear` is answered from the codes;
-whatever else is asked of it is answered by the dequantized matrix, made for that one question. Knows no kernels.
+To a model it is a parameter of the ordinary shape and dtype. `torch.nn.functional.linear` multiplies from the codes;
+any other operation uses a dequantized matrix, made for that operation only. `StoredMatrix` has the kernels.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Grouping(Protocol):
     """Groups of rows (S, K), each times a matrix of its own."""
 
     def multiply(self, matrices: Sequence[Any], groups: Sequence[tuple[int, int]]) -> None:
-        """Note `x[begin:end] @ W.T` for each of these matrices and its group (begin, end)."""
+        """Add the product `x[begin:end] @ W.T` for each of these matrices and its group (begin, end)."""
         ...
 
     def result(self) -> torch.Tensor:
-        """All that was noted, (S, N) of x's dtype; rows of no group are zero."""
+        """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
         ...
 
 
 class StoredMatrix(Protocol):
-    """A matrix (N, K) by its stored parts, where it is multiplied."""
+    """A matrix (N, K) as its stored parts, on the device that multiplies it."""
 
     def __init__(self, form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> None: ...
 
@@ -48,7 +48,7 @@ class StoredMatrix(Protocol):
     def table(self) -> torch.Tensor: ...
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix itself, again."""
+        """The dequantized matrix."""
         ...
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -56,16 +56,16 @@ class StoredMatrix(Protocol):
         ...
 
     def grouped(self, x: torch.Tensor) -> Grouping | None:
-        """Products of groups of these rows (S, K) with matrices like this one; None where one by one is as quick."""
+        """Products of groups of these rows (S, K) with matrices like this one; None if one by one is as fast."""
         ...
 
 
 class QuantizedWeight(torch.Tensor):
-    """A matrix by its codes.
+    """A quantized matrix as a tensor.
 
     Args:
-        matrix: as it is stored; nothing is copied.
-        dtype: what it says it has, and gets where it is dequantized.
+        matrix: its stored parts; nothing is copied.
+        dtype: of the tensor, and of the matrix when it is dequantized.
     """
 
     matrix: StoredMatrix
@@ -80,7 +80,7 @@ class QuantizedWeight(torch.Tensor):
         self.matrix = matrix
 
     def dequantized(self) -> torch.Tensor:
-        """The matrix, an ordinary tensor of its own."""
+        """The matrix as an ordinary tensor."""
         return self.matrix.dequantized(self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -99,7 +99,7 @@ class QuantizedWeight(torch.Tensor):
         refuse_writing(func, args, kwargs, QuantizedWeight, _WHY)
         if reads_memory(func, _WHY):
             return func(args[0].dequantized(), *args[1:], **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():  # or its results would be said to be packed too
+        with torch._C.DisableTorchFunctionSubclass():  # else its results would be of this type too
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -110,7 +110,7 @@ class QuantizedWeight(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # what nn.Parameter does with what it is given
+        if func is torch.ops.aten.detach.default:  # called by nn.Parameter
             return QuantizedWeight(args[0].matrix, args[0].dtype)
         if func is torch.ops.aten.clone.default:
             old = args[0].matrix
@@ -124,7 +124,7 @@ class QuantizedWeight(torch.Tensor):
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear`, whose arguments may be given by name."""
+    """Like `torch.nn.functional.linear`, whose arguments may be passed by name."""
     if isinstance(input, QuantizedWeight) or not isinstance(weight, QuantizedWeight):
         plain = [
             value.dequantized() if isinstance(value, QuantizedWeight) else value for value in (input, weight, bias)
@@ -136,7 +136,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 class _Differentiable(torch.autograd.Function):
-    """The same with gradients for its inputs; the codes have none."""
+    """The product with gradients for input and bias; the codes have none."""
 
     @staticmethod
     def forward(context: Any, input: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""transformers' operations that dequantize FP8 and MXFP4, by compiled kernels where the codes are on the CPU.
+"""transformers' operations that dequantize FP8 and MXFP4, by compiled kernels if the codes are on the CPU.
 
-With the same bits, in a fraction of the time, and without tensors of float32 or of indices as large as the matrix.
-Anywhere else, and for what the kernels do not know, they are transformers' own.
+The result is the same bit for bit, in a fraction of the time, and without float32 or index tensors as large as the
+matrix. On other devices, and for formats without a kernel, transformers' own operations are used.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rabbitllm.quant import published_kernels as kernels
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CPU = torch.device("cpu")
-"""One without an index; whatever stands in for another device in a test has one."""
+"""The CPU without an index; a test's stand-in for another device has an index."""
 
 
 class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
-    """See `Fp8Dequantize`, which cuts a matrix into as many equal blocks as there are scales.
+    """See `Fp8Dequantize`, which divides a matrix into equal blocks, one for each scale.
 
-    A matrix that is no whole number of the config's blocks (DeepSeek-V3 has some of 576 rows, with blocks of 128) has
-    smaller ones at its ends instead. transformers multiplies with FP8 so, but does not dequantize so: it refuses such a
-    matrix, or cuts it elsewhere.
+    A matrix that is not a whole number of the config's blocks (DeepSeek-V3 has some of 576 rows, with blocks of 128)
+    has smaller blocks at its ends instead. transformers' FP8 product handles these, but its dequantization does not: it
+    refuses such a matrix, or divides it differently.
     """
 
     def _dequantize_one(
@@ -50,7 +50,7 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
         return made
 
     def _block(self, quantized: torch.Tensor, scales: torch.Tensor) -> tuple[int, int] | None:
-        """Rows and columns of a block; None for what is not known here."""
+        """Rows and columns of a block; None for formats that are not supported here."""
         if quantized.dtype not in _CODES or quantized.dim() != 2 or scales.dim() != 2 or not quantized.is_contiguous():
             return None
         if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
@@ -87,20 +87,20 @@ _PARTS = ("blocks", "scales")
 
 
 def _bits(tensor: torch.Tensor) -> Any:
-    """A tensor's memory as unsigned integers of its own size."""
+    """A tensor's memory as unsigned integers of its element size."""
     kind = _BITS[tensor.dtype]
     return tensor.view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)
 
 
 @functools.cache
 def _values(dtype: torch.dtype) -> Any:
-    """What each byte stands for, float32 (256,)."""
+    """The value of each byte, float32 (256,)."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
 
 
 @functools.cache
 def _table(dtype: torch.dtype) -> Any:
-    """What each scale and code of MXFP4 stand for together, (256, 16), as transformers itself says."""
+    """The value of each pair of scale and code of MXFP4, (256, 16), computed by transformers itself."""
     codes = torch.arange(16, dtype=torch.uint8).expand(1, 256, 1, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
     made = mxfp4.convert_moe_packed_tensors(codes.contiguous(), scales, dtype=dtype)  # (1, 32, 256)

@@ -1,11 +1,11 @@
 """Reads resident weights ahead of the first pass, and compares them with their checksums.
 
 Parameters that are views of mapped files are read when they are touched, a few pages at a time, while the processor
-waits. A background thread reads them sooner, in the order of a pass and in larger pieces: the first token of a model
-that was not in the page cache came in 0.6 of the time. Costs next to nothing where they are in the page cache already.
+waits. A background thread reads them earlier, in the order of a pass and in larger pieces: the first token of a model
+that was not in the page cache came in 0.6 of the time. Costs almost nothing if they are in the page cache already.
 
-Other threads follow and compute checksums of what was read. A unit waits for its own bytes before its first use, and
-not after that. Knows no modules.
+Other threads follow and compute checksums of the bytes. A unit waits for the comparison of its own bytes before its
+first use only.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ PIECE_BYTES = 4 << 20
 
 
 class ReadAhead:
-    """Begins at once, and ends when this object is freed.
+    """Reads in background threads, from the construction of this object until it is freed.
 
     Args:
         units: runs of bytes of each unit, in the order of a pass.
-        store: knows where the files are.
-        checks: compares them; None for no comparison.
+        store: provides the paths of the files.
+        checks: compares the bytes with their checksums; None for no comparison.
 
     Attributes:
-        threads: that are at work.
+        threads: the background threads.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ReadAhead:
             thread.start()
 
     def is_checked(self, unit: str) -> bool:
-        """Whether a unit has nothing to wait for, and no damage."""
+        """Whether a unit's bytes were compared and are undamaged, or are not compared at all."""
         found = self._checked.get(unit)
         return found is None or (found.done() and found.exception() is None)
 
@@ -67,8 +67,8 @@ class ReadAhead:
         """Wait until a unit's bytes are compared with their checksums.
 
         Raises:
-            IncompleteSplitError: they are not what was written.
-            OSError: they cannot be read.
+            IncompleteSplitError: a checksum differs.
+            OSError: the bytes cannot be read.
         """
         if unit not in self._checked:
             return
@@ -84,7 +84,7 @@ class ReadAhead:
 
 
 def _ask(spans: Sequence[FileSpan], store: Paths) -> None:
-    with contextlib.suppress(OSError):  # of files that are gone, or cannot be read, the pass says so
+    with contextlib.suppress(OSError):  # the pass raises for missing or unreadable files
         for span in spans:
             end = span.offset + span.nbytes
             with PositionalFile(store.path(span.file)) as file:

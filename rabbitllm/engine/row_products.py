@@ -1,7 +1,7 @@
-"""Linear layers by the product of bfloat16 that is soonest here (`quant/bfloat_products.py`).
+"""Linear layers that use the fastest bfloat16 product on this machine (`quant/bfloat_products.py`).
 
-Alone, a text goes through torch's own product, so that its logits have transformers' bits, unless `fast_bfloat16=True`
-asks for this one. Where passes are shared it is always taken: bits depend on torch's choice for so many rows anyway.
+A single sequence goes through torch's own product, so that its logits equal those of transformers bit for bit, unless
+`fast_bfloat16=True`. Packed batches always use the product here: torch's results depend on the number of rows anyway.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rabbitllm.quant import bfloat_products
 
 
 class RowProducts:
-    """Stands in for the forward of each linear layer until it is closed.
+    """Replaces the forward of each linear layer until it is closed.
 
     Args:
-        model: whose layers have weights only while they are computed, perhaps.
+        model: the model; its layers may be streamed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -33,23 +33,23 @@ class RowProducts:
             module.forward = functools.partial(_forward, module)
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the forward of each layer."""
         for module in self._linears:
             del module.forward
         self._linears = []
 
 
 def make_kernels(model: Any) -> None:
-    """Load the kernels that the model's layers will need; compile them if need be.
+    """Load the kernels that the model's layers will need; compile them if necessary.
 
-    To be called before the first request, and before free memory is measured.
+    Call it before the first request, and before free memory is measured.
     """
     if model.dtype == torch.bfloat16:
         bfloat_products.kernel_here()
 
 
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-    # the kernels have no backward pass: a gradient would be missing, and others would be wrong without a word
+    # the kernels have no backward pass: a gradient would be missing, and others would be wrong without an error
     trains = torch.is_grad_enabled() and (input.requires_grad or module.weight.requires_grad)
     if not trains and bfloat_products.multiplies(input, module.weight):
         return bfloat_products.linear(input, module.weight, module.bias)

@@ -1,8 +1,8 @@
-"""`model.save_pretrained`: the whole model as a checkpoint, out of the files that its weights lie in.
+"""`model.save_pretrained`: writes the whole model as a checkpoint, from the files of its weights.
 
-A streamed model holds few of its weights, so they are not asked of its modules: each stored tensor goes from its file
-to its shard, under the checkpoint's name, a chunk at a time. What stays in memory as it is stored is taken from there,
-with what the caller made of it; other changes are refused rather than lost. Knows no hooks.
+A streamed model has few of its weights in memory, so they are not read from its modules: each stored tensor is copied
+from its file to its shard, under the checkpoint's name, a chunk at a time. Resident weights in stored form are written
+from memory, with the caller's changes; changes of other weights are refused.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "save_original_format": (True, "the names are always the checkpoint's"),
     "distributed_checkpoint": (False, "a streamed model is on one machine"),
 }
-"""Arguments of transformers' that would change what is written: the value that is accepted, and what to do instead."""
+"""Arguments of transformers that would change the files: the only accepted value, and an alternative."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model came from, as far as saving it asks.
+    """The source of a model's weights and config, as needed to save it.
 
     Attributes:
         store: the files of its weights.
@@ -49,7 +49,7 @@ class Origin:
         dtypes: stored name -> dtype in which the model computes with it.
         config, generation: as they were when the model was loaded, as dicts.
         names: of all parameters.
-        staying: those that stay in memory: name -> what makes it, and which of its targets it is.
+        staying: the resident parameters: name -> its recipe, and its target in that recipe.
     """
 
     store: WeightFiles
@@ -64,14 +64,14 @@ class Origin:
 def origin_of(
     model: Any, store: WeightFiles, home: Path, weights: WeightMap, *, changes_itself: bool = False
 ) -> Origin:
-    """Note what a model is made from, when all of it is bound and before anybody changes it.
+    """Record the source of a model, after all of it is bound and before it can be changed.
 
     Args:
         model: with its placement.
         store: the files of its weights.
         home: the folder of its config.
-        weights: which stored tensors make which parameters.
-        changes_itself: its own forward writes to its weights, which so is no change of the caller's.
+        weights: the recipes of the parameters.
+        changes_itself: whether its own forward writes to its weights; such a change is not the caller's.
     """
     dtypes = {name: recipe.dtype for recipe in weights.recipes.values() for _, name in recipe.sources if recipe.dtype}
     placed = [] if changes_itself else [*model.placement.units, *model.placement.experts]
@@ -87,8 +87,10 @@ def origin_of(
 
 
 def _innermost(name: str, tiers: Mapping[str, Tier]) -> Tier | None:
-    """Where a parameter is. One unit's name may begin another's: a module with weights of its own is a unit, and so
-    are the modules within it."""
+    """The tier of a parameter's unit, which is the one with the longest matching name.
+
+    A unit's name may be a prefix of another's: a module with weights of its own is a unit, and so are modules in it.
+    """
     while name and name not in tiers:
         name = name.rpartition(".")[0]
     return tiers.get(name)
@@ -140,11 +142,11 @@ def _check_arguments(others: Mapping[str, Any]) -> None:
 
 
 def _changeable(model: Any, origin: Origin, reader: PlainReader) -> dict[str, torch.Tensor]:
-    """Stored name -> the parameter that it is, of those that are in memory as they are stored.
+    """Stored name -> its parameter, for parameters that are in memory in stored form.
 
     Raises:
-        RabbitLLMError: there are other parameters than before, or one that is made of stored tensors, and so cannot be
-            written as them, is not what they make.
+        RabbitLLMError: parameters were added or removed; or a changed parameter is not in stored form, so that the
+            change cannot be written.
     """
     now = dict(model.named_parameters(remove_duplicate=False))
     changed = sorted(now.keys() ^ origin.names)
@@ -205,7 +207,7 @@ def _sidecars(model: Any, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
     found = {CONFIG_NAME: _config(model, origin)}
     if model.can_generate():
         found[GENERATION_NAME] = _generation(model, origin)
-    if "auto_map" in read_json(origin.home / CONFIG_NAME):  # the model brings its own code
+    if "auto_map" in read_json(origin.home / CONFIG_NAME):  # the model has its own code
         found |= {path.name: path.read_bytes() for path in sorted(origin.home.glob("*.py"))}
     if tokenizer:
         if model.tokenizer is None:
@@ -220,7 +222,7 @@ def _sidecars(model: Any, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
 
 
 def _config(model: Any, origin: Origin) -> bytes:
-    """The checkpoint's own config, with what the caller changed in it, and the dtype of what was dequantized."""
+    """The checkpoint's own config, with the caller's changes, and the dtype of dequantized weights."""
     content = read_json(origin.home / CONFIG_NAME)
     changed = _changes(origin.config, model.config.to_dict())
     if any(stored.quantized for stored in origin.store.tensors.values()):
@@ -244,7 +246,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any
 
 
 def _identity(store: WeightFiles) -> str:
-    """What tells these weights from others of the same names and shapes."""
+    """A text that differs for other weights of the same names and shapes."""
     manifest = store.manifest if isinstance(store, LayerStore) else None
     if manifest is not None:
         return json.dumps([manifest.compression, [[layer.file, layer.crc32] for layer in manifest.layers]])

@@ -1,8 +1,8 @@
 """The transformers model without its weights: the real class on the meta device, with real buffers.
 
-Follows what transformers' own `from_pretrained` does around the loading of weights (modeling_utils.py: the dtype
-plan, the placeholders of non-persistent buffers and their initialisation by the owning module), so that what is
-computed from configs, such as rotary frequencies, is bit-equal to its result. Knows nothing of layer files.
+Follows transformers' own `from_pretrained` except for the loading of weights (modeling_utils.py: the dtype plan, the
+placeholders of non-persistent buffers and their initialisation by the owning module), so that values computed from
+configs, such as rotary frequencies, equal its values bit for bit. Independent of layer files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
     """The model's config, from a folder that has a config.json.
 
     Raises:
-        UnknownArchitectureError: transformers does not know the model type, its code is not trusted, or the weights
+        UnknownArchitectureError: transformers does not support the model type, its code is not trusted, or the weights
             are quantized by a method that is not supported.
     """
     from transformers import AutoConfig
@@ -48,7 +48,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         model_class(config)
     except RabbitLLMError:
         raise
-    except Exception as error:  # values of unexpected types make transformers raise anything
+    except Exception as error:  # values of unexpected types make transformers raise any error
         raise _unknown(folder, error) from error
     drop_leftover_settings(config)
     check_method(folder, config)
@@ -66,7 +66,7 @@ def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
 
 
 def _first_line(error: Exception) -> str:
-    """An error in one line of bounded length, with its type where the text alone says little."""
+    """An error in one line of bounded length, with its type if the text alone says little."""
     text = " ".join(str(error).split())
     if not isinstance(error, ValueError | OSError | ImportError):
         text = f"{type(error).__name__}: {text}"
@@ -74,14 +74,14 @@ def _first_line(error: Exception) -> str:
 
 
 _CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Endings of class names for which the causal LM of the same type can stand."""
+"""Endings of class names that the causal LM of the same type can replace."""
 
 
 def model_class(config: PretrainedConfig) -> Any:
     """The class that the config names, if transformers has it for this type; else the causal LM of the type.
 
-    A config that names a class of another kind (a classifier, a reward model) which transformers lacks gets no
-    causal LM instead: its head would be left out without an error.
+    If the config names a class of another kind (a classifier, a reward model) that transformers lacks, the causal LM
+    does not replace it: its head would be omitted without an error.
 
     Raises:
         ValueError: neither exists, and the config names no code of its own.
@@ -127,24 +127,25 @@ def _class_of_own_code(auto_map: dict[str, Any], names: list[str]) -> Any:
 
 
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
-"""Settings that say how many layers a stack has."""
+"""Settings for the number of layers of a stack."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MANY_LAYERS = 4096
-"""More than any model has: a skeleton of so many takes seconds."""
+"""More layers than any model has: a skeleton with so many takes seconds."""
 
 
 def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> None:
-    """Refuse more layers than a checkpoint has tensors, before a skeleton of them takes all memory; and more experts
-    for a token than there are, which would fail in the first pass only.
+    """Refuse a config with more layers than the checkpoint has tensors, or with too many experts for a token.
+
+    A skeleton of so many layers would take all memory; so many experts would fail in the first pass only.
 
     Args:
         config: of the model.
-        tensors: how many the checkpoint has; None where its headers are not read yet.
-        label: what to call it.
+        tensors: how many the checkpoint has; None if its headers are not read yet.
+        label: the checkpoint's name in messages.
 
     Raises:
-        IncompleteCheckpointError: the config, or the part of it for one tower, asks for that many.
-        UnknownArchitectureError: a router would pick more experts than there are.
+        IncompleteCheckpointError: the config, or the part of it for one tower, has too many layers.
+        UnknownArchitectureError: a router would pick more experts than the model has.
     """
     from transformers import PretrainedConfig
 
@@ -177,15 +178,15 @@ def build_skeleton(
     """The model of a config, in eval mode, all parameters and buffers on the meta device.
 
     Args:
-        folder: where generation_config.json and the model's own code may be.
-        config: as `read_config` gave it.
+        folder: may hold generation_config.json and the model's own code.
+        config: from `read_config`.
         dtype: of the parameters, except those that the model keeps in float32.
-        attn_implementation: as transformers takes it; None for its own choice.
+        attn_implementation: as in transformers; None for its own choice.
         quantizer: of weights that are published quantized, see `engine.published`.
 
     Raises:
         UnknownArchitectureError: transformers has no model for this config.
-        OptionError: it has no such attention, or not for this model.
+        OptionError: it does not have this attention implementation, or not for this model.
     """
     import torch
 
@@ -203,7 +204,7 @@ def build_skeleton(
             change_modules(model, quantizer, dtype)
     except RabbitLLMError:
         raise
-    except Exception as error:  # sizes that contradict each other make transformers raise anything
+    except Exception as error:  # sizes that contradict each other make transformers raise any error
         if attn_implementation is not None and isinstance(error, ValueError | ImportError):
             raise OptionError(
                 f"The model in {folder} cannot be built with attn_implementation={attn_implementation!r}: {error}",
@@ -218,9 +219,9 @@ def build_skeleton(
 
 
 def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give what the model keeps in float32 that dtype; `from_config` leaves it at `dtype`.
+    """Cast parameters and buffers that the model keeps in float32; `from_config` leaves them at `dtype`.
 
-    Buffers too: the routing bias of DeepSeek-V3 is one.
+    The routing bias of DeepSeek-V3 is such a buffer.
     """
     import torch
     from transformers.core_model_loading import build_glob_alternation
@@ -258,7 +259,7 @@ _PENALTIES = ("repetition_penalty", "encoder_repetition_penalty")
 
 
 def _check_generation(settings: Mapping[str, Any]) -> None:
-    """Refuse generation settings of types that transformers accepts when it reads them and fails on in a generation.
+    """Refuse generation settings of types that transformers reads without an error but that fail in a generation.
 
     Raises:
         ValueError: names the setting.
@@ -280,7 +281,7 @@ def _check_generation(settings: Mapping[str, Any]) -> None:
             refuse(name, "a whole number")
     for name in filter(given.__contains__, _PENALTIES):
         if not given[name] > 0 or (type(given[name]) is int and given[name] != 1):
-            refuse(name, "a number above 0 with a decimal point")  # as transformers' own check has it
+            refuse(name, "a number above 0 with a decimal point")  # like transformers' own check
     texts = given.get("stop_strings", [])
     if not all(isinstance(text, str) for text in (texts if isinstance(texts, list) else [texts])):
         refuse("stop_strings", "texts")
@@ -298,7 +299,7 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
     if not model.can_generate():
         return
-    # DiffusionGemma and the like have a class of their own for these settings
+    # some models (DiffusionGemma) have a class of their own for these settings
     settings = getattr(model, "generation_config_class", GenerationConfig)
     name, options = "generation_config.json", {}
     if not (folder / name).is_file():
@@ -309,7 +310,7 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     try:
         model.generation_config = settings.from_pretrained(folder, **options)
         _check_generation(vars(model.generation_config))
-    except Exception as error:  # values of unexpected types make transformers raise anything
+    except Exception as error:  # values of unexpected types make transformers raise any error
         raise UnknownArchitectureError(
             f"transformers cannot read the generation settings in {folder / name}: {_first_line(error)}",
             "Fetch that file again; without a generation_config.json transformers uses its own settings.",
@@ -320,8 +321,9 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
     """Give every non-persistent buffer its real value, and every parameter in `absent` its initial one.
 
     Each gets an empty placeholder on its device, which transformers' own `initialize_weights` fills, as it does after
-    loading. It asks every module: Falcon-H1's model computes the buffers of its layers. It would initialise weights
-    too (Gemma 3's scaled embedding owns both kinds), so those are marked as initialised first.
+    loading. All modules are initialised, since some compute buffers of others (Falcon-H1's model those of its layers).
+    `initialize_weights` would initialise weights too (Gemma 3's scaled embedding owns both kinds), so those are marked
+    as initialised first.
 
     Args:
         device_of: module path -> torch device, a callable.
@@ -345,17 +347,21 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a folder, or None where there is none or it cannot be read (said in a warning)."""
+    """The tokenizer in a folder; None if there is none, or, with a warning, if it cannot be read."""
     try:
         return _tokenizer(folder, trust_remote_code)
-    except Exception as error:  # malformed files make transformers and tokenizers raise anything
+    except Exception as error:  # malformed files make transformers and tokenizers raise any error
         logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, _first_line(error))
         return None
 
 
 def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer in a folder; raises whatever transformers does, and a TypeError for settings that it takes
-    unchecked and that make the first use of the tokenizer fail."""
+    """The tokenizer in a folder.
+
+    Raises:
+        TypeError: a setting that transformers does not check would make the first use of the tokenizer fail.
+        Exception: any error of transformers.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -377,10 +383,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 
 def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
-    """Refuse a tokenizer whose files are there and malformed. One that needs a package or code is no error here.
+    """Refuse a tokenizer with malformed files. One that needs a package or code is accepted here.
 
     Raises:
-        CorruptVocabularyError: transformers cannot read it, or could not use it.
+        CorruptVocabularyError: transformers cannot read or use it.
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return

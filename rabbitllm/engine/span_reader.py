@@ -1,9 +1,9 @@
-"""Runs of bytes of layer files -> memory of ours, through the page cache or past it.
+"""Reads runs of bytes of layer files into buffers, through the page cache or past it.
 
 A model that is streamed because it does not fit would evict itself, and the resident layers, from the page cache on
 every pass. So it is read past the cache (O_DIRECT), in whole blocks, or through it and dropped afterwards, whichever is
-faster on this disk. What fits into the memory that is left is read through the cache, and comes from memory the next
-time. The first read of a run compares it with its checksums. Knows no units.
+faster on this disk. If all streamed bytes fit into the memory that is left, they are read through the cache, and come
+from memory the next time. The first read of a run compares it with its checksums.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ logger = logging.getLogger(__name__)
 BLOCK = 4096
 """Offsets, lengths and addresses of reads past the cache are multiples of this."""
 READ_BYTES = 32 << 20
-"""Bytes asked of the system at a time, at most up to a multiple of this."""
+"""Maximum bytes of one read; each read ends at a multiple of this."""
 CHECKED_BYTES = 4 << 20
 """The same while bytes are compared with their checksums: one piece is summed while the next is read."""
 PROBE_BYTES = 32 << 20
 PROBES = 4
-"""What is read in either way to compare them, and how often: 80 to 250 ms of a fast disk."""
+"""Bytes and number of the reads that time each of the two ways: 80 to 250 ms of a fast disk."""
 _SHARE_OF_ROOM = 0.8
-"""Of the memory that is free: what is streamed from the page cache must not fill all of it."""
+"""The share of the free memory that streamed bytes in the page cache may fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """A run of bytes of one layer file, and where it goes in a buffer (bytes), at the same distance from a block."""
+    """A run of bytes of one layer file, and its offset `at` in a buffer; both offsets are equal modulo `BLOCK`."""
 
     file: str
     offset: int
@@ -49,18 +49,18 @@ class FileSpan:
 
     @property
     def lead(self) -> int:
-        """Bytes of the block it begins in that are before it, in the file and in the buffer."""
+        """Bytes before it in its first block, in the file and in the buffer."""
         return self.offset % BLOCK
 
     @property
     def end(self) -> int:
-        """The end, in the buffer, of the block it ends in."""
+        """The end of its last block, as an offset in the buffer."""
         return -(-(self.at + self.nbytes) // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
-    """How to read: past the page cache, or through it and dropped from it behind."""
+    """How to read: `direct`, past the page cache; or through it, and with `drop` evicted from it afterwards."""
 
     direct: bool = False
     drop: bool = False
@@ -70,7 +70,7 @@ THROUGH_THE_CACHE = ReadMode()
 
 
 class Paths(Protocol):
-    """What is asked of the files that are read."""
+    """The part of a store that a reader uses."""
 
     def path(self, file: str) -> Path:
         """A file's path."""
@@ -81,9 +81,9 @@ class SpanReader:
     """Reads spans of a split directory's files.
 
     Args:
-        store: knows where the files are.
-        way: how; changed once and for all where a file system has none of it.
-        checks: compares what is read for the first time with its checksums; None for no comparison.
+        store: provides the paths of the files.
+        way: how to read; replaced for good if the file system does not support direct reads.
+        checks: compares bytes that are read for the first time with their checksums; None for no comparison.
     """
 
     def __init__(self, store: Paths, way: ReadMode, checks: LayerChecks | None = None) -> None:
@@ -93,11 +93,11 @@ class SpanReader:
         self._summing: Workers | None = None
 
     def read(self, spans: Iterable[FileSpan], buffer: memoryview) -> None:
-        """Fill `buffer`, which begins on a page and ends on or behind the last span's block.
+        """Fill `buffer`, which begins on a page and ends at or after the end of the last span's block.
 
         Raises:
             OSError: a file ended early, or could not be read.
-            IncompleteSplitError: bytes are not what was written.
+            IncompleteSplitError: a checksum differs.
         """
         for span in spans:
             try:
@@ -113,7 +113,7 @@ class SpanReader:
         way = self.way
         lead = span.lead if way.direct else 0
         first, end = span.offset - lead, span.offset + span.nbytes
-        shift = span.at - span.offset  # of an offset in the file to its place in the buffer
+        shift = span.at - span.offset  # from an offset in the file to one in the buffer
         last = span.end - shift if way.direct else end
         checks = None if self._checks is None or self._checks.is_done(span.file) else self._checks
         piece = READ_BYTES if checks is None else CHECKED_BYTES
@@ -151,29 +151,29 @@ class SpanReader:
 
 
 def choose_way(store: Paths, spans: Iterable[FileSpan], room: int, nbytes: int | None = None) -> ReadMode:
-    """How these spans, which are read again and again, are best read on this machine.
+    """Choose the fastest way to read these spans again and again on this machine.
 
     Args:
-        store: where they are.
-        spans: all that is streamed, or a sample of it; may be none.
+        store: provides the paths of the files.
+        spans: all that are streamed, or a sample; may be empty.
         room: bytes of host memory that are left to the page cache.
-        nbytes: of all that is streamed, if `spans` is a sample.
+        nbytes: the total of all streamed spans, if `spans` is a sample.
     """
     chosen = list(spans)
     if not chosen or stays_cached(sum(span.nbytes for span in chosen) if nbytes is None else nbytes, room):
         return THROUGH_THE_CACHE
     longest = heapq.nlargest(PROBES, chosen, key=lambda span: span.nbytes)
     buffer = page_aligned(max(_probe(span).end for span in longest))
-    buffer[:] = bytes(len(buffer))  # memory that is touched for the first time would count as reading
+    buffer[:] = bytes(len(buffer))  # else the first touch of its pages would be timed as reading
     ways = (ReadMode(direct=True), ReadMode(drop=True))
-    # the least of several: one reading is easily disturbed, and a wrong choice lasts
+    # the minimum of several: a single time is easily disturbed, and a wrong choice is permanent
     past, through = (min(_seconds(store, span, way, buffer) for span in longest) for way in ways)
     logger.info("A byte past the page cache takes %.3f ns, through it %.3f ns.", past * 1e9, through * 1e9)
     return ways[past > through]
 
 
 def stays_cached(nbytes: int, room: int) -> bool:
-    """Whether so many bytes, read in turns, stay in a page cache that may take `room` bytes."""
+    """Whether `nbytes` bytes, read cyclically, remain in a page cache of at most `room` bytes."""
     return nbytes <= room * _SHARE_OF_ROOM
 
 
@@ -183,8 +183,7 @@ def _probe(span: FileSpan) -> FileSpan:
 
 
 def _seconds(store: Paths, span: FileSpan, way: ReadMode, buffer: memoryview) -> float:
-    """Seconds a byte of reading the beginning of a span that is not in the page cache; infinite where it cannot be
-    read so."""
+    """Seconds per byte of a cold read of the beginning of a span; infinite if it cannot be read in this way."""
     probe = _probe(span)
     reader = SpanReader(store, way)
     with PositionalFile(store.path(span.file)) as file:

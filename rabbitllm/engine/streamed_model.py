@@ -1,7 +1,7 @@
-"""What a streamed model answers differently from an ordinary one, without ceasing to be one.
+"""The methods of a streamed model that differ from those of an ordinary transformers model.
 
-The model keeps its class's name and module, its config and its `forward`; it only says where it computes, and explains
-why it cannot be moved or cast.
+The model keeps its class's name and module, its config and its `forward`. It has its own placement, and cannot be
+moved, cast or copied.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from rabbitllm.storage import durable
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
 
-# How often each expert was used, written to a file and read from it, so that the next start is warm.
+# A file with the use counts of each expert, so that the next start is warm.
 #
-# A safetensors file with one tensor a module, (half-lives, experts) of float64, named as the module. Knows no slots.
+# A safetensors file with one float64 tensor (half-lives, experts) for each module, named as the module.
 
 
 def write_uses(path: Path, uses: Mapping[str, Values]) -> None:
@@ -43,11 +43,11 @@ def write_uses(path: Path, uses: Mapping[str, Values]) -> None:
 
 
 def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
-    """The uses of every one of these modules.
+    """The uses of each of these modules.
 
     Raises:
-        CorruptShardError: it is no safetensors file.
-        OptionError: it was written for another model, or has numbers that count nothing.
+        CorruptShardError: it is not a safetensors file.
+        OptionError: it was written for another model, or has numbers that are no use counts.
     """
     file = MappedFile(path)
     known = {spec.name: spec for spec in file.header.tensors}
@@ -71,34 +71,34 @@ logger = logging.getLogger(__name__)
 
 
 _HOOKS_OF_ACCELERATE = ("_old_forward", "_hf_hook")
-"""Attributes by which `accelerate.hooks.add_hook_to_module` puts a hook around a module, the first one first."""
+"""Attributes that `accelerate.hooks.add_hook_to_module` sets to put a hook around a module, in this order."""
 
 
 class SharedPasses(Protocol):
-    """Callers that go through the model together."""
+    """Callers that share the passes of a model."""
 
     def is_member(self) -> bool:
         """Whether the current caller of the model is one of them."""
 
     def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wait until the others are there, and what computes the call is in order; or until it has been computed.
+        """Wait for the other callers, until this call may compute or has been computed.
 
         Returns:
-            What the call returns; None if it is still to be computed.
+            The result of the call; None if the caller has to compute it.
         """
 
 
 class StreamedModel:
-    """Mixed in before the model's own class.
+    """The methods of a streamed model, mixed in before the model's own class.
 
     Attributes:
         tokenizer: the checkpoint's, or None.
-        profiler: where the time of each layer goes, with `profiling_mode=True`.
-        placement: which unit lives where; prints as a table.
-        streamer: the machinery.
-        pass_line: shows slow passes; None where nothing is streamed, or where it is turned off.
-        shared_passes: those that share passes at the moment; None mostly.
-        hosts: those that compute the layers that are on other hosts; None where all are here. `close()` ends them.
+        profiler: the times of each layer, with `profiling_mode=True`.
+        placement: the device and tier of each unit; prints as a table.
+        streamer: installs and runs the hooks.
+        pass_line: shows slow passes; None if nothing is streamed, or if it is turned off.
+        shared_passes: the callers that share passes at the moment; None if there are none.
+        hosts: the processes that compute layers on other hosts; None if all layers are here. `close()` ends them.
         unused_tensors: stored tensors that the model class ignores; they are never read.
     """
 
@@ -118,13 +118,13 @@ class StreamedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """The device of the inputs."""
         return self._compute_device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A pass. Unless every unit is resident it is without gradients, which would keep every layer's weights.
+        """Run a pass. Unless every unit is resident it has no gradients, which would keep every layer's weights.
 
-        Nor can two threads share one: a layer's weights are there for the pass that computes it. They take turns.
+        Then threads also take turns: a streamed layer's weights are there only for the pass that computes it.
         """
         shared = self.shared_passes
         if shared is not None and shared.is_member():
@@ -141,10 +141,10 @@ class StreamedModel:
 
     @contextlib.contextmanager
     def joint_pass(self, entry: PassInput) -> Iterator[None]:
-        """A pass of several callers is what happens inside the context; see `rabbitllm.generation`.
+        """A context around one pass of several callers; see `rabbitllm.generation`.
 
         Args:
-            entry: what goes in altogether.
+            entry: the size of the input of all of them.
         """
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, None)
         with self.streamer.passing(), torch.no_grad(), shown, self.profiler.forward(entry, None):
@@ -163,11 +163,11 @@ class StreamedModel:
         raise self._no_copy("copied (copy.deepcopy)")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: what pickle, torch.save and ray.put come down to."""
+        """Refused: pickle, torch.save and ray.put call it."""
         raise self._no_copy("pickled (pickle, torch.save, ray.put)")
 
     def __copy__(self) -> Any:
-        """A second object for the same weights, hooks and threads, as of any module."""
+        """A second object for the same weights, hooks and threads, as for any module."""
         made = type(self).__new__(type(self))
         made.__dict__.update(
             {name: value.copy() if isinstance(value, dict) else value for name, value in vars(self).items()}
@@ -175,7 +175,7 @@ class StreamedModel:
         return made
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Refused: what torch.nn.DataParallel does on several GPUs."""
+        """Refused: torch.nn.DataParallel calls it on several GPUs."""
         raise self._no_copy("replicated (torch.nn.DataParallel)")
 
     def _no_copy(self, done: str) -> CopyError:
@@ -187,7 +187,7 @@ class StreamedModel:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of any module; but accelerate may put no hooks around weights that are absent, or there by their codes."""
+        """Like that of any module, but accelerate's hooks are refused if weights are streamed or quantized."""
         model: Any = self
         if name in _HOOKS_OF_ACCELERATE and any(
             type(weight) is not torch.nn.Parameter for weight in model.parameters()
@@ -200,16 +200,16 @@ class StreamedModel:
         super().__setattr__(name, value)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether `generate` compiles, as it does by itself on a GPU with a static cache.
+        """Whether `generate` compiles, which it does by default on a GPU with a static cache.
 
-        Not where weights come and go: what is compiled, or captured as a graph, would use those of another pass.
+        Not if weights are streamed: compiled code or a captured graph would use the weights of an earlier pass.
         """
         return super()._valid_auto_compile_criteria(*args, **kwargs) and self._all_resident  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model as it is: where its weights live was decided when it was loaded.
+        """Return the model unchanged: the placement was decided when it was loaded.
 
-        Silently where the model is there already, as libraries make sure that it is; else it says what to do instead.
+        Logs a warning with the alternative unless the model has this device and dtype already.
         """
         wanted = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
         device, dtype = self._compute_device, str(self.dtype)  # type: ignore[attr-defined]
@@ -219,7 +219,7 @@ class StreamedModel:
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What `type`, `double` and a wrapper's own `to` come down to; see `to`."""
+        """Leave the weights unchanged; `type`, `double` and a wrapper's own `to` call it; see `to`."""
         sample = torch.empty(0, dtype=self.dtype, device=self._compute_device)  # type: ignore[attr-defined]
         moved = fn(sample)
         if (moved.device, moved.dtype) != (sample.device, sample.dtype):
@@ -259,7 +259,7 @@ class StreamedModel:
         return self.to("bfloat16")
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Of the whole model, whatever of it is in memory; tied weights count once, as in an ordinary model."""
+        """The number of parameters of the whole model, resident or not; tied weights count once, as in any model."""
         model: Any = self
         total: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
         counted = dict(model.named_parameters())
@@ -270,9 +270,9 @@ class StreamedModel:
         return total
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of weights that are in memory between two passes, on any device, and of what streamed ones go through.
+        """Bytes of weights that are in memory between two passes, on any device, and of the buffers for streamed ones.
 
-        Those that are used in the mapped files count too. An ordinary model's is the size of all its weights.
+        Weights that are used in the mapped files count too. For an ordinary model it is the size of all its weights.
         """
         buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()  # type: ignore[attr-defined]
         return self._held_bytes + sum(buffers)
@@ -280,10 +280,10 @@ class StreamedModel:
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
-        """As transformers does it, where both embeddings are in memory; a size that they have is no change.
+        """Resize the embeddings as transformers does, if both are in memory; the present size is always accepted.
 
         Raises:
-            AbsentWeightError: one of them is not. Nothing was changed.
+            AbsentWeightError: one of them is not in memory. Nothing was changed.
         """
         embedding, head = self.get_input_embeddings(), self.get_output_embeddings()  # type: ignore[attr-defined]
         weights = [getattr(module, "weight", None) for module in (embedding, head)]
@@ -292,7 +292,7 @@ class StreamedModel:
             rows, multiple = embedding.weight.shape[0], pad_to_multiple_of or 1
             if -(-(rows if new_num_tokens is None else new_num_tokens) // multiple) * multiple == rows:
                 return embedding
-            absent[0].sum()  # which raises what is to be raised, before anything is changed
+            absent[0].sum()  # raises the error before anything is changed
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[misc]
 
     def save_pretrained(
@@ -306,23 +306,23 @@ class StreamedModel:
     ) -> None:
         """Write the whole model as a checkpoint that transformers loads: safetensors, config and generation config.
 
-        The weights go from the model's files to the shards a few megabytes at a time, whatever stays in memory. Stored
-        as they are, they keep their bits, and the dtype that they are stored in; at 4bit and 8bit they are dequantized
-        to the dtype that the model computes in; published quantized ones stay quantized. Uncompressed weights that stay
-        in memory are written with what was made of them there (a merged adapter); other changes are refused. With an
-        adapter of `load_adapter`, that alone is saved, as transformers does.
+        The weights are copied from the model's files to the shards a few megabytes at a time, wherever they are placed.
+        Uncompressed weights keep their bits and their stored dtype; 4bit and 8bit ones are dequantized to the dtype
+        that the model computes in; published quantized ones stay quantized. Resident uncompressed weights are written
+        with their changes in memory (a merged adapter); other changes are refused. With an adapter of `load_adapter`,
+        only the adapter is saved, as transformers does.
 
         Args:
-            save_directory: a folder without weights, or that is not there yet.
+            save_directory: a folder without weights; it need not exist.
             is_main_process: False writes nothing.
             max_shard_size: of a shard, bytes or text such as "5GB"; a larger tensor has a shard of its own.
             tokenizer: write the tokenizer too.
-            **kwargs: what transformers takes besides; what would change the result is refused.
+            **kwargs: other arguments of transformers; those that would change the result are refused.
 
         Raises:
-            OptionError: the folder holds a model; or an argument is not possible here. Nothing was touched.
-            NotEnoughSpaceException: it does not fit the disk.
-            RabbitLLMError: the model was changed in a way that its stored tensors cannot show.
+            OptionError: the folder holds a model; or an argument is not possible here. Nothing was written.
+            NotEnoughSpaceException: the disk has too little space.
+            RabbitLLMError: the model was changed in a way that cannot be written as its stored tensors.
         """
         if getattr(self, "_hf_peft_config_loaded", False):
             super().save_pretrained(save_directory, is_main_process, max_shard_size=max_shard_size, **kwargs)  # type: ignore[misc]
@@ -338,9 +338,9 @@ class StreamedModel:
             )
 
     def save_expert_use(self, path: str | Path) -> None:
-        """Write down which experts are used how often, for `load_expert_use` of a later process.
+        """Write the use counts of the streamed experts to a file, for `load_expert_use` of a later process.
 
-        Of a model all of whose experts are in memory there is nothing to write.
+        If all experts are resident, the file has no counts.
 
         Raises:
             OSError: the file cannot be written.
@@ -349,7 +349,7 @@ class StreamedModel:
         write_uses(Path(path), {name: uses for pool in pools for name, uses in pool.uses().items()})
 
     def load_expert_use(self, path: str | Path) -> None:
-        """Bring the experts that were used most, by a file of `save_expert_use`, as far as there is memory for them.
+        """Read the experts that were used most, by a file of `save_expert_use`, as far as there is memory for them.
 
         Raises:
             OptionError: the file was written for another model.
@@ -360,12 +360,12 @@ class StreamedModel:
                 pool.warm(read_uses(Path(path), pool.sources))
 
     def print_profile_summary(self) -> None:
-        """Print where the time went."""
+        """Print the times of the stages."""
         print(self.profiler.report())
 
 
 def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) -> Any:
-    """Give a model the answers of `StreamedModel`; pipelines and servers still see its own class name and module."""
+    """Add the methods of `StreamedModel` to a model; it keeps its class name and module for pipelines and servers."""
     own = type(model)
     body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     model.__class__ = type(own.__name__, (StreamedModel, own), body)
@@ -373,10 +373,10 @@ def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) ->
     streamed._compute_device = device
     streamed.placement = placement
     streamed._all_resident = placement.is_resident
-    # transformers reads it: pipelines leave the model where it is, and of a static cache each layer's part is made
-    # where that layer computes, unless the map has one device only
+    # transformers reads it: pipelines do not move the model, and if the map has several devices, each layer's part of a
+    # static cache is allocated on that layer's device
     where = {placed.unit: placed.device for placed in placement.units}
-    # no name of a device: of "cpu" accelerate and peft take it that they placed the model, and do it again, for which
-    # one that is larger than RAM has no room
+    # not a device's name: with "cpu" accelerate and peft assume that they placed the model, and place it again, for
+    # which a model larger than RAM has no memory
     streamed.hf_device_map = where if len(set(where.values())) > 1 else {"": device}
     return streamed

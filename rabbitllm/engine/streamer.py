@@ -1,12 +1,11 @@
-"""Hooks that bind a unit's weights before it computes and let them go after, even if it raises.
+"""Hooks that bind a unit's weights before it computes and free them afterwards, even if it raises.
 
-Resident units have no hook at all. A packed unit is made from what is on its device, a streamed one from what the
-loader brings; while it computes, the loader is already bringing the one that followed it in the last pass.
+Resident units have no hook. A packed unit is made from stored bytes on its device, a streamed one from bytes that the
+loader reads; while it computes, the loader prefetches the unit that followed it in the last pass.
 
 Some modules are not called: another one reads their weight (a position embedding, learned queries, a tied head). The
-first read in a pass brings such a weight as if it were resident, and it stays until the pass ends. A pass is a call of
-the model, or of a part of it that has such units. Any other read of a weight that is not in memory is refused. Knows
-neither files nor formats.
+first read in a pass makes such a weight as if it were resident, and it is kept until the pass ends. A pass is a call of
+the model, or of a part of it that has such units. Any other read of a weight that is not in memory is refused.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTIZE, Profiler
 
 _calling: ContextVar[object] = ContextVar("whose model is being called", default=None)
-"""In this thread and this greenlet: members of a joint pass are in calls of the model that go on by turns."""
+"""For each thread and greenlet: the calls of the members of a joint pass are interleaved."""
 
 
 @dataclass
 class DeviceExecutor:
-    """One device with what brings its units, and the order in which these followed each other."""
+    """One device with the loader of its units, and the order in which these followed each other."""
 
     device: Device
     loader: Loader | Uploader
@@ -60,13 +59,13 @@ class DeviceExecutor:
     previous: str | None = None
 
     def came_to(self, unit: str) -> None:
-        """Note that this unit is next, and learn from it."""
+        """Record that this unit followed the previous one."""
         if self.previous is not None:
             self.follower[self.previous] = unit
         self.previous = unit
 
     def following(self, unit: str) -> Iterator[str]:
-        """What came after a unit in the last pass, until the same comes again."""
+        """The units that followed a unit in the last pass, until one repeats."""
         seen = {unit}
         while (unit := self.follower[unit]) not in seen:
             seen.add(unit)
@@ -74,22 +73,22 @@ class DeviceExecutor:
 
 
 class Streamer:
-    """Installs the hooks of a model and owns what they need.
+    """Installs the hooks of a model and owns the loaders and buffers that they use.
 
     Args:
-        model: the skeleton, buffers in place.
+        model: the skeleton, with its buffers.
         sources: every unit, in the order of a pass.
-        placement: where each goes.
+        placement: the device and tier of each.
         devices: by name.
         store: the split directory.
-        profiler: where time is recorded.
-        kept: device name -> what of it is in host memory.
-        pools: device name -> its experts that come and go.
+        profiler: records times.
+        kept: device name -> its units in pinned host memory.
+        pools: device name -> the pool of its streamed experts.
         way: how streamed units are read.
-        prefetching: bring the next unit while this one computes.
+        prefetching: read the next unit while this one computes.
 
     Attributes:
-        turn: held by the thread whose pass it is; see `passing`.
+        turn: held by the thread that runs a pass; see `passing`.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class Streamer:
 
     @property
     def bound(self) -> set[str]:
-        """Units that are neither resident nor unbound: those that compute at this moment, or were read in this pass."""
+        """Non-resident units that are bound: those that compute at this moment, or were read in this pass."""
         return {*self._letting_go, *self._brought}
 
     def waited(self) -> tuple[float, float]:
@@ -158,11 +157,11 @@ class Streamer:
         return disk, sum(loader.waited_for_copies for loader in loaders)
 
     def _watch_calls(self, sources: Mapping[str, UnitSource], placement: Placement) -> None:
-        """Make a pass, or a part of one, of each forward in which a weight may be read: of the model, of the models
-        inside it, and of whatever is around a unit that is no layer.
+        """Make each forward in which a weight may be read a pass, or a part of one.
 
-        Generation calls an encoder by itself, or has an image tokenised by one; peft calls the model's forward. Not by
-        torch's hooks: it runs none after a KeyboardInterrupt.
+        These are the forwards of the model, of the models inside it, and of the modules around units that are no
+        layers: generation calls an encoder separately, or tokenises an image with one; peft calls the model's forward.
+        The forwards are replaced, since torch runs no hooks after a KeyboardInterrupt.
         """
         layers = {name for name, source in sources.items() if source.unit.is_layer}
         absent = [placed.unit for placed in placement.units if placed.tier not in READY]
@@ -188,10 +187,10 @@ class Streamer:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """A pass, or a part of one, is what happens inside the context.
+        """A context around a pass, or a part of one.
 
-        Threads take turns; members of joint passes meet in the turn of their hub. What an interrupted pass has left is
-        let go when it ends, and when another one begins.
+        Threads take turns; members of joint passes meet in the turn of their hub. Weights that an interrupted pass left
+        are freed when it ends, and when another one begins.
         """
         shared = getattr(self._model, "shared_passes", None)
         if _calling.get() is self:
@@ -230,7 +229,7 @@ class Streamer:
                 self._forget_what_was_read()
 
     def begin(self) -> None:
-        """Make ready for a pass.
+        """Prepare a pass.
 
         Raises:
             ForkedError: as `_come_home` does.
@@ -243,7 +242,7 @@ class Streamer:
             lane.boundary.forget()
 
     def _come_home(self) -> None:
-        """In a forked process, before its first pass: leave what the parent's threads were at.
+        """In a forked process, before its first pass: discard the state of the parent's threads.
 
         Raises:
             ForkedError: the model is on a GPU, or another thread of the parent was in a pass.
@@ -253,7 +252,7 @@ class Streamer:
         if not all(lane.device.shares_host_memory for lane in self.lanes.values()):
             remedy = "Load the model in the process that uses it: a CUDA context does not survive a fork."
             self._home.refuse("A model on a GPU", remedy)
-        if self._has_turn:  # libraries may hold locks of their own here, which nothing in this process lets go
+        if self._has_turn:  # locks that libraries held at the fork are never released in this process
             remedy = "Fork while no thread computes, or load the model in the process that uses it."
             self._home.refuse("A pass that another thread had begun", remedy)
         self._home.settle()
@@ -262,7 +261,7 @@ class Streamer:
             lane.loader.reset()
 
     def _let_go(self) -> None:
-        """Let go of whatever is bound, and of what was brought because it was read."""
+        """Free all bound weights, and those that were made because they were read."""
         for name in list(self._letting_go):
             self._letting_go.pop(name)()
         if self.embedding_rows is not None:
@@ -281,7 +280,7 @@ class Streamer:
             return
         if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(lane.boundary, with_kwargs=True)
-        if tier in READY or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made
+        if tier in READY or (tier is Tier.PACKED and source.is_view):  # multiplied in stored form
             for place, tensor in self._made_for_good(source, device, self._memos[device.name]):
                 place.bind(tensor)
             if self._profiler.enabled and not unit.holds_units:  # their time is not counted twice
@@ -318,7 +317,7 @@ class Streamer:
             part = supply.bring()
             if is_plain := not source.dequantizes:
                 self._start(name)  # binding is counted with computing
-            # a parameter that is made in a caller's inference mode hides that it requires a gradient: see Place.bind
+            # a parameter made in a caller's inference mode does not show that it requires a gradient: see Place.bind
             with self._dequantizing(source), torch.inference_mode(False):
                 source.make(self._model, part)
                 if self._profiler.enabled:
@@ -334,7 +333,7 @@ class Streamer:
         module.register_forward_hook(after, always_call=True)
 
     def _dequantizing(self, source: UnitSource) -> AbstractContextManager[None]:
-        """The stage in which a unit's parameters are made; none where they are not made from codes."""
+        """The profiler's stage in which a unit is dequantized; an empty context if it has no codes."""
         if source.dequantizes:
             return self._profiler.stage(source.unit.name, DEQUANTIZE)
         return contextlib.nullcontext()
@@ -349,11 +348,11 @@ class Streamer:
             self._profiler.add(unit, COMPUTE, self._working_time() - started)
 
     def _working_time(self) -> float:
-        """A clock that stands still while a unit waits for experts."""
+        """A clock that stops while a unit waits for experts."""
         return time.perf_counter() - sum(pool.waited for pool in self.pools.values())
 
     def _unbinding(self, source: UnitSource, device: Device, *, elsewhere: bool = False) -> Callable[[], None]:
-        """What puts the placeholders of a unit in the places of its weights."""
+        """A function that replaces the weights of a unit by placeholders."""
 
         def bring(place: Place) -> torch.Tensor:
             return self._bring(source, device, place, elsewhere=elsewhere)
@@ -367,7 +366,7 @@ class Streamer:
         return unbind
 
     def _bring(self, source: UnitSource, device: Device, place: Place, *, elsewhere: bool) -> torch.Tensor:
-        """The weight of a place, because something reads it that is not its unit's own forward.
+        """The weight of a placeholder that is read outside its unit's own forward.
 
         Raises:
             AbsentWeightError: it cannot be read now.
@@ -380,7 +379,7 @@ class Streamer:
                 with self._dequantizing(source):
                     made = self._brought[unit.name] = self._made_for_reading(source, device, memo)
             return made[place.target]
-        if not elsewhere and called_by("peft"):  # some adapters begin with the weights that they are put on
+        if not elsewhere and called_by("peft"):  # some adapters are initialised from their base weights
             memo = ChainMap[str, dict[str, torch.Tensor]]({}, self._memos[device.name])
             return self._made_for_reading(source, device, memo, place.target)[place.target]
         why = "it is made for each pass"
@@ -404,18 +403,18 @@ class Streamer:
     def _made_for_good(
         self, source: UnitSource, device: Device, memo: Memo, only: str | None = None
     ) -> Iterator[tuple[Place, torch.Tensor]]:
-        """The parameters of a unit as those of a resident one are: they need nothing that is given back."""
-        # what is not used as it is stored is copied, or a norm would keep all of its layer's bytes
+        """The parameters of a unit in memory of their own, as for a resident one: they use no streaming buffer."""
+        # tensors of a unit that is not a view are copied, else a norm would keep the bytes of its whole layer
         apart = not device.shares_host_memory and not source.is_view
         part = self._packed.get(source.unit.name) or self._part(source, device)
         return source.made(self._model, part, memo, apart=apart, only=only)
 
     def _part(self, source: UnitSource, device: Device) -> PartReader:
-        """A reader of a unit's stored parts, on its device for good."""
+        """A reader of a unit's stored parts, resident on its device."""
         return self._mapped if device.shares_host_memory else self._uploaded(source, device)
 
     def _uploaded(self, source: UnitSource, device: Device) -> PartReader:
-        """A unit's stored bytes, copied to its device for good."""
+        """A reader of a unit's stored bytes, after they are copied to its device."""
         buffer = device.device_buffer(source.buffer_bytes)
         kept = self._kept.get(device.name)
         host = kept.units.get(source.unit.name) if kept is not None else None
@@ -430,7 +429,7 @@ class Streamer:
 
 
 def _around(path: str) -> Iterator[str]:
-    """The paths of the modules that a module is in, the model's own left out."""
+    """The paths of the modules that a module is in, without the model's own."""
     return (path[:at] for at, letter in enumerate(path) if letter == ".")
 
 
@@ -448,7 +447,7 @@ class _Packed:
 
 
 class _Streamed:
-    """Supply of a unit whose stored bytes are brought for each pass."""
+    """Supply of a unit whose stored bytes are read or copied for each pass."""
 
     def __init__(self, source: UnitSource, lane: DeviceExecutor, prefetching: bool) -> None:
         self._source = source

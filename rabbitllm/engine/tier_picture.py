@@ -1,8 +1,8 @@
-"""Which layer lives where, as a picture (PNG, SVG or PDF by the file's name), drawn by matplotlib from a placement.
+"""A picture of a placement (PNG, SVG or PDF by the file's name), drawn by matplotlib.
 
-Above, a bar for each unit in the order of a pass, as high as it is stored, in the colour of the place where it stays;
-of experts that come and go the shares that are kept lie on it, below the share that is read when it is used. Below,
-each device and the disk with the bytes that are there. A planned placement is drawn like a model's own.
+The upper part has a bar for each unit in the order of a pass, with its stored bytes as height and the colour of its
+tier; stacked on it are the cached shares of streamed experts, and above them the share that is read when it is used.
+The lower part has a bar for each device and the disk, with the bytes on it. A plan's placement is drawn like a model's.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ COLOURS: Mapping[str, str] = {
     EXPERTS_AWAY: "#BFD9EC",
     AWAY: "#DDDDDD",
 }
-"""What is drawn, from the bottom of a bar up; from the palette of Okabe and Ito, which the colour-blind can tell
+"""Label -> colour, from the bottom of a bar up; from the palette of Okabe and Ito, which the colour-blind can tell
 apart."""
 ON_DISK = (DISK, EXPERTS_AWAY, ROWS)
-"""What has no place between two passes but its layer file."""
+"""Labels of bytes that are only in the layer file between two passes."""
 _ON_GPU: Mapping[Tier, str] = {Tier.RESIDENT: READY, Tier.PACKED: STORED}
 _ON_HOST: Mapping[Tier, str] = {Tier.RESIDENT: MAPPED, Tier.PACKED: CODES}
 _ANYWHERE: Mapping[Tier, str] = {
@@ -52,17 +52,17 @@ _ANYWHERE: Mapping[Tier, str] = {
     Tier.ELSEWHERE: AWAY,
 }
 _WIDTH = 8.5
-"""Inches: at 800 pixels a point of type is more than one pixel."""
+"""Inches; at 800 pixels a point of type is more than one pixel."""
 _AXIS, _LETTER, _GAP = 7.0, 0.085, 0.12
-"""Inches: of the axis of units, of a letter below it, and between two names there."""
+"""Inches: the length of the axis of units, the width of a letter below it, and the gap between two names there."""
 _MAX_LABELS = 14
 _SEEN = 0.0005
-"""Of all bytes: less is not seen, and not explained."""
+"""Share of all bytes below which a colour is not visible, and omitted from the legend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One unit: its path, its device, and its stored bytes by the words of `COLOURS`, its experts' among them."""
+    """One unit: its path, its device, and its stored bytes by the labels of `COLOURS`, including its experts."""
 
     unit: str
     device: str
@@ -70,12 +70,12 @@ class Bar:
 
     @property
     def nbytes(self) -> int:
-        """Of all."""
+        """The sum of all parts."""
         return sum(self.parts.values())
 
 
 def bars(placement: Placement) -> tuple[Bar, ...]:
-    """What is drawn of each unit, in the order of a pass."""
+    """The bar of each unit, in the order of a pass."""
     hosts = {budget.device for budget in placement.budgets if budget.is_host}
     shares = {pool.device: (pool.slots / pool.experts, pool.host_slots / pool.experts) for pool in placement.pools}
     experts: dict[str, list[PlacedUnit]] = {}
@@ -107,7 +107,7 @@ def _word(placed: PlacedUnit, hosts: set[str]) -> str:
 
 
 def places(placement: Placement) -> dict[str, dict[str, int]]:
-    """Each device, pinned memory and the disk -> what is there, in bytes by the words of `COLOURS`."""
+    """Each device, pinned memory and the disk -> the bytes on it, by the labels of `COLOURS`."""
     found: dict[str, Counter[str]] = {budget.device: Counter() for budget in placement.budgets}
     for bar in bars(placement):
         for word, nbytes in bar.parts.items():
@@ -118,16 +118,16 @@ def places(placement: Placement) -> dict[str, dict[str, int]]:
 
 
 def draw_placement(placement: Placement, path: str | Path, title: str = "", note: str = "") -> None:
-    """Draw it.
+    """Draw a placement.
 
     Args:
         placement: `model.placement`, or that of a plan (`plan(...).generations[0].placement`).
-        path: of the file, which is replaced.
-        title: first line, above the picture.
+        path: of the picture; an existing file is replaced.
+        title: first line above the picture.
         note: second line.
 
     Raises:
-        OptionError: the file's name ends in no format that is drawn.
+        OptionError: the ending of the file's name is not a supported format.
         MissingPackageError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
@@ -155,7 +155,7 @@ def _drawn(placement: Placement, title: str, note: str) -> Any:
 
 
 def _units(axes: Any, shown: Sequence[Bar], size: float, name: str) -> None:
-    """A bar for each unit; the devices' names above theirs."""
+    """Draw a bar for each unit, with the devices' names above."""
     bottom = [0.0] * len(shown)
     for word, colour in COLOURS.items():
         heights = [bar.parts.get(word, 0) / size for bar in shown]
@@ -185,7 +185,7 @@ def _spans(shown: Sequence[Bar]) -> Iterator[tuple[int, int, str]]:
 
 
 def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:
-    """Places and names: of what is no decoder layer the largest, of those some numbers, and none over another."""
+    """Indices of bars and their labels: large units outside the decoder and some layer numbers, without overlap."""
     inches = _AXIS / len(shown)
     known = {at: bar.unit.rpartition(".")[2] for at, bar in enumerate(shown)}
     layers = [at for at, name in known.items() if name.isdigit()]
@@ -200,12 +200,12 @@ def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:
 
 
 def _rounded(step: int) -> int:
-    """A step that people count in."""
+    """The next round number."""
     return next((good for good in (1, 2, 5, 10, 20, 25, 50, 100) if good >= step), step)
 
 
 def _totals(axes: Any, placement: Placement, there: Mapping[str, Mapping[str, int]], size: float, name: str) -> None:
-    """A row for each place, as long as what is there; the limit of a device as a line."""
+    """Draw a bar for each device and the disk, with the bytes on it as length; the limit of a device as a line."""
     limits = {budget.device: budget.nbytes / size for budget in placement.budgets}
     longest = max((sum(parts.values()) / size for parts in there.values()), default=0.0) or 1.0
     for row, (place, parts) in enumerate(there.items()):

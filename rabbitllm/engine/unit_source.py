@@ -1,6 +1,6 @@
-"""What a unit is made from: which bytes of which layer files, and how they become its parameters.
+"""The bytes of a unit in layer files, and how they become its parameters.
 
-Everything is decided once, when the model is built; a pass only reads and makes. Knows no hooks and no streams.
+All this is decided once, when the model is built; a pass only reads the bytes and makes the parameters.
 """
 
 from __future__ import annotations
@@ -27,43 +27,48 @@ PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
-"""Types of tensors that stand for themselves; those of any other are codes."""
+"""Dtypes of plain values; tensors of any other dtype hold codes."""
 
 Memo = MutableMapping[str, dict[str, torch.Tensor]]
-"""Recipe key -> target -> tensor, of recipes that were carried out for good."""
+"""Recipe key -> target -> tensor, of recipes whose tensors stay bound."""
 
 
 Packs = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
-"""How a stored matrix is multiplied by inputs of a dtype without being made, or None where it is better made."""
+"""Quantized form, dtype of the inputs -> the type that multiplies from codes, or None to dequantize the matrix."""
 
 
 @dataclass(frozen=True)
 class UnitJob:
-    """A recipe and the places of the unit that its targets go to: (target made, place); `packed` are those that get
-    its one stored tensor as it is stored, in a matrix of this kind."""
+    """A recipe and the parameters of the unit that it makes.
+
+    Attributes:
+        recipe: makes the parameters.
+        places: (target of the recipe, parameter).
+        packed: parameters that get the recipe's one stored tensor in quantized form, as a matrix of this type.
+    """
 
     recipe: Recipe
     places: tuple[tuple[str, Place], ...]
     packed: tuple[tuple[type[StoredMatrix], Place], ...] = ()
 
     def alone(self, target: str) -> UnitJob:
-        """What is left of it for one place."""
+        """The same job for one target only."""
         places = tuple(entry for entry in self.places if entry[1].target == target)
         return UnitJob(self.recipe, places, tuple(entry for entry in self.packed if entry[1].target == target))
 
 
 @dataclass(frozen=True)
 class UnitSource:
-    """All that is known of a unit before a pass.
+    """A unit and the stored bytes of its parameters, as decided when the model is built.
 
     Attributes:
-        unit: the module and its places.
-        jobs: what makes its parameters.
-        stored: the tensors it needs, by name.
-        spans: what to read into one buffer, in file order.
+        unit: the module and its parameters.
+        jobs: make the parameters.
+        stored: the tensors that they need, by name.
+        spans: the runs of bytes to read into one buffer, in file order.
         buffer_bytes: length of that buffer.
-        ready_bytes: of the parameters, made.
-        is_view: whether the parameters are the stored bytes themselves: nothing compressed, cast or fused.
+        ready_bytes: of the parameters when ready to use.
+        is_view: whether the parameters are views of the stored bytes: nothing is compressed, cast or fused.
     """
 
     unit: Unit
@@ -84,13 +89,13 @@ class UnitSource:
 
     @property
     def places(self) -> Iterator[Place]:
-        """Where its parameters are bound."""
+        """Its parameters, as entries of modules' tables."""
         for job in self.jobs:
             yield from (place for _, place in job.places)
             yield from (place for _, place in job.packed)
 
     def bytes_of(self, job: UnitJob) -> tuple[int, int]:
-        """What a job's tensors take: as they are stored, and made."""
+        """Bytes of a job's tensors: stored, and ready to use."""
         names = [name for _, name in job.recipe.sources]
         stored = sum(self.stored[name].nbytes for name in names)
         made = 0 if job.recipe.wraps else sum(place.shape.numel() * place.dtype.itemsize for _, place in job.places)
@@ -98,12 +103,12 @@ class UnitSource:
 
     @property
     def stored_bytes(self) -> int:
-        """Of its tensors, on disk."""
+        """Bytes of its tensors on disk."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
     @property
     def scale_bytes(self) -> int:
-        """Of scales that are made, before codes are multiplied, of such that are quantized themselves."""
+        """Bytes of the scales that are dequantized before codes are multiplied."""
         packed = {job.recipe.sources[0][1] for job in self.jobs if job.packed}
         return sum(expanded_bytes(form) for name in packed if (form := self.stored[name].quantized) is not None)
 
@@ -132,14 +137,14 @@ class UnitSource:
         apart: bool = False,
         only: str | None = None,
     ) -> Iterator[tuple[Place, torch.Tensor]]:
-        """Make the parameters: each with its place.
+        """Make the parameters: the table entry and the tensor of each.
 
         Args:
             model: the skeleton, for conversions.
-            part: gives the stored parts.
-            memo: recipe key -> what it made; filled, and used by tied units that stay bound.
-            apart: make copies of what would be used as it is stored, so that the stored parts can go.
-            only: the one target that is wanted; None for all.
+            part: provides the stored parts.
+            memo: recipe key -> its tensors; filled, and used by tied units that stay bound.
+            apart: copy tensors that would be views of stored parts, so that these can be freed.
+            only: the only target to make; None for all.
         """
         for job in self.jobs if only is None else [job.alone(only) for job in self.jobs]:
             for kind, place in job.packed:
@@ -182,9 +187,9 @@ class UnitSource:
 
 
 def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Bytes, uint8 (nbytes,), as the tensor they are; copied if they start on no multiple of 64 bytes.
+    """Bytes, uint8 (nbytes,), as a tensor of the spec's dtype and shape; copied if not aligned to 64 bytes.
 
-    Kernels give other last bits on weights that are aligned to less than 16 bytes.
+    Kernels round differently on weights that are aligned to less than 16 bytes.
     """
     dtype = torch_dtype(spec.dtype)
     if flat.data_ptr() % TENSOR_ALIGNMENT:
@@ -205,19 +210,19 @@ def mapped_part(store: WeightFiles) -> PartReader:
 
 
 def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs | None = None) -> UnitSource:
-    """Decide what a unit is made from.
+    """The source of a unit.
 
     Args:
-        unit: the module and its places.
-        weights: which stored tensors make which parameters.
-        store: where they are.
-        packs: how weights of Linears are multiplied as they are stored; None to make all of them.
+        unit: the module and its parameters.
+        weights: the recipes of the parameters.
+        store: the files of the stored tensors.
+        packs: how quantized weights of Linears are multiplied from their codes; None to dequantize all of them.
     """
     by_key: dict[str, tuple[Recipe, list[tuple[str, Place]], list[tuple[type[StoredMatrix], Place]]]] = {}
     for place in unit.places:
         recipe = weights.recipe(place.target)
         if recipe is None:
-            continue  # absent, and allowed to be: it was given its initial value
+            continue  # absent, which the model allows: it has its initial value
         made_as = place.target if place.target in recipe.targets else weights.ties[place.target]
         _, made, packed = by_key.setdefault(recipe.key, (recipe, [], []))
         kind = _kind(place, recipe, store.tensors, packs) if packs is not None else None
@@ -253,9 +258,9 @@ def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
 
 
 def _spans(stored: Mapping[str, StoredTensor]) -> tuple[FileSpan, ...]:
-    """Parts that touch each other in their file, in one buffer, each run in blocks of its own, in file order.
+    """Runs of contiguous parts, in file order, in one buffer, where each run has blocks of its own.
 
-    Where several begin at one place, as weights that share a storage do, the longest comes last.
+    If several begin at one offset, as weights that share a storage do, the longest comes last.
     """
     parts = sorted((part.file, part.offset, part.nbytes) for tensor in stored.values() for part in tensor.parts)
     spans: list[FileSpan] = []

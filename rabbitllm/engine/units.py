@@ -1,8 +1,8 @@
-"""The modules whose weights come and go together, and the places where their parameters are bound.
+"""Units: the modules whose weights are bound and unbound together, and the table entries of their parameters.
 
 A unit is a decoder layer (the outermost layer of a stack), or any other module that owns parameters itself: the
-embedding, the norm, the head; torch's own attention is one, whole. Binding writes into the module's own parameter
-table, which costs under a microsecond a tensor; every public way costs 50 to 200 times more. Knows no files.
+embedding, the norm, the head; torch's own attention is one unit as a whole. Binding writes into the module's own
+parameter table, which takes less than a microsecond for each tensor; every public way takes 50 to 200 times longer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Place:
         table: the module's `_parameters` or `_buffers`.
         leaf: the key in it.
         target: the full name in the model.
-        shape, dtype: of the tensor that belongs there.
-        is_linear_weight: whether it is only multiplied with, by `torch.nn.functional.linear`.
-        marks: what a quantizer says of its own kind of parameter, as attributes of it, and peft asks of it.
+        shape, dtype: of the tensor.
+        is_linear_weight: whether it is only used by `torch.nn.functional.linear`.
+        marks: attributes that a quantizer sets on its own type of parameter, and peft reads.
     """
 
     table: MutableMapping[str, Any]
@@ -42,15 +42,15 @@ class Place:
     marks: Mapping[str, object] = field(default_factory=dict)
 
     def bind(self, tensor: torch.Tensor) -> None:
-        """Put a tensor there, or a placeholder; see `bindable`."""
+        """Set the entry to a tensor or a placeholder; see `bindable`."""
         self.table[self.leaf] = self.bindable(tensor)
 
     def bindable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor as it belongs there: as a parameter if parameters live there.
+        """A tensor as it is bound: as a parameter if the table is one of parameters.
 
-        It says that it requires a gradient, as a parameter of an ordinary model does, because torch.matmul folds its
-        operands differently if one does, and the last bits with them. One that is a parameter already is a quantizer's
-        own kind, with its scales on it.
+        It requires a gradient, as a parameter of an ordinary model does, because torch.matmul folds its operands
+        differently if one does, which changes the rounding. A tensor that is a parameter already is of a quantizer's
+        own type, with its scales as attributes.
         """
         if isinstance(tensor, nn.Parameter) or not self._is_parameter:
             return tensor
@@ -58,11 +58,11 @@ class Place:
         return nn.Parameter(tensor, requires_grad=needs)
 
     def placeholder(self, device: torch.device, bring: Callable[[Place], torch.Tensor]) -> AbsentWeight:
-        """Something of the right device, dtype and shape that takes no memory and has no values.
+        """A placeholder of the weight's device, dtype and shape, without memory and values.
 
         Args:
-            device: where the weight computes.
-            bring: asked for the weight, as `bindable` makes it, when something reads its values.
+            device: the device of the weight.
+            bring: called for the weight, in the form of `bindable`, when its values are read.
         """
         is_parameter, marks = self._is_parameter, self.marks
         return AbsentWeight(lambda: bring(self), self.shape, self.dtype, device, is_parameter=is_parameter, marks=marks)
@@ -94,7 +94,7 @@ class Unit:
 def find_units(model: PreTrainedModel) -> list[Unit]:
     """The units of a model, in the order of its modules, which is nearly always the order of a pass."""
     layers = set(_layer_paths(model))
-    # torch's own attention reads its output matrix, by another kernel where that is no plain tensor
+    # torch's own attention reads its output matrix, and uses another kernel if that is not a plain tensor
     reading = {name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     whole = layers | reading
     units = []
@@ -109,7 +109,7 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
 
 
 def input_embedding(model: PreTrainedModel) -> nn.Module | None:
-    """The module that turns token ids into vectors; None where the model says of none (some models for pictures)."""
+    """The module that turns token ids into vectors; None if the model names none (some models for pictures)."""
     try:
         found: nn.Module | None = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):

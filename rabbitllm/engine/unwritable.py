@@ -1,8 +1,8 @@
-"""Weights that cannot be written to, and what stands for a weight while it is not in memory.
+"""Weights that cannot be written to, and placeholders of weights that are not in memory.
 
-Merging an adapter, loading other weights or initialising again would be lost with the next pass, or not happen at all,
-without any sign of it. So writing is refused, by name; and reading a weight that is not in memory brings the weight
-itself, or is refused too. Knows no files.
+Merging an adapter, loading other weights or initialising again would be lost with the next pass, or have no effect,
+without an error. So functions that write are refused, by name. Reading a weight that is not in memory makes the weight
+itself, or is refused too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad"})
-"""In-place methods that leave the values as they are."""
+"""In-place methods that do not change the values."""
 
 
 def refuse_writing(
@@ -27,15 +27,15 @@ def refuse_writing(
     """Refuse a function of torch that would write to a weight of this kind.
 
     Args:
-        func, args, kwargs: as `__torch_function__` gets them.
-        kind: of the weights.
-        why: what they are, for the message.
+        func, args, kwargs: from `__torch_function__`.
+        kind: the type of the weights.
+        why: the reason, for the message.
 
     Raises:
-        ReadOnlyWeightError: it would.
+        ReadOnlyWeightError: the function writes to such a weight.
     """
     named = kwargs or {}
-    target = args[0] if args else named.get("tensor", named.get("input"))  # torch.nn.init gives it by name
+    target = args[0] if args else named.get("tensor", named.get("input"))  # torch.nn.init passes it by name
     written = isinstance(target, kind) and _writes_to_the_first(func)
     if written or isinstance(named.get("out"), kind):
         raise ReadOnlyWeightError(
@@ -59,14 +59,14 @@ _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage})
 
 
 def reads_memory(func: Callable[..., Any], why: str) -> bool:
-    """Whether a function of torch reads a tensor's memory by itself, where every other goes through operations.
+    """Whether a function of torch reads a tensor's memory directly; all others read it through operations.
 
     Args:
-        func: as `__torch_function__` gets it.
-        why: the tensor has no memory that it could read, for the message.
+        func: from `__torch_function__`.
+        why: the reason why the tensor has no memory, for the message.
 
     Raises:
-        AbsentWeightError: it asks for the memory itself.
+        AbsentWeightError: it returns the address or the storage.
     """
     if func in _ADDRESSES:
         raise AbsentWeightError(
@@ -88,37 +88,36 @@ _METADATA = frozenset(
         *("__dlpack_device__",),
     }
 )
-"""What is answered without values: attributes, methods and functions of torch, by name. All `is_…` are besides."""
+"""Attributes, methods and functions of torch that need no values, by name; all `is_…` except `_VALUES` count too."""
 _VALUES = frozenset({"is_nonzero", "is_set_to"})
-"""Questions that begin like these and need values."""
+"""Functions `is_…` that need values."""
 _CONVERSIONS = frozenset(
     {"to", "type", "cpu", "cuda", "contiguous", "float", "double", "half", "bfloat16", "int", "long", "bool"}
 )
-"""Methods that give the tensor itself where nothing has to be changed."""
+"""Methods that return the tensor itself if there is no change."""
 _OTHERS_FORM = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
 """Methods of another tensor that take the dtype, the device or the shape of this one."""
 _THE_SAME = frozenset({"data", "detach"})
-"""What gives another name to the same weight."""
+"""Attributes and methods that return another object for the same weight."""
 
 
 class AbsentWeight(torch.Tensor):
-    """Stands for a weight that is not in memory: its shape, strides, dtype and device, and no values.
+    """A placeholder of a weight that is not in memory: its shape, strides, dtype and device, and no values.
 
-    Questions about these are answered without reading. Whatever needs the values asks `bring` for the weight and is
-    computed with that; the result is an ordinary tensor. There is no storage, so no kernel can take anything for the
-    values.
+    These are available without reading. An operation that needs the values calls `bring` for the weight and computes
+    with it; the result is an ordinary tensor. There is no storage, so no kernel can use other memory as the values.
 
-    A meta tensor would not do: code that moves inputs to `weight.device` would move them to meta, and an embedding of
+    A meta tensor would not work: code that moves inputs to `weight.device` would move them to meta, and an embedding of
     meta ids returns garbage without an error.
 
     Args:
-        bring: gives the weight itself, or raises where it cannot be read now.
+        bring: returns the weight itself, or raises if it cannot be read now.
         shape, dtype, device: of the weight.
-        is_parameter: whether it is one, or a buffer.
-        marks: attributes that it has besides.
+        is_parameter: whether it is a parameter; else it is a buffer.
+        marks: further attributes.
     """
 
-    _is_hf_initialized = True  # transformers asks before it initialises
+    _is_hf_initialized = True  # transformers checks it before it initialises
     _bring: Callable[[], torch.Tensor]
 
     @staticmethod
@@ -138,7 +137,7 @@ class AbsentWeight(torch.Tensor):
         )
         made.__dict__.update(marks or {})
         made._bring = bring
-        made._is_param = is_parameter  # which makes it an nn.Parameter to isinstance
+        made._is_param = is_parameter  # makes isinstance(made, nn.Parameter) true
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +162,7 @@ class AbsentWeight(torch.Tensor):
         )
 
     def _again(self) -> AbsentWeight:
-        """Another object for the same weight, which `detach` makes no parameter."""
+        """Another object for the same weight, not a parameter, as from `detach`."""
         return AbsentWeight(self._bring, self.shape, self.dtype, self.device, is_parameter=False)
 
     @classmethod
@@ -177,7 +176,7 @@ class AbsentWeight(torch.Tensor):
         named = dict(kwargs or {})
         name = _name_of(func)
         refuse_writing(func, args, named, AbsentWeight, _WHY)
-        if name == "clone" and called_by("peft"):  # it clones what it will merge into
+        if name == "clone" and called_by("peft"):  # it clones the weights that it will merge into
             refuse_writing(torch.Tensor.copy_, args, None, AbsentWeight, _WHY)
         own = args[0] if args and isinstance(args[0], AbsentWeight) else None
         if (
@@ -212,7 +211,7 @@ class AbsentWeight(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What no torch function has seen: operations inside of others."""
+        """Handle operations that did not go through `__torch_function__`: those inside of others."""
         if func is torch.ops.aten.detach.default or func is torch.ops.aten.alias.default:
             return args[0]._again()
         if func is torch.ops.aten.is_pinned.default:
@@ -221,7 +220,7 @@ class AbsentWeight(torch.Tensor):
 
 
 class _Untrainable(torch.autograd.Function):
-    """The value itself, whose backward pass is refused."""
+    """A copy of the value whose backward pass is refused."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -237,8 +236,9 @@ class _Untrainable(torch.autograd.Function):
 
 
 def untrainable(output: Any, *, training: bool) -> Any:
-    """The output of a pass without gradients, for a caller who may want some: its loss refuses a backward pass with an
-    error of ours, and so do all other tensors if the model is in training mode.
+    """The output of a pass without gradients, whose loss refuses a backward pass with an `AbsentWeightError`.
+
+    In training mode all other tensors refuse it too.
 
     Args:
         output: of a forward, changed in place where that is possible.
@@ -265,7 +265,7 @@ def _brought(value: Any) -> Any:
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """Of a function or a method; of an attribute that is read or set, its own."""
+    """The name of a function or a method, or of the attribute that it gets or sets."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)

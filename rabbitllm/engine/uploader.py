@@ -1,10 +1,10 @@
-"""Host memory -> device buffers, ahead of need, for devices with memory of their own.
+"""Prefetches units from host memory into device buffers, for devices with memory of their own.
 
-Two lanes. One thread reads what is on the disk into a few pinned buffers, as far ahead as these reach, so that
-the disk is at work while other units are copied. Another begins the copies, in the order of need, each as soon as a
-device buffer is free: what is kept in pinned memory straight from there, what was read from where it was read to.
-So a copy waits for a read only where that unit is needed first. Nothing here waits for a copy but the next read into
-the same buffer; the computation waits on the device. Knows no hooks and no modules.
+One thread reads units on the disk into a few pinned buffers, as far ahead as there are buffers, so that the disk reads
+while other units are copied. Another thread begins the copies, in the order of use, each as soon as a device buffer is
+free: units that are kept in pinned memory directly from there, the others from the buffer that they were read into. So
+copies wait for a read only when its unit is the next one that is needed. Only the next read into the same buffer waits
+for a copy; the computation waits on the device.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from rabbitllm.telemetry.profiler import PINNED_UPLOAD, READ_WAIT, UPLOAD, UPLOA
 
 
 class Uploader:
-    """Brings the units of one device that are not on it.
+    """Copies the units of one device to it that are not resident on it.
 
     Args:
         sources: the units, by name.
-        kept: the bytes of those that stay in host memory, uint8, laid out as their source says.
-        disk: reads the others.
-        device: where they go.
+        kept: the bytes of units that are kept in host memory, uint8, in the layout of their source.
+        disk: reads the other units.
+        device: the device that they are copied to.
         profiler: records reading, copying and waiting.
-        memory: gives buffers to read into.
+        memory: provides buffers to read into.
 
     Attributes:
-        waited: seconds that callers have waited for units of the disk, in all.
-        waited_for_copies: and for those in host memory.
+        waited: seconds that callers have waited for units on the disk, in all.
+        waited_for_copies: seconds that callers have waited for units in host memory, in all.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Uploader:
         staging = [memory.take_anyhow(largest(on_disk)) for _ in range(STAGING if on_disk else 0)]
         self._disk = Loader(on_disk, disk, device, profiler, staging, STAGING)
         buffers = [device.device_buffer(largest(sources)) for _ in range(SLOTS if sources else 0)]
-        # the first copy waits too: this memory may belong to a computation that is not over
+        # the first copy waits too: this memory may still be used by a running computation
         self._ahead = Prefetcher([BufferSlot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}")
 
     @property
@@ -71,7 +71,7 @@ class Uploader:
         return self._disk.loads
 
     def expect(self, units: Iterable[str]) -> None:
-        """Bring these ahead, in this order, and nothing else: read as far as buffers reach, copy as far as slots do."""
+        """Prefetch these in this order, and cancel all other requests; buffers limit the reads, slots the copies."""
         order = list(units)
         soon = order[:SLOTS]
         self._ahead.forget(but=soon)
@@ -80,10 +80,10 @@ class Uploader:
             self._ahead.request(unit, partial(self._upload, unit, reads))
 
     def take(self, unit: str) -> FilledSlot:
-        """The unit's bytes on the device; blocks until their copy is asked for. `give_back` its slot after use."""
+        """The unit's bytes on the device; blocks until their copy is queued. `give_back` its slot after use."""
         start = time.perf_counter()
         if not self._ahead.is_coming(unit):
-            self._ahead.forget()  # something else was expected; its slots are needed now
+            self._ahead.forget()  # other units were expected; their slots are needed now
             self._ahead.request(unit, partial(self._upload, unit, None))
         loaded = self._ahead.take(unit)
         waited, stage = time.perf_counter() - start, UPLOAD_WAIT if unit in self._kept else READ_WAIT
@@ -98,11 +98,11 @@ class Uploader:
         return loaded
 
     def give_back(self, loaded: FilledSlot) -> None:
-        """Declare that the computation asked so far is the last to use this slot."""
+        """Declare that no computation after those queued so far uses this slot."""
         self._ahead.give_back(loaded, self._device.leave())
 
     def reset(self) -> None:
-        """Forget what was requested and taken; see `Prefetcher.reset`."""
+        """Discard all requests and taken slots; see `Prefetcher.reset`."""
         self._ahead.reset()
         self._disk.reset()
 
@@ -112,7 +112,7 @@ class Uploader:
         self._disk.close()
 
     def _upload(self, unit: str, reads: tuple[str, ...] | None, slot: BufferSlot) -> Any:
-        """Begin a copy; in the thread. `reads`: what to read ahead, or None to leave that as it is."""
+        """Begin a copy; runs in the thread. `reads`: the units to read ahead, or None for no change."""
         if reads is not None:
             self._disk.expect(reads)
         target = slot.buffer[: self._sources[unit].buffer_bytes]

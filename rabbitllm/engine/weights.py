@@ -1,9 +1,9 @@
-"""Stored tensors -> the parameters of the model's modules, through transformers' own key conversion.
+"""Makes the parameters of the model's modules from stored tensors, by transformers' own key conversion.
 
 A checkpoint's names are not the modules' names: keys are renamed, and some models fuse tensors (the experts of
 Qwen3-MoE are 2 x 128 tensors in the checkpoint and 2 parameters in the module). transformers keeps those rules in
-`conversion_mapping.py`; this module asks it once which stored tensors make which parameters, and later makes them.
-Mirrors `convert_and_load_state_dict_in_model`, including its order: cast first, then convert. Knows no devices.
+`conversion_mapping.py`; this module applies them once to map stored tensors to parameters, and later makes these.
+Mirrors `convert_and_load_state_dict_in_model`, including its order: cast first, then convert.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 
 # transformers' renaming of a checkpoint's keys, for checkpoints of tens of thousands of them.
 #
-# What comes out is what transformers' own functions give for each key. They take some 40 microseconds for one;
-# experts, which are all that is so many, differ in their number alone, and share what is found for the first two of
-# them.
+# The result equals that of transformers' own functions, which take some 40 microseconds for each key. Only experts have
+# so many keys. These differ in the expert's index alone, so the result for the first two experts is used for all.
 
 _EXPERT = re.compile(r"(.*?\bexperts\.)[0-9]+(\..+)")
 
 Renamed = tuple[str, str | None]
-"""The name in the model, and the source pattern of the converter that it is for, if there is one."""
+"""The name in the model, and the source pattern of its converter, None without one."""
 
 
 def in_load_order(names: Iterable[str]) -> list[str]:
@@ -45,7 +44,7 @@ def in_load_order(names: Iterable[str]) -> list[str]:
 
     keys: dict[str, Any] = {}
 
-    def key(name: str) -> list[Any]:  # what is between dots is judged by itself, and most of it is known
+    def key(name: str) -> list[Any]:  # the pieces between dots are independent, and most of them repeat
         found = []
         for piece in name.split("."):
             known = keys.get(piece)
@@ -58,10 +57,10 @@ def in_load_order(names: Iterable[str]) -> list[str]:
 
 
 class KeyRenaming:
-    """Where keys go in a model.
+    """Maps a checkpoint's keys to names in a model.
 
     Args:
-        renamings, converters: of the model, as transformers has them.
+        renamings, converters: of the model, from transformers.
         prefix: the model's `base_model_prefix`.
         expected: the model's own names.
     """
@@ -75,11 +74,11 @@ class KeyRenaming:
         self._experts: dict[tuple[str, str], list[Renamed]] = {}
 
     def __call__(self, name: str) -> Renamed:
-        """The model's name of a key; that which comes out may be none of the model's."""
+        """The name of a key in the model; the model may not have that name."""
         match = _EXPERT.fullmatch(name)
         if match is None:
             return self._renamed(name)
-        # should one expert go elsewhere, the others would be too few for their parameter, which is refused
+        # if one expert had another target, the others would be too few for their parameter, which is refused
         found = self._experts.setdefault(match.groups(), [])  # type: ignore[arg-type]
         if len(found) == 2 and found[0] == found[1]:
             return found[0]
@@ -91,7 +90,7 @@ class KeyRenaming:
         from transformers.core_model_loading import rename_source_key
 
         target, pattern = rename_source_key(name, *self._transforms, self._prefix, self._expected)
-        if target not in self._expected and name in self._expected:  # it was no name to rename, it may need the prefix
+        if target not in self._expected and name in self._expected:  # not a name to rename; it may need the prefix
             target, pattern = rename_source_key(name, [], [], self._prefix, self._expected)
         return target, pattern
 
@@ -109,15 +108,15 @@ class WeightTarget:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How some targets are made from some stored tensors.
+    """The conversion of stored tensors into one or more targets.
 
     Attributes:
-        key: the target that the conversion is filed under (the first one).
-        targets: every full name it makes.
-        sources: (pattern, stored name), in the order in which the conversion wants them.
+        key: the target that identifies the recipe (the first one).
+        targets: the full names of all targets.
+        sources: (pattern, stored name), in the order that the conversion needs.
         converter: transformers' operation; None if the one source is the one target.
-        dtype: what each floating source is cast to before the conversion; None where it takes them as they are stored.
-        wraps: whether what the converter makes are the stored bytes themselves, with what belongs to them.
+        dtype: floating sources are cast to it before the conversion; None if it takes them in their stored dtype.
+        wraps: whether the converter's result is a view of the stored bytes, with their scales.
     """
 
     key: str
@@ -133,8 +132,8 @@ class Recipe:
         """The targets' tensors.
 
         Args:
-            model: the skeleton; some conversions look at its config.
-            read: stored name and dtype -> the checkpoint tensor, floating ones in that dtype, if one is asked for.
+            model: the skeleton; some conversions use its config.
+            read: stored name and dtype -> the checkpoint tensor; a floating one in that dtype, unless it is None.
         """
         if self.converter is None:
             return {self.key: read(self.sources[0][1], self.dtype)}
@@ -146,7 +145,7 @@ class Recipe:
 
 
 def _fresh(converter: Any) -> Any:
-    """A conversion that has collected nothing; its operations, which hold nothing of what they convert, are shared."""
+    """A copy of a conversion without collected tensors; its operations, which keep no tensors, are shared."""
     made = copy.copy(converter)
     made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)
     return made
@@ -154,13 +153,13 @@ def _fresh(converter: Any) -> Any:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Which stored tensors make which parameters.
+    """The recipes of a model's parameters.
 
     Attributes:
         recipes: target name -> the recipe that makes it.
         ties: target name -> the target whose tensor it shares.
-        absent: targets that the checkpoint lacks and the model class allows it to.
-        unused: stored tensors that the model class has no use for.
+        absent: targets that the checkpoint lacks, as the model class allows.
+        unused: stored tensors that the model class does not use.
     """
 
     recipes: Mapping[str, Recipe]
@@ -206,13 +205,13 @@ def map_weights(
 
 
 UNUSED_SHARE = 0.5
-"""Of a checkpoint's bytes that a model may leave out, besides those that its class says it ignores."""
+"""Maximum share of a checkpoint's bytes that a model may leave unused; tensors that its class ignores do not count."""
 
 
 def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles) -> None:
-    """Refuse tensors that a model leaves out if they show that its config is another model's.
+    """Refuse unused tensors if they show that the config is another model's.
 
-    Those that its class says it ignores do not count.
+    Tensors that the model's class ignores do not count.
 
     Raises:
         IncompleteSplitError: they are further layers, or most of the bytes.
@@ -237,7 +236,7 @@ _BLOCK = re.compile(r"(.*?[A-Za-z_]\w*)\.(\d+)\.")
 
 
 def _blocks_beyond(unused: Iterable[str], weights: WeightMap) -> list[str]:
-    """Blocks of unused tensors that come after all blocks of the same list that are used, e.g. "model.layers.30"."""
+    """Unused blocks with a higher index than all used blocks of the same list, e.g. "model.layers.30"."""
     last: dict[str, int] = {}
     for recipe in weights.recipes.values():
         for _, name in recipe.sources:
@@ -249,7 +248,7 @@ def _blocks_beyond(unused: Iterable[str], weights: WeightMap) -> list[str]:
 
 
 def _predicts_further_tokens(config: Any) -> bool:
-    """Whether layers behind the last one are for multi-token prediction, which transformers leaves out."""
+    """Whether layers after the last one are for multi-token prediction, which transformers omits."""
     settings = config.get_text_config().to_dict() | config.to_dict()
     return any(("nextn" in key or "mtp" in key) and bool(value) for key, value in settings.items())
 
@@ -283,7 +282,7 @@ def _recipes(
         recipe = _recipe(key, tuple(sources), converter, stored, expected, quantizer)
         if recipe.dtype is not None:
             _check_kind(recipe, stored, expected)
-        # layers convert alike, and trying it out on hundreds of experts takes long
+        # layers convert alike, and a trial with hundreds of experts takes long
         shapes = tuple([(pattern, stored[name].shape, stored[name].parts[0].dtype) for pattern, name in recipe.sources])
         kind = (id(converter), recipe.dtype, shapes)
         tried = not published_checks.is_opaque(recipe.converter) and alike.get(kind) == expected[key].shape
@@ -305,8 +304,8 @@ def _recipe(
 ) -> Recipe:
     """A recipe before it is tried out.
 
-    A quantizer's own conversion is tried on every tensor of a name that it knows. It returns a tensor without
-    further stored parts (scales and the like) unchanged, so such a tensor has no conversion.
+    transformers applies a quantizer's own conversion to every tensor with a matching name. It returns a tensor without
+    further stored parts (such as scales) unchanged, so such a tensor has no conversion.
     """
     if not published.loads(converter, quantizer):
         return Recipe(key, (key,), sources, converter, expected[key].dtype)
@@ -321,14 +320,14 @@ def _recipe(
 
 
 _SCALES = re.compile(r"(?:\.|_)(?:weight_scale(?:_inv|_2)?|scale(?:_inv|_weight)?|scales|input_scale)$")
-"""The ends of names of scales, which stand next to the codes of their weight."""
+"""Endings of the names of scales; the codes of their weight have the same prefix."""
 
 
 def _check_kind(recipe: Recipe, stored: Mapping[str, StoredTensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse stored numbers that are no weights: integers or complex ones for a floating parameter.
+    """Refuse integers or complex numbers for a floating parameter.
 
     Raises:
-        IncompleteSplitError: it names the tensor and both dtypes.
+        IncompleteSplitError: a tensor has such a dtype.
     """
     if not expected[recipe.key].dtype.is_floating_point:
         return
@@ -343,10 +342,10 @@ def _check_kind(recipe: Recipe, stored: Mapping[str, StoredTensor], expected: Ma
 
 
 def _check_scales(stored: Mapping[str, StoredTensor], unused: Iterable[str]) -> None:
-    """Refuse codes whose scales the model would leave out, because its config says nothing of a quantization.
+    """Refuse codes whose scales the model would not use, because its config has no quantization settings.
 
     Raises:
-        IncompleteSplitError: it names a scale and its weight.
+        IncompleteSplitError: there are such scales.
     """
     by_owner = {name.rpartition(".")[0]: name for name in unused if _SCALES.search(name)}
     for name, tensor in stored.items():
@@ -362,17 +361,17 @@ def _check_scales(stored: Mapping[str, StoredTensor], unused: Iterable[str]) -> 
 def _checked(
     recipe: Recipe, model: PreTrainedModel, stored: Mapping[str, StoredTensor], expected: Mapping[str, torch.Tensor]
 ) -> Recipe:
-    """The recipe with all its targets, found by carrying it out on the meta device, where it costs no memory.
+    """The recipe with all its targets, found by a trial on the meta device, which takes no memory.
 
     Raises:
-        IncompleteSplitError: it fails, or makes a tensor of another shape than the module has.
+        IncompleteSplitError: it fails, or makes a tensor of another shape than the module's.
     """
     if published_checks.is_opaque(recipe.converter):
         published_checks.check_opaque(recipe.key, expected[recipe.key], recipe.sources, stored)
         return recipe
     try:
         made = recipe.make(model, lambda name, dtype: _weightless(stored[name], dtype))
-    except Exception as error:  # whatever a conversion raises on tensors of unexpected number or shape
+    except Exception as error:  # conversions raise any error for an unexpected number or shape of tensors
         raise IncompleteSplitError(
             f"the tensors for {recipe.key} ({', '.join(name for _, name in recipe.sources[:3])}, …) do not convert: "
             f"{type(error).__name__}: {error}."
@@ -388,14 +387,14 @@ def _checked(
 
 
 def _weightless(stored: StoredTensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor without elements in memory; in its own dtype where none is asked for."""
+    """A meta tensor of the stored shape; in its stored dtype if `dtype` is None."""
     import torch
 
     return torch.empty(stored.shape, dtype=dtype or torch_dtype(stored.parts[0].dtype), device="meta")
 
 
 def _ties(model: PreTrainedModel, recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """Tied targets without a tensor of their own -> a target that has one, whichever side the checkpoint stored."""
+    """Tied targets without a tensor of their own -> the target of the tie whose tensor the checkpoint has."""
     declared: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     groups: dict[str, set[str]] = {}
     for target, source in declared.items():

@@ -1,8 +1,8 @@
-"""bitsandbytes' weights at 4bit, made again and again around codes that come and go.
+"""bitsandbytes' 4bit weights, made for each pass around streamed codes.
 
-transformers' own operation reads a part of each weight's state from JSON in a tensor, and another number from it into
-one: from and to a GPU, for which the computation would be waited for at every matrix of every pass. What is read is the
-same every time, so it is read the first time only.
+transformers' own operation reads a part of each weight's state from JSON in a tensor, and puts a number from it into
+another tensor. With tensors on a GPU, each matrix of each pass would wait for the computation. The state is the same in
+each pass, so it is read in the first only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.core_model_loading import ConversionOps
 
 
 class WrapAgain(ConversionOps):  # type: ignore[misc]
-    """transformers' operation the first time, and its result around other tensors after that. For one weight.
+    """transformers' operation at the first call, then its result with the new tensors. For one weight.
 
     Args:
         first: transformers' operation.
@@ -55,7 +55,7 @@ class WrapAgain(ConversionOps):  # type: ignore[misc]
 
 
 def _without_tensors(made: Any) -> tuple[type, Any]:
-    """The kind of a parameter, and a copy of its state that holds on to none of its parts."""
+    """The type of a parameter, and a copy of its state without its tensors."""
     state = copy.copy(made.quant_state)
     state.absmax = state.code = None
     if state.nested:

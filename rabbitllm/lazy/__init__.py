@@ -1,1 +1,1 @@
-"""Checkpoints as mappings of tensors that are read when they are used. Knows no models and no devices."""
+"""Checkpoints as mappings of tensors that are read when they are used. Independent of models and devices."""

@@ -1,6 +1,6 @@
-"""Tensors that several open files have a piece of each, or that lie in one in another order: made when asked for.
+"""Tensors whose pieces are in several open files, or in one file in another order; made when they are used.
 
-They are copies, in memory of their own. Knows how pieces make a whole, and nothing of why they were cut.
+They are copies, in memory of their own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class JoinedFiles:
-    """Makes tensors of the pieces that files have; asked like a `ShardFile`.
+    """Makes tensors from pieces in files, with the interface of a `ShardFile`.
 
     Args:
-        path: what to call it.
+        path: for messages.
         files: the open files by name.
-        pieces: tensor name -> what the files have of it, in order.
+        pieces: tensor name -> its pieces in the files, in order.
     """
 
     def __init__(self, path: Path, files: Mapping[str, ShardFile], pieces: Mapping[str, Sequence[TensorSpec]]) -> None:
@@ -31,11 +31,11 @@ class JoinedFiles:
         self._pieces = pieces
 
     def viewable(self, spec: TensorSpec) -> bool:
-        """Never."""
+        """False: such a tensor is always a copy."""
         return False
 
     def has_rows(self, spec: TensorSpec) -> bool:
-        """No part of a tensor is made without the rest."""
+        """False: such a tensor is only read whole."""
         return False
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
@@ -53,11 +53,11 @@ class JoinedFiles:
         return self._files[piece.file].tensor(plain).reshape(piece.shape)
 
     def fill(self, spec: TensorSpec, buffer: memoryview) -> bool:
-        """Never; see `ShardFile.fill`."""
+        """Read nothing; return False, see `ShardFile.fill`."""
         return False
 
     def hold_mapping(self) -> None:
-        """Copies hold nothing."""
+        """Do nothing: copies use no mapping."""
 
     def close(self) -> None:
-        """Closes nothing: the files are closed where they were opened."""
+        """Do nothing: the checkpoint closes the files."""

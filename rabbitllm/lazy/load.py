@@ -1,7 +1,6 @@
 """`rabbitllm.lazy_load`: a checkpoint on this machine as a mapping of lazy tensors, whatever its format.
 
-Headers are read and checked when it is opened, weights when they are used. Knows how files and folders make a
-checkpoint; knows no tensors' bytes.
+Headers are read and checked when it is opened, weights when they are used.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
 class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     """Tensor names -> lazy tensors, a new one at each look-up. A context manager.
 
-    Looking up, iterating and asking for the length read nothing. The files stay open until `close`, or until neither
-    this nor any of its tensors is referred to; what has been read stays usable. Safe to use from several threads.
+    Look-ups, iteration and `len` read nothing. The files stay open until `close`, or until this object and all of its
+    tensors are freed; tensors that have been read stay usable. Safe to use from several threads.
 
     Attributes:
-        path: what was opened.
+        path: the file or folder that was opened.
     """
 
     def __init__(
@@ -69,11 +68,11 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors together."""
+        """Bytes of all tensors together."""
         return sum(spec.nbytes for spec, _ in self._places.values())
 
     def close(self) -> None:
-        """Close the files. Tensors that have not been read cannot be any more."""
+        """Close the files. Tensors that have not been read cannot be read any more."""
         for file in self._files.values():
             file.close()
 
@@ -104,23 +103,23 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_check
         model.load_state_dict(weights, assign=True)
 
     Args:
-        path: a file (safetensors, or of `torch.save`; its first bytes say which), or a folder: of a checkpoint (Meta's
-            own too, under transformers' names), or one that RabbitLLM has split without compression.
-        mapped: let tensors be views of the mapped files, without a copy; what is written to them stays in this
-            process. False reads them into memory, which an error of the disk or a file that is cut off cannot end the
-            process with.
-        verify_checksums: compare what is read of a split directory's layer files with its checksums. Views of mapped
-            files are read later, by whatever computes with them, and are not compared.
+        path: a file (of safetensors or `torch.save`, by its first bytes), or the folder of a checkpoint (also of Meta's
+            own format, under transformers' names) or of an uncompressed split by RabbitLLM.
+        mapped: make tensors views of the mapped files, without a copy; writing to them never changes the file. False
+            reads them into memory, so that a disk error or a truncated file raises an error; with a mapping it would
+            end the process.
+        verify_checksums: compare bytes that are read of a split directory's layer files with its checksums. Views of
+            mapped files are read later, by the computation, and are not compared.
 
     Returns:
-        A mapping of tensors, in the order of the file or of the index. They are never parameters and need no gradient,
-        whatever was saved.
+        A mapping of tensors, in the order of the file or of the index. They are never parameters and require no
+        gradient, even if saved ones did.
 
     Raises:
         CheckpointNotFoundError, MissingShardError: there is no file, no weights in the folder, or not all of them.
-        InvalidIndexError, UnsafePathError, CorruptShardError, UnsafePickleError, UnreadableFormatError: what is there
-            cannot be believed, or is of a format that is not read.
-        IncompleteSplitError: a split directory that is not whole, or the header of a layer file is damaged. Using a
+        InvalidIndexError, UnsafePathError, CorruptShardError, UnsafePickleError, UnreadableFormatError: the files are
+            invalid, unsafe, or of a format that is not supported.
+        IncompleteSplitError: the split directory is incomplete, or the header of a layer file is damaged. Using a
             tensor may raise it too.
     """
     given = Path(path)
@@ -153,7 +152,7 @@ def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
 
 @uncollected()
 def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
-    """Meta's own files, under the names and in the order of transformers; what a rank only has a piece of is joined."""
+    """Open Meta's own files, under the names and in the order of transformers; pieces of ranks are joined."""
     ranks = ranks_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
     for name in (META_PARAMETERS, *ranks):
         check_place(folder / name, folder, hub_cache.snapshot_of(folder))
@@ -198,7 +197,7 @@ def _open(
     mapped: bool,
     checks: LayerChecks | None = None,
 ) -> LazyCheckpoint:
-    """Open files, name -> path; `wanted` says which of their tensors, and where they must be."""
+    """Open files, name -> path. `wanted`: tensor -> the file that must have it; None for all tensors."""
     files: dict[str, ShardFile] = {}
     try:
         for name, place in paths.items():

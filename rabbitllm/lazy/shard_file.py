@@ -1,15 +1,14 @@
-"""An open shard whose tensors are made when asked for: views of the file where they can be, else read.
+"""An open shard whose tensors are made when they are used: views of the file if possible, else read.
 
-A view is a tensor over a private mapping of the file, at the strides that the file says. One mapping serves all views
-that are alive, and once one of them is to stay, all that are made until the file is closed: views that share bytes
-share memory, and what is written to one is seen in the others, as in what `torch.load` gives. While none is to stay,
-the mapping goes with the last view, and its pages are given back. What lies at an odd address for its dtype is read
-instead, in row-major order and into memory of its own, as is everything where files are not to be mapped.
+A view is a tensor over a private mapping of the file, with the strides of the file. All live views share one mapping:
+views that share bytes share memory, and a write to one is seen in the others, as with tensors of `torch.load`. Once
+`hold_mapping` is called, the mapping is kept until the file is closed; without it, the mapping and its pages are freed
+with the last view. A tensor that is misaligned for its dtype is read instead, in row-major order and into memory of its
+own, as are all tensors if files are not mapped.
 
-Before either, the file must still be the one that was opened, of the same length and time of change: a mapping of one
-that was cut off would end the process when touched. One that is cut off while a view is alive still does that, as with
-anything that maps files. Of many files few are open at a time; one that is opened again must be the same one too. Knows
-formats by their headers alone.
+Before either, the file must still be the one that was opened, of the same length and time of change: touching a mapping
+of a truncated file would end the process. A file that is truncated while a view is alive still does that, as with
+any mapped file. Of many files few are open at a time; a file that is opened again must be the same one too.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
 
 
 class ShardFile:
-    """One file of weights, open until `close` or until nothing refers to it. Safe to use from several threads.
+    """One file of weights, open until `close` or until this object is freed. Safe to use from several threads.
 
     Args:
         path: the file.
-        name: what the specs and messages call it.
+        name: the file's name in specs and messages.
         mapped: whether its tensors may be views of a mapping.
-        checks: compares what is read of a layer file with its checksums; None for no comparison.
+        checks: compares bytes that are read of a layer file with its checksums; None for no comparison.
 
     Attributes:
         path: the file.
-        header: what it says of its tensors, checked.
+        header: the specs of its tensors, checked.
 
     Raises:
         CheckpointError: see `read_shard_header`; or the file changed while it was opened.
@@ -80,7 +79,7 @@ class ShardFile:
         return spec.strides is None and spec.nbytes > 0
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """An ordinary tensor on the CPU, writable; what is written to it never reaches the file.
+        """An ordinary tensor on the CPU, writable; writing to it never changes the file.
 
         Raises:
             ClosedCheckpointError: the file is closed.
@@ -101,14 +100,14 @@ class ShardFile:
             return flat.as_strided(spec.shape, spec.strides)
 
     def fill(self, spec: TensorSpec, buffer: memoryview) -> bool:
-        """Read a tensor's bytes in row-major order into memory that is to hold them, without a view.
+        """Read a tensor's bytes in row-major order into a buffer, without a view.
 
         Args:
             spec: of a tensor of this file.
-            buffer: writable, `spec.nbytes` long; of no use after an error.
+            buffer: writable, `spec.nbytes` long; its content is undefined after an error.
 
         Returns:
-            False, with nothing done, while there are views, through which the tensor may have been written to.
+            False, without a read, while there are views: the tensor may have been changed through them.
 
         Raises:
             ClosedCheckpointError, CorruptShardError: as `tensor`.
@@ -120,13 +119,13 @@ class ShardFile:
         return True
 
     def hold_mapping(self) -> None:
-        """A tensor that was made is to stay, and may be written to: later views are to see that."""
+        """Keep the mapping, since a view of it is kept and may be written to: later views must see the change."""
         with self._lock:
             if not self._file.is_closed:
                 self._held = self._map() if self._map is not None else None
 
     def close(self) -> None:
-        """Close the file, once those that read it have done so. Tensors that are made stay as they are."""
+        """Close the file, once running reads are finished. Tensors that are made stay usable."""
         with self._lock:
             self._file.is_closed, self._held = True, None
             self._close()
@@ -138,7 +137,7 @@ class ShardFile:
             if pages is None:
                 try:
                     pages = file.map_privately().obj
-                except OSError:  # a file system that maps nothing, or no address space left
+                except OSError:  # the file system cannot map files, or there is no address space left
                     return None
                 self._map = weakref.ref(pages)
         return memoryview(pages).cast("B")[spec.offset : spec.offset + spec.extent]
@@ -165,7 +164,7 @@ class ShardFile:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[PositionalFile]:
-        """The file, unchanged, which is not closed meanwhile."""
+        """The open file, checked to be unchanged; it is not closed within the context."""
         if self._file.is_closed:
             raise _closed(self.path)
         with _FILES.using(self._file):
@@ -176,7 +175,7 @@ class ShardFile:
 
 
 class _Reopened:
-    """A file that the pool opens and closes; once opened it is always the same one, unchanged."""
+    """A file that the pool of open files opens and closes; it must be unchanged each time."""
 
     is_settled = True
 
@@ -192,7 +191,7 @@ class _Reopened:
 
         Raises:
             ClosedCheckpointError: it was closed for good.
-            CorruptShardError: it is not the file that it was.
+            CorruptShardError: the file was changed or replaced.
             OSError: it cannot be opened.
         """
         if self.is_closed:
@@ -233,4 +232,4 @@ def _changed(path: Path) -> CorruptShardError:
 
 
 _FILES = OpenFiles()
-"""Of all checkpoints that are loaded lazily."""
+"""The open files of all lazy checkpoints."""

@@ -1,16 +1,16 @@
 """A tensor that is read from its file when it is used in a torch function.
 
-It is a `torch.Tensor` without memory (a meta tensor of its shape, dtype and strides), so that whatever asks for a
-tensor takes it: `load_state_dict` with `assign=True`, too, after which a module has ordinary parameters. Every function
-of torch that is given one comes to `__torch_function__` first and gets an ordinary CPU tensor instead. What reaches the
-memory without it, such as an extension in C++, fails as with any meta tensor.
+It is a `torch.Tensor` without memory (a meta tensor of its shape, dtype and strides), so that all code that expects a
+tensor accepts it: also `load_state_dict` with `assign=True`, after which a module has ordinary parameters. Every
+function of torch with such an argument calls `__torch_function__` first and gets an ordinary CPU tensor instead. Code
+that accesses the memory without it, such as an extension in C++, fails as with any meta tensor.
 
-The first function makes the tensor, and the lazy tensor keeps it and is that tensor from then on, so that it can be
-written to in place and viewed as any other. (What was written to could not be told afterwards: batch normalisation
-changes its buffers without a trace.) Functions that are known to copy are the exception: what is made for them is
-dropped after them, so that filling a model from a checkpoint holds one tensor at a time; and `copy_` reads the bytes
-straight into its target where it has nothing to convert. Nothing else is cached: the mapping makes a new lazy tensor at
-each look-up and keeps none. Knows no formats.
+The first function makes the tensor. The lazy tensor keeps it and stands for it from then on, so that it can be written
+to in place and viewed like any other. (A write could not be detected afterwards: batch normalisation changes its
+buffers without a trace.) Functions that are known to copy are the exception: tensors that are made for them are freed
+after them, so that filling a model from a checkpoint keeps one tensor at a time in memory; and `copy_` reads the bytes
+directly into its target if there is nothing to convert. Nothing else is cached: the mapping makes a new lazy tensor at
+each look-up and keeps none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rabbitllm.lazy.shard_file import ShardFile
 
 
 def _getter(name: str) -> Any:
-    """What `__torch_function__` is given for an attribute of a tensor."""
+    """The function that `__torch_function__` gets for an attribute of a tensor."""
     return getattr(torch.Tensor, name).__get__
 
 
@@ -40,7 +40,7 @@ _ELSEWHERE: Mapping[Any, object] = {
     _getter("is_meta"): False,
     torch.Tensor.get_device: -1,
 }
-"""What the meta tensor would say otherwise than the tensor."""
+"""Functions for which the meta tensor's result would differ from the tensor's -> the tensor's result."""
 _PROPERTIES = (
     "shape", "dtype", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "grad_fn", "is_leaf", "is_cuda",
     "is_sparse", "is_quantized", "is_nested",
@@ -54,26 +54,26 @@ _DESCRIBING: frozenset[Any] = frozenset(
     + [getattr(torch.Tensor, name) for name in _METHODS]
     + [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed]
 )
-"""Functions that need no bytes, with the meta tensor's answer."""
+"""Functions that need no bytes; the meta tensor's result is used."""
 _COPYING: frozenset[Any] = frozenset(
     [getattr(torch.Tensor, name) for name in ("copy_", "clone", "to", "cuda", "float", "half", "bfloat16", "double")]
     + [torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.equal]
     + [torch.clone, torch.cat, torch.concat, torch.concatenate, torch.stack, torch.equal]
     + [torch.empty_like, torch.zeros_like, torch.ones_like]
 )
-"""Functions after which nothing refers to their arguments, unless they return one of them or write to it."""
+"""Functions whose result does not refer to their arguments, unless they return one of them or write to it."""
 
 
 class LazyTensor(torch.Tensor):
     """A tensor of a checkpoint, read when it is used. `rabbitllm.lazy_load` makes them.
 
-    Shape, dtype, strides and all that follows from them are known without reading. What torch computes with it are
-    ordinary tensors; written to in place, it stays itself. Pickles and deep copies are ordinary tensors too. Indexing
-    reads no more than what is used afterwards; where the file is read and not mapped, `tensor[3:5]` reads these rows
-    alone, into a tensor of their own.
+    Shape, dtype, strides and all that follows from them are available without reading. Results of torch functions are
+    ordinary tensors; an in-place function returns the lazy tensor itself. Pickles and deep copies are ordinary tensors
+    too. Indexing a mapped tensor reads only the pages that are used; if the file is read and not mapped, `tensor[3:5]`
+    reads these rows alone, into a tensor of their own.
 
     Attributes:
-        spec: its name, dtype, shape, place (`file`, `offset`, `nbytes`) and strides in the file.
+        spec: its name, dtype, shape, location (`file`, `offset`, `nbytes`) and strides in the file.
         path: the file.
     """
 
@@ -95,11 +95,11 @@ class LazyTensor(torch.Tensor):
 
     @property
     def path(self) -> Path:
-        """The file that it lies in."""
+        """The file that it is in."""
         return self._file.path
 
     def read(self) -> torch.Tensor:
-        """The tensor as an ordinary one, which this one keeps and is from now on; mapped where that is possible.
+        """The tensor as an ordinary one, mapped if possible; this one keeps it and stands for it from now on.
 
         Raises:
             ClosedCheckpointError: it has not been read, and its file is closed.
@@ -108,7 +108,7 @@ class LazyTensor(torch.Tensor):
         return self._keep(self._ordinary())
 
     def _ordinary(self) -> torch.Tensor:
-        """An ordinary tensor: the one that is kept, one that another function is using, or a new one."""
+        """An ordinary tensor: the one that is kept, one that another function still uses, or a new one."""
         with self._lock:
             ordinary = self._kept if self._kept is not None else self._made() if self._made is not None else None
             if ordinary is None:
@@ -150,12 +150,14 @@ class LazyTensor(torch.Tensor):
             if func not in _COPYING or tensor._version or result is tensor:
                 lazy._keep(tensor)
         if isinstance(first, LazyTensor) and func in (torch.Tensor.detach, torch.detach):
-            return LazyTensor(first.spec, first._file, result)  # `Parameter` asks for the same type; see `_is_param`
+            return LazyTensor(first.spec, first._file, result)  # `Parameter` requires the same type; see `_is_param`
         return next((lazy for lazy, tensor in used.values() if result is tensor), result)
 
     def _fill(self, target: Any) -> bool:
-        """Read the bytes straight into an ordinary tensor that is to be a copy, as the parameters of a model are: that
-        is several times as fast as touching the pages of a mapping. False where torch has to convert or to record."""
+        """Read the bytes directly into an ordinary tensor, such as a parameter of a model.
+
+        This is several times as fast as touching the pages of a mapping. False if torch has to convert or to record.
+        """
         if self._kept is not None or (self._made is not None and self._made() is not None):
             return False
         if type(target) not in (torch.Tensor, torch.nn.Parameter) or target.device.type != "cpu":
@@ -173,8 +175,10 @@ class LazyTensor(torch.Tensor):
         return True
 
     def _rows(self, index: object) -> torch.Tensor | None:
-        """What an index of the first dimension picks, where reading less than all is possible and needed: a tensor
-        that is mapped is not read by being indexed. None for any other index."""
+        """The rows that an index of the first dimension selects, read without the rest of the tensor.
+
+        None for any other index, and for a tensor that is mapped: indexing it reads nothing.
+        """
         spec = self.spec
         if self._file.viewable(spec) or not self._file.has_rows(spec):
             return None
@@ -205,8 +209,7 @@ class LazyTensor(torch.Tensor):
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        """`torch.nn.Parameter(tensor)` sets this on what it makes of a tensor of another class; that becomes a genuine
-        parameter here."""
+        """Become a genuine parameter: `torch.nn.Parameter(tensor)` sets this for a tensor of another class."""
         parameter = torch.nn.Parameter(self.read(), requires_grad=self.requires_grad)
         with torch._C.DisableTorchFunctionSubclass():
             torch.utils.swap_tensors(self, parameter)  # type: ignore[no-untyped-call]
@@ -218,7 +221,7 @@ class LazyTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the ordinary tensor it stands for."""
+        """Pickle as the ordinary tensor that it stands for."""
         return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __format__(self, specification: str) -> str:
@@ -235,7 +238,7 @@ class LazyTensor(torch.Tensor):
 
 
 def _described(spec: TensorSpec, file: ShardFile | JoinedFiles) -> torch.Tensor:
-    """The meta tensor that is like what `file` makes of `spec`."""
+    """A meta tensor like the one that `file` makes from `spec`."""
     bits = DTYPES[spec.dtype].bits
     shape = spec.shape if bits >= 8 else (*spec.shape[:-1], spec.shape[-1] * bits // 8)
     dtype = torch_dtype(spec.dtype)
@@ -245,7 +248,7 @@ def _described(spec: TensorSpec, file: ShardFile | JoinedFiles) -> torch.Tensor:
 
 
 def _ordinary_in(value: Any, used: dict[int, tuple[LazyTensor, torch.Tensor]]) -> Any:
-    """The value with ordinary tensors in place of lazy ones, however deep; notes which in `used`."""
+    """The value with ordinary tensors instead of lazy ones, at any depth; adds each pair to `used`."""
     if isinstance(value, LazyTensor):
         if id(value) not in used:
             used[id(value)] = (value, value._ordinary())

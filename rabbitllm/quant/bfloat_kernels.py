@@ -1,12 +1,12 @@
-"""Dot products with rows of bfloat16, summed in float32 by a processor that has no instructions for that type.
+"""Dot products with rows of bfloat16, summed in float32, for processors that have no instructions for that type.
 
 A bfloat16 is the upper half of a float32. 32 bits of a row are two of its values: shifted up they are the even one,
-with the lower half cleared the odd one; inputs lie accordingly, in float32, a vector of even ones before one of odd
-ones. A value is so widened once for all inputs of a tile, in registers, where a library widens the whole matrix into
+with the lower half cleared the odd one. Inputs are float32 in the same order: a vector of even ones before one of odd
+ones. So a value is widened once for all inputs of a tile, in registers, where a library widens the whole matrix into
 memory or multiplies it input by input.
 
-Every sum takes its products in the same order, however many inputs there are and whichever tile they are in: a row of
-the result has the same bits alone and among others. Functions release the interpreter lock. Knows no tensors.
+Every sum adds its products in the same order, for any number of inputs and any tile: a row of the result is the same
+bit for bit alone and among others. Functions release the interpreter lock, and take addresses, not tensors.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from rabbitllm.quant.row_team import BEFORE_WORK, RowRange, address_of
 from rabbitllm.quant.vectors import F32, FOR_A_THREAD, Emitter, asked, inlined, number, to_array
 
 ROWS, INPUTS = 4, 4
-"""Rows of the matrix that share the reading of an input, and inputs that share the widening of a value."""
+"""Rows of the matrix for each load of an input, and inputs for each widened value."""
 INPUT_BYTES, MATRIX_BYTES = 1 << 17, 1 << 19
-"""Of the inputs, and of the rows, that are gone through together: both stay in a core's cache meanwhile."""
+"""Bytes of the inputs and of the rows that are processed together: both fit a core's cache."""
 ARGUMENTS = ("matrix", "inputs", "out", "row_bytes", "steps", "tokens", "rows")
-"""Of every function here, all int64: three addresses; bytes of a row, steps of two vectors a row, inputs, rows in
-all."""
+"""The arguments of every function here, all int64: three addresses; bytes of a row, steps of two vectors in a row,
+inputs, rows of the whole matrix."""
 GIVEN = len(ARGUMENTS)
 
 
 def row_range(width: int) -> RowRange:
-    """The function of so many lanes: fills out[token, row], float32, for a range of rows; takes `ARGUMENTS`, first row,
-    last row."""
+    """The function for `width` lanes: fills out[token, row], float32, for a range of rows.
+
+    It takes `ARGUMENTS`, first row, last row.
+    """
     return _FUNCTIONS[width][0]
 
 
@@ -50,7 +52,7 @@ def _dot(width: int, rows: int, tokens: int) -> Any:
 
     @intrinsic
     def dot(context, matrix, inputs, out, row_bytes, steps, all_rows, row):  # type: ignore[no-untyped-def]
-        """All are int64; the first three are addresses, `row` is the first row."""
+        """All arguments are int64; the first three are addresses, `row` is the first row."""
         signature = types.void(*[types.int64] * 7)
 
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -89,7 +91,7 @@ def _dot(width: int, rows: int, tokens: int) -> Any:
 
 @inlined
 def _tiles(dots, vector_bytes, matrix, inputs, out, row_bytes, steps, tokens, rows, first, last):  # type: ignore[no-untyped-def]
-    """The loops over rows and inputs: of what stays in the cache, in tiles of `ROWS` and `INPUTS`."""
+    """The loops over rows and inputs: over parts that fit the cache, in tiles of `ROWS` and `INPUTS`."""
     one, tall, square = dots
     input_bytes = steps * 2 * vector_bytes
     many_inputs = max(INPUT_BYTES // input_bytes // INPUTS, 1) * INPUTS
@@ -118,7 +120,7 @@ def _tiles(dots, vector_bytes, matrix, inputs, out, row_bytes, steps, tokens, ro
 
 @inlined
 def _part(walk, data):  # type: ignore[no-untyped-def]
-    """What one thread of a team does; there is one piece of work."""
+    """The share of one thread of a team; there is one piece of work."""
     given = to_array(data, BEFORE_WORK + GIVEN)
     thread, threads, share, rows = asked(given[0]), asked(given[1]), given[2], given[10]
     first = thread * share
@@ -127,7 +129,7 @@ def _part(walk, data):  # type: ignore[no-untyped-def]
         walk(given[4], given[5], given[6], given[7], given[8], given[9], rows, first, last)
 
 
-# Functions of the module with a name each, since numba keeps no others from one process to the next.
+# Functions with a name in the module, since numba caches no others for the next process.
 
 _16_ONE, _16_TALL, _16_SQUARE = (_dot(16, rows, tokens) for rows, tokens in ((1, 1), (ROWS, 1), (ROWS, INPUTS)))
 _8_ONE, _8_TALL, _8_SQUARE = (_dot(8, rows, tokens) for rows, tokens in ((1, 1), (ROWS, 1), (ROWS, INPUTS)))

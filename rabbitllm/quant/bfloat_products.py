@@ -1,8 +1,8 @@
 """Products of a few rows with a matrix of bfloat16, on processors that have no instructions for bfloat16.
 
-There torch multiplies input by input: 16 rows took six times as long as one (see docs/PERFORMANCE.md). Sums are kept in
-float32 and rounded once, as torch's are, but in another order: last bits differ. A row of the result has the same bits
-alone and among others, up to `MAX_INPUTS` rows. Knows no modules.
+There torch multiplies input by input: 16 rows took six times as long as one (see docs/PERFORMANCE.md). Sums are in
+float32 and rounded once, as torch's are, but in another order: last bits differ. A row of the result is the same bit
+for bit alone and among others, up to `MAX_INPUTS` rows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_INPUTS = 512
-"""Rows up to which the kernel is the faster way; with more, parts of the matrix are widened and multiplied by torch."""
+"""Maximum rows for the kernel; for more, it is faster to widen parts of the matrix and multiply them by torch."""
 CHUNK_ELEMENTS = 1 << 22
-"""Elements that are widened at a time: 16 MiB of float32. Smaller parts are more meetings of torch's threads, for which
-a busy machine pays: 256 rows by parts of 4 MiB took three times as long there as by the kernel."""
+"""Elements that are widened at a time: 16 MiB of float32. With smaller parts torch's threads synchronise more often,
+which is slow on a busy machine: 256 rows by parts of 4 MiB took three times as long there as by the kernel."""
 WORTH_A_THREAD = 1 << 15
-"""Elements of the matrix for each thread."""
+"""Elements of the matrix per thread; larger matrices use more threads."""
 
 
 def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this is the faster way for such inputs (…, K) and such a matrix (N, K): both of bfloat16, on a CPU that
-    does not multiply that type and has the vectors for it."""
+    """Whether `linear` is faster than torch for such inputs (…, K) and such a matrix (N, K).
+
+    Both have to be bfloat16, on a CPU without products of that type and with vectors of the kernel's width.
+    """
     import torch
 
     if (
@@ -65,7 +67,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ W.T` by the kernel of so many lanes: (T, K) and (N, K) -> (T, N), float32."""
+    """`x @ W.T` by the kernel of `width` lanes: (T, K) and (N, K) -> (T, N), float32."""
     import torch
 
     kernels, (count, columns), rows = _kernels(), x.shape, len(weight)
@@ -73,7 +75,7 @@ def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not count:
         return out
     steps = columns // (2 * width)
-    inputs = torch.empty(count, steps, 2, width)  # of each step the even ones first
+    inputs = torch.empty(count, steps, 2, width)  # in each step the even ones first
     inputs.copy_(x.view(count, steps, width, 2).transpose(2, 3))
     given = (weight.data_ptr(), inputs.data_ptr(), out.data_ptr(), 2 * columns, steps, count, rows)
     threads = min(torch.get_num_threads(), -(-weight.numel() // WORTH_A_THREAD))
@@ -82,7 +84,7 @@ def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _in_chunks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same by torch, of parts of the matrix that are widened one after the other."""
+    """The same by torch, with parts of the matrix that are widened one after the other."""
     import torch
 
     wide, (rows, columns) = x.float(), weight.shape
@@ -96,7 +98,7 @@ def _in_chunks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def kernel_here() -> int:
-    """Lanes of the kernel for this processor; 0 where torch's own products are the better ones, or none is right."""
+    """Lanes of the kernel for this processor; 0 if torch's own products are faster, or no kernel's result is right."""
     try:
         from rabbitllm.quant import vectors
     except ImportError:
@@ -106,7 +108,7 @@ def kernel_here() -> int:
 
 
 def _agrees(width: int) -> bool:
-    """Whether a kernel gives on a sample what float32 does."""
+    """Whether a kernel's result on a sample agrees with float32."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

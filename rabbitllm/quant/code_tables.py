@@ -1,4 +1,4 @@
-"""What the codes of 4bit and 8bit mean, laid out as the kernels look it up. Knows no kernels."""
+"""The values of 4bit and 8bit codes, as lookup tables for the kernels."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import numpy as np
 import numpy.typing as npt
 
 PAIRS = 32
-"""Stands for the number of lanes of a kernel that multiplies pairs of bfloat16."""
+"""Value of `width` for kernels that multiply pairs of bfloat16."""
 ZERO_CODE = 127
-"""The code of 8bit that means 0: those below mean negative values, those above positive ones."""
+"""The 8bit code of 0: lower codes are negative values, higher codes positive ones."""
 RAMP_BYTES = 64
-"""Of the slopes of ramps, and of their starts: 8 in float32, twice, since AVX-512 looks at four bits of an index."""
+"""Bytes of the slopes of ramps, and of their starts: 8 float32, twice, since AVX-512 uses four bits of an index."""
 RAMP_STEP = 4
-"""What the next code's distance from zero is longer by."""
+"""The difference in distance from zero of two adjacent codes."""
 _RAMP_ERROR = 5e-7
-"""Of a value: three or four roundings of float32."""
+"""Maximum relative error of a value: three or four roundings of float32."""
 
 
 @functools.cache
 def table_of(scheme: str, width: int, levels: bytes) -> npt.NDArray[Any] | None:
-    """The table as the kernels want it, from the float32 values that the codes mean; None if they cannot have it.
+    """The table in the kernels' format, from the float32 values of the codes; None if these do not fit the format.
 
-    For `PAIRS` that is bfloat16 of the values times a factor (16 values twice, so that a fifth bit of an index makes no
-    difference), and behind them, in float32, what to multiply sums with. Else for 4bit it is the values, and for 8bit
-    slopes and starts of ramps, float32 (32,).
+    For `PAIRS` it has the values times a factor, in bfloat16 (16 values twice, so that a fifth bit of an index makes no
+    difference), and after them the inverse of the factor, in float32, to multiply sums with. Otherwise it has the
+    values for 4bit, and the slopes and starts of ramps, float32 (32,), for 8bit.
     """
     values = np.frombuffer(levels, np.float32)
     if width == PAIRS:
-        # of 256 factors between 1 and 2, the one that leaves the least error: two thirds of it for NF4, half for 8bit
+        # of 256 factors between 1 and 2, the one with the least error: two thirds of it for NF4, half for 8bit
         factors = 1 + np.arange(256, dtype=np.float32) / 256
         errors = [np.square(_nearest_bfloat16(values * factor) / factor - values).sum() for factor in factors]
         factor = factors[int(np.argmin(errors))]
@@ -43,12 +43,13 @@ def table_of(scheme: str, width: int, levels: bytes) -> npt.NDArray[Any] | None:
 
 
 def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
-    """256 values as straight lines; None if they are none.
+    """256 values as straight lines; None if they do not lie on lines.
 
     A dynamic map (T. Dettmers, "8-bit Approximations for Parallelism in Deep Learning", 2015, and bitsandbytes'
-    `create_dynamic_map`) has on each side of zero, from distance 2**e to 2**(e + 1), values that are evenly apart. So
-    the exponent of the distance says which line it is. Distances are taken four times as long: 0, whose exponent is 0
-    in float32, then shares three bits of it with 128 alone, which has no other on its line; one through both serves.
+    `create_dynamic_map`) has on each side of zero, from distance 2**e to 2**(e + 1), evenly spaced values. So the
+    exponent of the distance is the index of the line. Distances are multiplied by four: then 0, whose exponent in
+    float32 is 0, has the same lower three bits of the exponent as 128 alone, which has no other value on its line; one
+    line through both serves.
     """
     if not np.isfinite(values).all():
         return None
@@ -69,6 +70,6 @@ def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
 
 
 def _nearest_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """To bfloat16, the nearest, ties to even."""
+    """The nearest bfloat16 values, as float32; ties to even."""
     words = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     return ((words + 0x7FFF + ((words >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)

@@ -1,12 +1,12 @@
-"""numba, with what it compiles kept from one process to the next wherever there is a place to keep it.
+"""numba, with compiled functions cached for the next process if there is a folder for them.
 
-numba keeps a function in files named after it, and takes them up again as long as the file that defines the function
-is the same; of the other modules that went into the machine code it knows nothing. A digest of all of them
-is therefore part of the name. Files of sources that are no more stay where they are, as numba
-leaves its own behind wherever a function has moved to another line.
+numba caches a function in files named after it, and reuses them as long as the file that defines the function is
+unchanged; it ignores changes of the other modules whose code is part of the machine code. A digest of all of them is
+therefore part of the name. Files of older sources are not removed, as numba leaves its own when a function moves to
+another line.
 
-Where neither the package's folder nor the user's cache can be written (a container without a home), numba refuses to
-compile at all what it is asked to keep; it is then compiled in each process.
+If neither the package's folder nor the user's cache can be written (a container without a home), numba raises an error
+for a function that it is to cache; the function is then compiled in each process.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ from typing import Any
 
 import numba
 
-# Which sources go into what a module compiles, and a digest of them.
+# A digest of the sources that the compiled functions of a module depend on.
 #
-# A compiled function holds machine code of other modules: their loops are put into it, their constants are written
-# into it, and their code emits its instructions. All of them are in modules that its own module imports at the top, or
-# that those import in turn; an import inside a function is none of them, since nothing can be compiled with what is
-# not there yet. A module too many only has something compiled again that need not be.
-#
-# Knows no compiler.
+# A compiled function has code of other modules in it: inlined loops, constants, and instructions that their code
+# emits. All of them are modules that its own module imports at the top, or that those import in turn. Imports inside
+# functions do not count, since a function cannot be compiled with a module that is not imported yet. A module too many
+# only causes an unnecessary compilation.
 
 _IMPORT = re.compile(r"^(?:from[ ]+(\w[\w.]*)[ ]+import[ ]+(\([^)]*\)|.*)|import[ ]+(.*))$", re.MULTILINE)
-"""At the top of a module: from where, which names; or which modules."""
+"""An import at the top of a module: the module and the names of `from … import …`, or the modules of `import …`."""
 
 
 @functools.cache
 def digest_of(module: str) -> str | None:
-    """What tells the sources of a module, and of all of the same package that go into it, from any others.
+    """A digest of the sources of a module and of the modules of the same package that it depends on.
 
     Args:
-        module: its name; it is imported, or is being imported and is past its imports.
+        module: its name; it is imported, or is being imported and past its imports.
 
     Returns:
-        32 hexadecimal digits; None where one of the sources is not there to be read.
+        32 hexadecimal digits; None if one of the sources cannot be read.
     """
     try:
         sources = sources_of(module)
@@ -54,10 +52,10 @@ def digest_of(module: str) -> str | None:
 
 
 def sources_of(module: str) -> dict[str, bytes]:
-    """The source of a module, and of every one of its package that it is made with, by name.
+    """The source of a module, and of the modules of its package that it depends on, by name.
 
     Raises:
-        OSError: one of them is not there to be read.
+        OSError: one of them cannot be read.
     """
     package = module.partition(".")[0]
     sources: dict[str, bytes] = {}
@@ -72,14 +70,14 @@ def sources_of(module: str) -> dict[str, bytes]:
 
 def _source(module: str) -> bytes:
     path, loader = getattr(sys.modules[module], "__file__", None), getattr(sys.modules[module], "__loader__", None)
-    read: Callable[[str], bytes] | None = getattr(loader, "get_data", None)  # out of an archive too
+    read: Callable[[str], bytes] | None = getattr(loader, "get_data", None)  # also from an archive
     if path is None or not path.endswith(".py") or read is None:
         raise FileNotFoundError(f"{module} has no source")
     return read(path)
 
 
 def _imported(source: str) -> list[str]:
-    """Modules that a source imports at its top, and that are there."""
+    """Modules that a source imports at its top and that are loaded."""
     names: list[str] = []
     for origin, listed, plain in _IMPORT.findall(source):
         words = re.findall(r"\w[\w.]*", re.sub(r"#.*|\bas +\w+", "", listed or plain))
@@ -98,7 +96,7 @@ def compiled(function: Any) -> Any:
 
 
 def c_function(signature: Any, function: Any) -> Any:
-    """A function of this signature, compiled now, with an `address` that C code can call."""
+    """A function of this signature, compiled at once, with an `address` that C code can call."""
     make: Any = numba.cfunc
     if _named_by_sources(function):
         try:
@@ -109,7 +107,7 @@ def c_function(signature: Any, function: Any) -> Any:
 
 
 def _named_by_sources(function: Any) -> bool:
-    """Give a function a name that tells what it is compiled from; False where that cannot be told."""
+    """Add the digest of its sources to a function's name; False if there is no digest."""
     digest = digest_of(function.__module__)
     if digest is not None:
         function.__qualname__ = f"{function.__name__}_{digest}"

@@ -1,17 +1,17 @@
-"""Blockwise quantizers for the CPU, compiled by numba: what bitsandbytes' own CPU kernels give, bit for bit, sooner.
+"""Blockwise quantizers for the CPU, compiled by numba: faster than bitsandbytes' CPU kernels, equal bit for bit.
 
-The rules, read off bitsandbytes 0.50's results (it is the referee in the tests):
+The rules, derived from the results of bitsandbytes 0.50 (the reference in the tests):
 
 - 4bit, blocks of 64: y = x * (1 / max(absmax, 1e-38)) in float32; the code is the number of midpoints between
-  neighbouring NF4 values that are below y (NaN: 15). Two codes a byte, the first in the high half. The stored scale is
-  absmax itself. A last block that is short divides instead of multiplying and stores max(absmax, 1e-38); an odd tail is
+  neighbouring NF4 values that are below y (NaN: 15). Two codes per byte, the first in the high half. The stored scale
+  is absmax itself. A short last block is divided instead of multiplied and stores max(absmax, 1e-38); an odd tail is
   padded with code 7.
 - 8bit, blocks of 2048: y = x * (1 / absmax), clamped to [-1, 1], is looked up in 65,536 bins; a block of zeros gives
   code 0.
 
-A block of bfloat16 or float16 has one of 32,768 possible scales, so the 15 thresholds of 4bit are tabled per scale as
-keys of that type once, and a block is 16-bit integer comparisons. Every function releases the interpreter lock. Knows
-no files and no tensors' names.
+A block of bfloat16 or float16 has one of 32,768 possible scales. So the 15 thresholds of 4bit are tabulated once for
+each scale, as keys of that type, and a block takes 16-bit integer comparisons only. Every function releases the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def quantize_nf4(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scal
         levels: the 16 NF4 values, ascending.
 
     Returns:
-        Two codes a byte, ((n + 1) // 2,), and one scale a block of 64.
+        Two codes per byte, ((n + 1) // 2,), and one scale per block of 64.
     """
     codes = np.empty((values.size + 1) // 2, np.uint8)
     scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
@@ -67,10 +67,10 @@ def quantize_int8(values: Values, kind: int, levels: Scales) -> tuple[Codes, Sca
     Args:
         values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
         kind: `BF16`, `F16` or `F32`.
-        levels: the 256 values that a code can mean, ascending.
+        levels: the 256 values of the codes, ascending.
 
     Returns:
-        One code an element, (n,), and one scale a block of 2048.
+        One code per element, (n,), and one scale per block of 2048.
     """
     codes = np.empty(values.size, np.uint8)
     scales = np.empty(-(-values.size // INT8_BLOCK), np.float32)
@@ -91,17 +91,17 @@ def nf4_midpoints(levels: bytes) -> Scales:
 
 @functools.cache
 def nf4_thresholds(kind: int, levels: bytes) -> npt.NDArray[np.int16]:
-    """For each magnitude that a scale can have, the largest key that is not above each midpoint: (32768, 16), int16.
+    """For each possible scale, the largest key whose value does not exceed each midpoint: (32768, 16), int16.
 
-    A key is a 16-bit float's bits as an integer that sorts as the float does. x -> x * (1 / scale) never decreases, so
-    "y is above the midpoint" is "the key is above the threshold"; found by bisection with the arithmetic of the rule.
+    A key is a 16-bit float's bits as an integer in the order of the floats. x -> x * (1 / scale) is monotonic, so
+    "y is above the midpoint" is equivalent to "the key is above the threshold"; found by bisection with the rule above.
     """
     midpoints = nf4_midpoints(levels)
     magnitudes = np.arange(_KEYS, dtype=np.uint16)
-    with np.errstate(divide="ignore", invalid="ignore"):  # the magnitudes that are no number have no block
+    with np.errstate(divide="ignore", invalid="ignore"):  # blocks with infinities or NaNs do not use the table
         inverse = np.float32(1) / np.maximum(_widened(magnitudes, kind), SMALLEST_SCALE)
     finite = _INFINITY[kind]
-    low = np.full((_KEYS, 15), -finite, np.int32)  # one below the most negative finite key
+    low = np.full((_KEYS, 15), -finite, np.int32)  # one below the lowest finite key
     high = np.full((_KEYS, 15), finite - 1, np.int32)
     while np.any(low < high):
         middle = (low + high + 1) // 2
@@ -167,7 +167,7 @@ def _nf4_block(values, midpoints, ranks, codes, at):  # type: ignore[no-untyped-
     for j in range(15):
         edge = midpoints[j]
         for i in range(NF4_BLOCK):
-            ranks[i] -= np.uint8(values[i] <= edge)  # false for NaN, which so keeps 15
+            ranks[i] -= np.uint8(values[i] <= edge)  # false for NaN, which keeps 15
     for i in range(NF4_BLOCK // 2):
         codes[at + i] = (ranks[2 * i] << np.uint8(4)) | ranks[2 * i + 1]
     return scale
@@ -214,7 +214,7 @@ def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # 
     values = np.empty(NF4_BLOCK, np.float32)
     ranks = np.empty(NF4_BLOCK, np.uint8)
     above = np.empty(NF4_BLOCK, np.int16)
-    pairs = above.view(np.uint32)  # the even one in the low half: little-endian, as every machine that numba runs on
+    pairs = above.view(np.uint32)  # the even one in the low half: every machine that numba supports is little-endian
     edges = np.empty(15, np.int16)
     largest_bits = np.empty(1, np.uint16)
     one = np.empty(1, np.float32)
@@ -255,17 +255,17 @@ def _int8_place(value, inverse):  # type: ignore[no-untyped-def]
     return np.uint16(np.int32((y + np.float32(1)) * np.float32(0.5) * np.float32(65535) + np.float32(0.5)))
 
 
-# Blocks are slices: an index that begins anywhere is looked at for being negative, and its loop is not vectorized.
+# Blocks are slices: numba checks an index with a variable start for being negative, and does not vectorize its loop.
 
 
 @compiled
 def _int8_block(values, words, bins, codes, places):  # type: ignore[no-untyped-def]
     """One block of float32, whole or short, and the same as bits; returns its scale."""
     largest = np.uint32(0)
-    for i in range(values.size):  # magnitudes sort as their bits do, and integers are compared many at a time
+    for i in range(values.size):  # magnitudes have the order of their bits, and integer comparisons are vectorized
         largest = max(largest, words[i] & np.uint32(0x7FFFFFFF))
     scale = np.uint32(largest).view(np.float32)
-    if largest >= np.uint32(0x7F800000):  # of infinities and NaNs it is whichever the comparisons leave
+    if largest >= np.uint32(0x7F800000):  # with infinities or NaNs the scale is the result of these comparisons
         scale = np.float32(0)
         for i in range(values.size):
             scale = max(scale, abs(values[i]))
@@ -297,7 +297,7 @@ def _int8_places(bits, kind, scale, places):  # type: ignore[no-untyped-def]
         for i in range(bits.size):
             places[i] = _int8_place(np.uint32(np.uint32(bits[i]) << np.uint32(16)).view(np.float32), inverse)
         return
-    for i in range(bits.size):  # as `_widen` does it
+    for i in range(bits.size):  # like `_widen`
         half = np.uint32(bits[i])
         shifted = np.uint32((half & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
         magnitude = np.float32(shifted * np.float32(5.192296858534828e33)).view(np.uint32)

@@ -1,6 +1,6 @@
-"""Scales of 4bit that fit their block best, compiled by numba; the rule is in `compression/fitting.py`.
+"""4bit quantization with fitted scales, compiled by numba; the rule is in `compression/fitting.py`.
 
-Every function releases the interpreter lock. Knows no files and no tensors' names.
+Every function releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def quantize_fitted(
         values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
         kind: one of `cpu_kernels.KINDS`.
         midpoints: between the 16 NF4 values, ascending.
-        nearest: the NF4 value nearest to each of an odd number of numbers from -1 to 1, evenly apart.
-        multiples: of a block's largest magnitude, that are tried.
-        usual: between which two magnitudes the largest one is where any are tried.
-        zero_code: of the NF4 value 0.
+        nearest: the NF4 value nearest to each of an odd number of evenly spaced numbers from -1 to 1.
+        multiples: the multiples of a block's largest magnitude to try.
+        usual: limits of the largest magnitude; outside them no multiples are tried.
+        zero_code: the code of the NF4 value 0.
 
     Returns:
-        Two codes a byte, ((n + 1) // 2,), and one scale a block of 64.
+        Two codes per byte, ((n + 1) // 2,), and one scale per block of 64.
     """
     codes = np.empty((values.size + 1) // 2, np.uint8)
     scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
@@ -39,7 +39,7 @@ def quantize_fitted(
 
 @compiled
 def _load(words, kind, first, count, values):  # type: ignore[no-untyped-def]
-    """A block as float32; zeros behind its end."""
+    """Load a block as float32, padded with zeros."""
     values[:] = np.float32(0)
     if kind == F32:
         bits = values.view(np.uint32)
@@ -87,7 +87,7 @@ def _quantize(words, kind, midpoints, nearest, multiples, usual, zero_code, code
         count = min(NF4_BLOCK, words.size - first)
         _load(words, kind, first, count, values)
         largest_bits = np.uint32(0)
-        for i in range(NF4_BLOCK):  # magnitudes sort as their bits do
+        for i in range(NF4_BLOCK):  # magnitudes have the order of their bits
             largest_bits = max(largest_bits, bits[i] & np.uint32(0x7FFFFFFF))
         largest = np.uint32(largest_bits).view(np.float32)
         best = largest

@@ -1,6 +1,6 @@
 """Products with a matrix that is stored at 4bit, on a device for which bitsandbytes has a kernel.
 
-One input is multiplied from the codes; more are with the matrix, dequantized for that one product. Knows no modules.
+One input is multiplied from the codes; more inputs with the matrix, which is dequantized for each product.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class FusedMatrix:
     Attributes:
         form: one for which `can_multiply` is true; (N, K).
         payload: uint8 codes.
-        absmax: float32, one a block.
-        table: float32 (16,), what each code means.
+        absmax: float32, one per block.
+        table: float32 (16,), the value of each code.
     """
 
     form: Quantized
@@ -31,11 +31,11 @@ class FusedMatrix:
     table: torch.Tensor
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix itself, again."""
+        """The dequantized matrix."""
         return dequantize(self.form, self.payload, self.absmax, self.table, dtype)
 
     def grouped(self, x: torch.Tensor) -> None:
-        """One by one."""
+        """None: groups are multiplied one by one."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same."""
@@ -50,5 +50,5 @@ class FusedMatrix:
 
 
 def can_multiply(form: Quantized) -> bool:
-    """Whether bitsandbytes' kernel takes such a matrix: 2-D at 4bit, each row whole blocks."""
+    """Whether bitsandbytes' kernel accepts such a matrix: 2-D at 4bit, each row a whole number of blocks."""
     return form.scheme == "4bit" and len(form.shape) == 2 and all(form.shape) and form.shape[1] % NF4_BLOCK == 0

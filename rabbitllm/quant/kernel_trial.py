@@ -1,4 +1,4 @@
-"""On what a kernel for products is tried before it is used, and how far it may be off. Knows no kernels."""
+"""Trials of a kernel for products before it is used: the samples, and the tolerated error."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     Product = Callable[[Quantized, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 TOLERANCE = 1e-5
-"""Of the norm of a product: sums of thousands in float32, in another order."""
+"""Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order."""
 
 
 def meaning(scheme: str) -> torch.Tensor:
-    """What codes may mean so that every kind of table has it as it is: float32, (16,) or (256,)."""
+    """Values of codes that every kind of table represents exactly: float32, (16,) or (256,)."""
     import torch
 
     if scheme == "4bit":
@@ -26,14 +26,14 @@ def meaning(scheme: str) -> torch.Tensor:
 
 
 def first_error(products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
-    """The norm of what a kernel is off by over that of what is right, where first that is too much; None if nowhere.
+    """The relative error (of norms) of the first product that exceeds `TOLERANCE`; None if none does.
 
     Args:
-        products: each as the kernel gives it, and as it is.
+        products: the kernel's result and the correct one, for each product.
     """
     for got, expected in products:
         error = float((got - expected).norm() / expected.norm())
-        if not error < TOLERANCE:  # so that no number counts as off
+        if not error < TOLERANCE:  # true for NaN too
             return error
     return None
 
@@ -41,14 +41,14 @@ def first_error(products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float 
 def of_codes(
     scheme: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]], product: Product
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Products with made-up codes, each as a kernel gives it, and as indexing and float32 do.
+    """Products with random codes: the kernel's result, and the result of indexing and float32.
 
     Args:
         scheme: "4bit" or "8bit".
         dtype: of the inputs.
-        shapes: inputs T, rows N and columns K of each.
-        product: the kernel, of a form (N, K), its codes (uint8, one-dimensional), scales (float32, one a block), what
-            the codes mean, and inputs (T, K): (T, N).
+        shapes: inputs T, rows N and columns K of each product.
+        product: the kernel; takes a form (N, K), codes (uint8, one-dimensional), scales (float32, one per block), the
+            values of the codes, and inputs (T, K); returns (T, N).
     """
     import torch
 

@@ -1,18 +1,17 @@
-"""What 4bit and 8bit codes mean, found and multiplied in the processor's registers: the code that kernels are made of.
+"""Emits the code with which kernels decode and multiply 4bit and 8bit codes in the processor's registers.
 
-What 16 (AVX-512) or 8 (AVX2) codes mean is found at a time. Codes of 4bit are looked up in a table that stays in
-registers (VPERMPS, asked for by name, since LLVM would gather from memory). The 256 values of 8bit are too many for
-that: looking them up took twice as long as reckoning them, from the slopes and starts of eight ramps (see
-`code_tables.py`).
+16 (AVX-512) or 8 (AVX2) codes are decoded at a time. 4bit codes are looked up in a table in registers (VPERMPS, as an
+intrinsic, since LLVM would gather from memory). The 256 values of 8bit are too many for that: looking them up took
+twice as long as computing them from the slopes and starts of eight ramps (see `code_tables.py`).
 
-Even and odd inputs come in two arrays, because two codes of 4bit share a byte, and those of 8bit are read in words.
+Even and odd inputs are in two arrays, because two 4bit codes share a byte, and 8bit codes are read in words.
 
-Inputs of bfloat16 come as they are, where the processor multiplies pairs of them (VDPBF16PS): a table of bfloat16 then
-needs half the looking up and half the multiplying, and 256 of them are looked up, by VPERMI2W. What a code means is
-rounded for it, after multiplication by the factor that makes the rounding least (see `code_tables.py`); sums are kept
+bfloat16 inputs are used unchanged if the processor multiplies pairs of them (VDPBF16PS). A table of bfloat16 then needs
+half the lookups and half the products, and the 256 values of 8bit are looked up too, by VPERMI2W. The values are
+rounded to bfloat16, after multiplication by the factor with the least rounding error (see `code_tables.py`); sums are
 in float32 as before.
 
-Knows no rows and no scales.
+Rows and scales are left to the kernels.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from rabbitllm.quant.code_tables import RAMP_BYTES, RAMP_STEP, ZERO_CODE
 from rabbitllm.quant.vectors import F32, I8, I16, I32, Emitter
 
 SEGMENT = 64
-"""Codes that are summed before their scale is applied: a block of 4bit, and the smallest part of one of 8bit."""
+"""Codes that are summed before their scale is applied: a block at 4bit, a part of a block at 8bit."""
 HALF_BYTES = SEGMENT // 2 * 4
-"""Of the even inputs of a segment, or the odd ones, float32; and of both together, bfloat16."""
+"""Bytes of the even or the odd inputs of a segment in float32, and of all its inputs in bfloat16."""
 _LARGE, _LARGE_VALUE = 0x4C000000, float(1 << 25)
-"""The bits of 2**25 in float32: a code in the lowest of them adds `RAMP_STEP` times as much, without a conversion."""
+"""The bits and the value of 2**25 in float32: a code in the lowest bits adds `RAMP_STEP` times the code, without a
+conversion."""
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """bfloat16, which llvmlite has no name for."""
+    """bfloat16, a type that llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -49,7 +49,7 @@ _WORDS = ir.VectorType(I16, 32)
 
 
 class _Floats:
-    """Multiplies segments in float32; even and odd inputs are apart."""
+    """Multiplies segments in float32; even and odd inputs are in separate arrays."""
 
     codes_a_step: int
     has_factor = False
@@ -81,7 +81,7 @@ class _Floats:
 
 
 class _Nibbles(_Floats):
-    """Looks up codes of 4bit: `width` bytes give as many even and odd weights."""
+    """Looks up 4bit codes: `width` bytes give `width` even and `width` odd weights."""
 
     def __init__(self, emit: Emitter, table: Any) -> None:
         super().__init__(emit, "4bit")
@@ -105,7 +105,7 @@ class _Nibbles(_Floats):
 
 
 def _of_256(emit: Emitter, vectors: list[Any], index: Any) -> Any:
-    """Words from a table of 256 of them in 8 vectors, by indices in words."""
+    """Words from a table of 256 words in 8 vectors, by a vector of 16-bit indices."""
     permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", _WORDS, _WORDS, _WORDS, _WORDS)
     quarters = [emit.b.call(permute, [vectors[2 * q], index, vectors[2 * q + 1]]) for q in range(4)]
 
@@ -118,7 +118,7 @@ def _of_256(emit: Emitter, vectors: list[Any], index: Any) -> Any:
 
 
 class _Bytes(_Floats):
-    """Reckons what codes of 8bit mean: `width` words give as many even and odd weights."""
+    """Computes the values of 8bit codes: `width` words give `width` even and `width` odd weights."""
 
     def __init__(self, emit: Emitter, table: Any) -> None:
         super().__init__(emit, "8bit")
@@ -131,7 +131,10 @@ class _Bytes(_Floats):
         return self._meant(emit.b.and_(wide, emit.every(255))), self._meant(emit.b.lshr(wide, emit.every(8)))
 
     def _meant(self, code: Any) -> Any:
-        """On the ramp that the exponent of its distance from zero says, on its side; looking up ignores the sign."""
+        """The value on the ramp whose index is the exponent of the code's distance from zero, with the code's sign.
+
+        The lookup ignores the sign bit.
+        """
         emit = self._emit
         large = emit.b.bitcast(emit.b.or_(code, emit.every(_LARGE)), emit.floats)
         distance = emit.b.fsub(large, ir.Constant(emit.floats, [_LARGE_VALUE + RAMP_STEP * ZERO_CODE] * emit.width))
@@ -143,7 +146,7 @@ class _Bytes(_Floats):
 
 
 class Pairs:
-    """Multiplies pairs of bfloat16; inputs are as they come, 64 to a segment. The table ends with a factor."""
+    """Multiplies pairs of bfloat16; a segment has 64 inputs in their own order. The table ends with a factor."""
 
     has_factor = True
     _PAIRED = ir.VectorType(_BFloat(), 32)
@@ -156,7 +159,7 @@ class Pairs:
         self.factor = emit.load(emit.add(table, 64 * vectors), F32, 2)
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        """Two vectors of a segment's inputs; for 4bit the even ones first, since a byte's codes come apart so."""
+        """Two vectors of a segment's inputs; at 4bit the even ones first, as the codes of a byte are separated."""
         emit = self._emit
         one, two = (emit.load(emit.add(even, begin, at), _WORDS, 2) for at in (0, 64))
         if self._scheme == "8bit":
@@ -189,5 +192,5 @@ class Pairs:
 
 
 def codebook(emit: Emitter, scheme: str, table: Any) -> Any:
-    """What finds the float32 values of codes, by the table at an address."""
+    """The decoder of a scheme's codes to float32, with the table at an address."""
     return _Nibbles(emit, table) if scheme == "4bit" else _Bytes(emit, table)

@@ -1,10 +1,10 @@
 """Dot products with rows of 4bit and 8bit codes, compiled for this processor's vectors by numba and LLVM.
 
-Nothing is made of the weights on the way, so the memory read is that of the codes: segments of them are multiplied by
-their inputs as `packed_codes.py` emits it, and summed in float32; a block's sum is multiplied by the block's scale.
-Here are the loops over segments, over tiles of rows and inputs, and a function of every scheme and width.
+Weights are never written to memory, so only the bytes of the codes are read: segments of them are multiplied by their
+inputs by code of `packed_codes.py`, and summed in float32; a block's sum is multiplied by the block's scale. This
+module has the loops over segments and over tiles of rows and inputs, and a function for every scheme and width.
 
-Every function releases the interpreter lock. Knows no tensors.
+Every function releases the interpreter lock, and takes addresses, not tensors.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from rabbitllm.quant.row_team import BEFORE_WORK, RowRange, address_of
 from rabbitllm.quant.vectors import F32, FOR_A_THREAD, Emitter, asked, inlined, number, to_array
 
 PREFETCHED = 2048
-"""How many bytes ahead codes are asked for; the processor by itself does not follow four rows at a time."""
+"""How many bytes ahead codes are prefetched; the processor's own prefetcher does not follow four rows at a time."""
 ROWS, TOKENS = 4, 4
-"""Rows of codes that share the reading of an input, and inputs that share the looking up of a code."""
+"""Rows of codes for each load of an input, and inputs for each lookup of a code."""
 ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "segments", "shift", "tokens", "rows")
-"""Of every function here, all int64: addresses up to `out`; bytes of codes a row, segments a row, the logarithm of
-segments a block, inputs, rows in all."""
+"""The arguments of every function here, all int64: addresses up to `out`; bytes of codes in a row, segments in a row,
+the logarithm of segments in a block, inputs, rows of the whole matrix."""
 GIVEN = len(ARGUMENTS)
 
 
 def row_range(scheme: str, width: int) -> RowRange:
-    """Fills out[token, row], float32, for a range of rows, by so many lanes; takes `ARGUMENTS`, first row, last row.
+    """The function for `width` lanes: fills out[token, row], float32, for a range of rows.
 
-    Compiled when it is first called, or loaded from numba's cache."""
+    It takes `ARGUMENTS`, first row, last row, and is compiled when it is first called, or loaded from numba's cache.
+    """
     return _FUNCTIONS[scheme, width][0]
 
 
@@ -47,7 +48,7 @@ def in_a_team(scheme: str, width: int) -> int:
 
 
 def _dots(scheme: str, width: int) -> tuple[Any, ...]:
-    """For one row and one input, for `ROWS` rows, for `TOKENS` inputs, and for both."""
+    """Intrinsics for one row and one input, for `ROWS` rows, for `TOKENS` inputs, and for both."""
     return tuple(_dot(scheme, width, rows, tokens) for rows, tokens in ((1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)))
 
 
@@ -56,7 +57,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
 
     @intrinsic
     def dot(context, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row):  # type: ignore[no-untyped-def]
-        """All are int64; the first six are addresses, `row` is the first row."""
+        """All arguments are int64; the first six are addresses, `row` is the first row."""
         signature = types.void(*[types.int64] * 11)
 
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -71,7 +72,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
                 begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
                 begins = [emit.add(begin, builder.mul(at, number(HALF_BYTES))) for begin in begins]
                 inputs = [meant.inputs(even, odd, begin) for begin in begins]
-                # what follows the end of a row is read already; the rows after these come next
+                # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
                 beyond = emit.add(builder.mul(at, number(segment_bytes)), PREFETCHED)
                 is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
                 skipped = builder.select(is_beyond, builder.mul(row_bytes, number(rows - 1)), number(0))
@@ -100,7 +101,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
 
 @inlined
 def _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
-    """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and what is left of them."""
+    """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and smaller ones at the ends."""
     one, tall, wide, square = dots
     token = 0
     input_bytes = segments * HALF_BYTES
@@ -127,7 +128,7 @@ def _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shif
 
 @inlined
 def _part(walk, data):  # type: ignore[no-untyped-def]
-    """What one thread of a team does; see `in_a_team`."""
+    """The share of one thread of a team; see `in_a_team`."""
     matrices = to_array(data, BEFORE_WORK)[3]
     given = to_array(data, BEFORE_WORK + GIVEN * matrices)
     number, threads, share = asked(given[0]), asked(given[1]), given[2]
@@ -142,7 +143,7 @@ def _part(walk, data):  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-# Functions of the module with a name each, since numba keeps no others from one process to the next.
+# Functions with a name in the module, since numba caches no others for the next process.
 
 _N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE = _dots("4bit", 16)
 _N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE = _dots("4bit", 8)

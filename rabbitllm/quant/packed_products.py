@@ -1,12 +1,12 @@
-"""Products with a matrix that is stored at 4bit or 8bit, on the CPU, without making the matrix.
+"""Products with a matrix that is stored at 4bit or 8bit, on the CPU, without dequantizing the whole matrix.
 
-For few inputs what each code means is found and multiplied on the spot (`packed_kernels.py`): a token then reads a
-quarter of the bytes that bfloat16 takes. For more it is found once for all of them, of a few rows at a time
-(`panel_kernels.py`). For very many, as in a long prompt, a few rows at a time are dequantized into memory that stays in
-the cache, and multiplied by torch. So are those whose codes mean what no kernel here has a table for.
+For few inputs each code is decoded in registers for every few of them (`packed_kernels.py`): at 4bit a token then reads
+a quarter of the bytes of bfloat16. For more inputs a few rows at a time are decoded once for all of them
+(`panel_kernels.py`). For very many, as in the prefill of a long prompt, a few rows at a time are dequantized into
+memory that stays in the cache, and multiplied by torch. So are matrices with code values that no kernel has a table
+for.
 
-What is multiplied is code value times scale in float32, which the dequantized matrix is the rounding of. Knows no
-modules.
+Kernels multiply by code value times scale in float32; the dequantized matrix has the same values, rounded.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 MAX_INPUTS = 16
 MAX_INPUTS_IN_PAIRS = 64
-"""Rows of input up to which the kernel without panels is the faster way than dequantizing, in float32 and in pairs of
-bfloat16 (2 cores of an AMD EPYC, with AVX-512)."""
+"""Rows of input up to which the kernel without panels is faster than dequantizing, in float32 and in pairs of bfloat16
+(2 cores of an AMD EPYC, with AVX-512)."""
 MAX_GROUPED = 512
-"""Rows of all groups together, which are in memory in float32 as inputs and as results."""
+"""Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
 """Elements that are dequantized at a time: 4 MiB of bfloat16."""
 WORTH_A_THREAD = 1 << 16
-"""Bytes of codes for each thread: about 4 microseconds of work, where asking for a second thread takes 2."""
+"""Bytes of codes per thread: about 4 microseconds of work, while starting a second thread takes 2."""
 
 
 def multiplies(form: Quantized) -> bool:
-    """Whether there is a kernel for this matrix on this machine: 2-D, of rows that are whole segments."""
+    """Whether there is a kernel for this matrix on this machine: 2-D, each row a whole number of segments."""
     if len(form.shape) != 2 or not all(form.shape) or form.shape[1] % 64:
         return False
     return _kernel_agrees(form.scheme)
@@ -50,13 +50,13 @@ def multiplies(form: Quantized) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A stored matrix, and what the kernel needs to know of it.
+    """A stored matrix, with the arguments of kernels for it.
 
     Attributes:
         form: one for which `multiplies` is true; (N, K).
         payload: uint8 codes.
-        absmax: float32, one a block.
-        table: float32, what each code means.
+        absmax: float32, one per block.
+        table: float32, the value of each code.
     """
 
     form: Quantized
@@ -73,7 +73,7 @@ class Matrix:
         object.__setattr__(self, "_given", (row_bytes, columns // segment, shift))
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix itself, again."""
+        """The dequantized matrix."""
         return dequantize(self.form, self.payload, self.absmax, self.table, dtype)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Matrix:
         return linear(x, self, bias)
 
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
-        """See `GroupedProduct`; None for so many rows that the overhead of a product is negligible."""
+        """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
         width = kernel_for(self.form.scheme, x.dtype)
         return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and self.is_known_to(width) else None
 
@@ -90,7 +90,7 @@ class Matrix:
         return self.times_with(kernel_for(self.form.scheme, x.dtype), x)
 
     def times_with(self, width: int, x: torch.Tensor) -> torch.Tensor:
-        """The same by the kernel of so many lanes."""
+        """The same by the kernel of `width` lanes."""
         import torch
 
         out = torch.empty(len(x), self.form.shape[0])
@@ -98,28 +98,32 @@ class Matrix:
         return out
 
     def by_panels(self, width: int, x: torch.Tensor) -> torch.Tensor:
-        """The same by the kernel of panels, for as many rows as it is for."""
+        """The same by the kernel of panels; see `panel_products.multiplies` for the number of rows."""
         stored, table, _ = self.arguments(width)
         return panel_products.times(width, self.form.scheme, stored, table, x, self.form.shape[0])
 
     def arguments(self, width: int) -> tuple[tuple[int, int], int, tuple[int, ...]]:
-        """What a kernel of so many lanes is told of it: addresses of codes and scales; of what codes are looked up in;
-        and how they lie."""
+        """The arguments of the kernel of `width` lanes for this matrix.
+
+        Returns:
+            The addresses of codes and scales; the address of the lookup table, 0 if there is none; and bytes of a row,
+            segments in a row and the logarithm of segments in a block.
+        """
         return (self.payload.data_ptr(), self.absmax.data_ptr()), self._table(width), self._given
 
     def is_known_to(self, width: int) -> bool:
-        """Whether a kernel of so many lanes has what the codes mean."""
+        """Whether the kernel of `width` lanes has a table for the codes."""
         return bool(self._table(width))
 
     def _table(self, width: int) -> int:
-        if width not in self._tables:  # the array itself stays, since `table_of` remembers it
+        if width not in self._tables:  # the array is kept in the cache of `table_of`
             found = table_of(self.form.scheme, width, self.table.numpy().tobytes())
             self._tables[width] = 0 if found is None else found.ctypes.data
         return self._tables[width]
 
 
 class _Inputs:
-    """Rows (T, K) in the form of a kernel of so many lanes."""
+    """Rows (T, K) in the format of the kernel of `width` lanes."""
 
     def __init__(self, width: int, x: torch.Tensor) -> None:
         import torch
@@ -134,13 +138,14 @@ class _Inputs:
             self._odd = self._ready.data_ptr() + count * self._step
 
     def of(self, row: int) -> tuple[int, int]:
-        """The addresses of a row's even inputs and of its odd ones; the second is 0 where they lie together."""
+        """The addresses of a row's even inputs and of its odd ones; the second is 0 if they are not separated."""
         return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._step
 
 
 class GroupedProduct:
-    """Groups of rows, each times a matrix of its own, all of one form: the inputs are prepared once, and many matrices
-    are one piece of work for all threads.
+    """Products of groups of rows, each with a matrix of its own, all of one form.
+
+    The inputs are prepared once, and many matrices are one job for all threads.
 
     Args:
         x: (S, K), of a floating dtype.
@@ -154,7 +159,7 @@ class GroupedProduct:
         self._width = kernel_for(like.form.scheme, x.dtype)
         self._out = torch.zeros(len(x), like.form.shape[0])
 
-    # each where a group first needs them: all may go the other way
+    # made at the first use: all groups may use the other kernel
     @functools.cached_property
     def _inputs(self) -> _Inputs:
         return _Inputs(self._width, self._x)
@@ -164,7 +169,7 @@ class GroupedProduct:
         return panel_products.PanelInputs(self._width, self._x)
 
     def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
-        """Fill `x[begin:end] @ W.T` for each matrix and its group, which is filled once."""
+        """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
         few: list[tuple[Matrix, int, int]] = []
         many: list[panel_products.Piece] = []
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
@@ -183,12 +188,12 @@ class GroupedProduct:
             panel_products.add_products(self._width, scheme, self._panel_inputs, many, self._out)
 
     def result(self) -> torch.Tensor:
-        """All of them, (S, N) of x's dtype; rows of no group are zero."""
+        """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
         return self._out.to(self._x.dtype)
 
 
 def _walk(width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor) -> None:
-    """Multiply rows from one to before another with each matrix; all matrices are of one form."""
+    """Multiply the rows [begin, end) with each matrix; all matrices are of one form."""
     import torch
 
     kernels, form, given = _kernels(), work[0][0].form, []
@@ -220,7 +225,7 @@ def _vectors() -> Any:
 
 @functools.cache
 def kernel_for(scheme: str, dtype: torch.dtype) -> int:
-    """Lanes of the kernel for inputs of a dtype: pairs for bfloat16, where this machine has them and they agree."""
+    """Lanes of the kernel for inputs of a dtype; `PAIRS` for bfloat16 if this machine has that kernel and it agrees."""
     import torch
 
     if dtype == torch.bfloat16 and _vectors().multiplies_pairs() and _agrees(scheme, PAIRS):
@@ -237,7 +242,7 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
         bias: (N,) or None.
 
     Returns:
-        (..., N) of x's dtype; for few inputs (`MAX_INPUTS`) sums are kept in float32.
+        (..., N) of x's dtype; for few inputs (`MAX_INPUTS`) sums are in float32.
     """
     flat = x.reshape(-1, x.shape[-1])
     width = kernel_for(matrix.form.scheme, x.dtype)
@@ -253,7 +258,7 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
 
 
 class ProductMethod(enum.Enum):
-    """How rows are multiplied with a matrix."""
+    """The method to multiply rows with a matrix."""
 
     CODES = enum.auto()
     PANELS = enum.auto()
@@ -261,7 +266,7 @@ class ProductMethod(enum.Enum):
 
 
 def _way(matrix: Matrix, width: int, count: int) -> ProductMethod:
-    """The fastest for so many rows, with a kernel of so many lanes."""
+    """The fastest method for `count` rows, with the kernel of `width` lanes."""
     if not matrix.is_known_to(width):
         return ProductMethod.DEQUANTIZED
     if panel_products.multiplies(matrix.form.scheme, width, count):
@@ -280,7 +285,7 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
     block = BLOCKS[form.scheme]
     step = block // math.gcd(block, columns)  # rows that are whole blocks
     step *= max(CHUNK_ELEMENTS // columns // step, 1)
-    # a processor without instructions for bfloat16 is slow at it, and never at float32
+    # processors without instructions for bfloat16 are slow at it, so float32 is used there
     wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.kernel_here() else x
     out = x.new_empty(len(x), rows)
     codes = matrix.payload.view(rows, -1)
@@ -296,7 +301,7 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
 
 @functools.cache
 def _kernel_agrees(scheme: str) -> bool:
-    """Whether this machine has a kernel, and it gives on a sample what dequantizing does."""
+    """Whether this machine has a kernel, and its result on a sample is right."""
     try:
         lanes = _vectors().lanes()
     except ImportError:

@@ -1,13 +1,13 @@
 """Products of many rows with a matrix of 4bit or 8bit codes, summed in float32: a panel of the matrix at a time.
 
-A few rows of the matrix, and of long rows a part, are made into float32 once, in memory that stays in a core's cache,
-and multiplied with all inputs before the next ones are. For many inputs making them then costs next to nothing, where
-`packed_kernels.py` finds again for every few inputs what a code means. A panel's row is steps of two vectors, of values
-at even places and at odd ones, since codes come apart so; the inputs lie the same way.
+A panel, a few rows of the matrix or parts of long ones, is decoded to float32 once, in memory that stays in a core's
+cache, and multiplied with all inputs before the next panel. With many inputs the decoding then costs almost nothing,
+while `packed_kernels.py` decodes again for every few inputs. A panel's row consists of steps of two vectors, one of the
+values at even indices and one at odd ones, as codes are separated; the inputs have the same order.
 
-What is multiplied is what a code means times its block's scale, in float32. Every sum takes its products in the same
-order, however many inputs there are: a row of the result has the same bits alone and among others. Functions release
-the interpreter lock. Knows no tensors.
+Inputs are multiplied by the value of a code times its block's scale, in float32. Every sum adds its products in the
+same order, for any number of inputs: a row of the result is the same bit for bit alone and among others. Functions
+release the interpreter lock, and take addresses, not tensors.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from rabbitllm.quant.row_team import BEFORE_WORK, RowRange, address_of
 from rabbitllm.quant.vectors import F32, FOR_A_THREAD, I8, Emitter, asked, inlined, number, to_array
 
 ROWS = 4
-"""Of the matrix, that share the reading of an input."""
+"""Rows of the matrix for each load of an input."""
 INPUTS = {16: 6, 8: 2}
-"""That share the reading of a panel's value, by lanes: as many sums as there are registers for."""
+"""Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
 PANEL_ROWS, PANEL_COLUMNS = 32, 2048
-"""Of a panel: 256 KiB, of which `ROWS` rows stay nearer still, with the inputs that share them."""
+"""Size of a panel: 256 KiB, of which `ROWS` rows and their inputs fit a smaller cache."""
 PANEL_BYTES = PANEL_ROWS * PANEL_COLUMNS * 4
 INPUT_BYTES = 1 << 17
-"""Of the inputs that are gone through together."""
+"""Bytes of the inputs that are processed together."""
 ARGUMENTS = ("codes", "scales", "table", "inputs", "out", "row_bytes", "steps", "shift", "tokens", "rows")
-"""Of every function here, all int64: five addresses; bytes of codes a row, steps of two vectors a row, the logarithm of
-steps a block, inputs, rows in all."""
+"""The arguments of every function here, all int64: five addresses; bytes of codes in a row, steps of two vectors in a
+row, the logarithm of steps in a block, inputs, rows of the whole matrix."""
 GIVEN = len(ARGUMENTS)
 
 
 def row_range(scheme: str, width: int) -> RowRange:
-    """The function for a scheme by so many lanes: adds to out[token, row], float32, for a range of rows; takes
-    `ARGUMENTS`, first row, last row."""
+    """The function for a scheme and `width` lanes: adds to out[token, row], float32, for a range of rows.
+
+    It takes `ARGUMENTS`, first row, last row.
+    """
     return _FUNCTIONS[scheme, width][0]
 
 
@@ -55,7 +57,7 @@ def in_a_team(scheme: str, width: int) -> int:
 
 @intrinsic
 def _on_the_stack(context):  # type: ignore[no-untyped-def]
-    """The address of a panel on the stack, there until the function returns that asks for it."""
+    """The address of a panel on the stack, valid until the calling function returns."""
 
     def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         with builder.goto_entry_block():  # numba's own way would fill it with zeros, value by value
@@ -70,12 +72,12 @@ scratch: Any = _on_the_stack
 
 
 def _fill(scheme: str, width: int) -> Any:
-    """An intrinsic that makes a part of one row of the matrix into float32."""
+    """An intrinsic that decodes a part of one row of the matrix to float32."""
 
     @intrinsic
     def fill(context, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
-        """All are int64: addresses, the last one of a row in the panel; of the matrix; which row, its first step, and
-        how many."""
+        """All arguments are int64: addresses, `panel` that of a row in the panel; bytes of a row, steps in a row and
+        the logarithm of steps in a block of the matrix; the row, its first step, and the number of steps."""
         signature = types.void(*[types.int64] * 10)
 
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -105,8 +107,8 @@ def _dot(width: int, rows: int, tokens: int) -> Any:
 
     @intrinsic
     def dot(context, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows):  # type: ignore[no-untyped-def]
-        """All are int64: addresses of the first row, of the first input, and of what their product is added to; steps
-        of two vectors; bytes from one row to the next, and from one input to the next."""
+        """All arguments are int64: addresses of the first row, the first input and the first sum; steps of two vectors;
+        bytes from one row to the next, and from one input to the next; rows of the whole matrix."""
         signature = types.void(*[types.int64] * 7)
 
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -138,7 +140,7 @@ def _dot(width: int, rows: int, tokens: int) -> Any:
 def _panels(  # type: ignore[no-untyped-def]
     does, at_once, vector_bytes, codes, scales, table, inputs, out, row_bytes, steps, shift, tokens, rows, first, last
 ):
-    """The loops over panels, over inputs that stay in the cache, and in tiles of rows and inputs."""
+    """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
     fill, one, tall, square = does
     panel = scratch()
     step_bytes = 2 * vector_bytes
@@ -176,7 +178,7 @@ def _panels(  # type: ignore[no-untyped-def]
 
 @inlined
 def _part(walk, data):  # type: ignore[no-untyped-def]
-    """What one thread of a team does; see `row_team.py`."""
+    """The share of one thread of a team; see `row_team.py`."""
     matrices = to_array(data, BEFORE_WORK)[3]
     given = to_array(data, BEFORE_WORK + GIVEN * matrices)
     thread, threads, share = asked(given[0]), asked(given[1]), given[2]
@@ -191,7 +193,7 @@ def _part(walk, data):  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-# Functions of the module with a name each, since numba keeps no others from one process to the next.
+# Functions with a name in the module, since numba caches no others for the next process.
 
 _16_ONE, _16_TALL, _16_SQUARE = (_dot(16, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, INPUTS[16])))
 _8_ONE, _8_TALL, _8_SQUARE = (_dot(8, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, INPUTS[8])))

@@ -1,8 +1,8 @@
-"""When many rows are multiplied with a matrix of codes by panels, and how. Knows no modules.
+"""Products of many rows with a quantized matrix by panels, and the numbers of rows for which panels are used.
 
 On a Xeon with AVX-512, one thread, 5632 x 2048 at 4bit, milliseconds of the processor: 16 rows 7 by panels and 8 code
-by code, 64 rows 22 and 36, 256 rows 88 and 163; dequantized and multiplied by torch 22, 45 and 92. With fewer than 6
-rows code by code is sooner, and beyond 256 torch is.
+by code, 64 rows 22 and 36, 256 rows 88 and 163; dequantized and multiplied by torch 22, 45 and 92. Below 6 rows code by
+code is faster, and above 256 torch is.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ LEAST_INPUTS = 6
 MAX_INPUTS = {16: 256, 8: 64}
 """Rows of input for which panels are the fastest way, by lanes."""
 WORTH_A_THREAD = 1 << 14
-"""Bytes of codes for each thread."""
+"""Bytes of codes per thread; larger matrices use more threads."""
 
 
 def multiplies(scheme: str, width: int, count: int) -> bool:
-    """Whether this is the way for so many rows, with a kernel of so many lanes."""
+    """Whether panels are the fastest way for `count` rows, with the kernel of `width` lanes."""
     return LEAST_INPUTS <= count <= MAX_INPUTS.get(width, 0) and _agrees(scheme, width)
 
 
 class PanelInputs:
-    """Rows (T, K) of any floating dtype, in the form of a kernel of so many lanes; K is a multiple of 64."""
+    """Rows (T, K) of any floating dtype, in the format of the kernel of `width` lanes; K is a multiple of 64."""
 
     def __init__(self, width: int, x: torch.Tensor) -> None:
         import torch
 
         count, self.columns = x.shape
         self.steps = self.columns // (2 * width)
-        self._ready = torch.empty(count, self.steps, 2, width)  # of each step the even ones first
+        self._ready = torch.empty(count, self.steps, 2, width)  # in each step the even ones first
         self._ready.copy_(x.view(count, self.steps, width, 2).transpose(2, 3))
 
     def of(self, row: int) -> int:
@@ -51,12 +51,12 @@ class PanelInputs:
 
 
 Piece = tuple[tuple[int, int], int, int, int]
-"""The addresses of a matrix's codes and of their scales; the address of what a kernel of so many lanes looks codes up
-in (see `code_tables.py`); the first row of the inputs that it is multiplied with, and the one before which to stop."""
+"""The addresses of a matrix's codes and scales; the address of the kernel's lookup table (see `code_tables.py`); the
+begin and the end of the rows of inputs that it is multiplied with."""
 
 
 def add_products(width: int, scheme: str, inputs: PanelInputs, work: Sequence[Piece], out: torch.Tensor) -> None:
-    """Add to `out` each matrix's products with its rows, as one piece of work for all threads.
+    """Add to `out` each matrix's products with its rows, as one job for all threads.
 
     Args:
         width: lanes of the kernel.
@@ -97,7 +97,7 @@ def times(width: int, scheme: str, stored: tuple[int, int], table: int, x: torch
 
 @functools.cache
 def _agrees(scheme: str, width: int) -> bool:
-    """Whether a kernel gives on a sample what indexing and float32 do."""
+    """Whether a kernel's result on a sample agrees with indexing and float32."""
     import torch
 
     table = table_of(scheme, width, kernel_trial.meaning(scheme).numpy().tobytes())
@@ -107,7 +107,7 @@ def _agrees(scheme: str, width: int) -> bool:
     def product(form: Quantized, codes: Any, scales: Any, values: Any, x: torch.Tensor) -> torch.Tensor:
         return times(width, scheme, (codes.data_ptr(), scales.data_ptr()), table.ctypes.data, x, form.shape[0])
 
-    shapes = ((7, 5, 192), (13, 70, 4096))  # the last by several threads, in two parts a row
+    shapes = ((7, 5, 192), (13, 70, 4096))  # the last by several threads, with two panels for each row
     off = kernel_trial.first_error(kernel_trial.of_codes(scheme, torch.float32, shapes, product))
     if off is not None:
         logger.warning("Products by panels at %s are off by %.1e here and are not used.", scheme, off)

@@ -1,8 +1,8 @@
-"""Codes of published quantizations to the numbers they stand for, on the CPU, compiled by numba.
+"""Kernels that dequantize published quantizations on the CPU, compiled by numba.
 
-torch's own operations, one after the other over whole matrices, take up to fifty times as long. The bits are theirs: a
-product of a code's value and its scale in float32, rounded once to the nearest, or a value that is looked up. Knows no
-formats' names and no files.
+torch's own operations, one after the other over whole matrices, take up to fifty times as long. The results are the
+same bit for bit: a product of a code's value and its scale in float32, rounded once to the nearest, or a value from a
+table.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bits: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 _WORTH_A_THREAD = 1 << 16
-"""Elements; fewer are done before another thread has begun."""
+"""Elements per thread; fewer are finished before another thread has started."""
 _TILE = 32
-"""Rows that are turned into columns at a time: both sides stay in the cache."""
+"""Rows that are transposed at a time: source and target fit the cache."""
 _WORDS = 16
-"""Neighbouring int32 that are taken apart at a time: a line of the cache."""
+"""Adjacent int32 that are unpacked at a time: a line of the cache."""
 
 
 def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], out: Bits, threads: int) -> None:
-    """Numbers of a byte each, with a scale for each block of rows and columns.
+    """Dequantize codes of one byte, with a scale for each block of rows and columns.
 
     Args:
         codes: (N, K).
-        values: what each byte stands for, (256,).
+        values: the value of each byte, (256,).
         scales: one for each block, (n, k).
-        size: of a block, rows and columns; those at the ends may be smaller.
+        size: rows and columns of a block; blocks at the ends may be smaller.
         out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
-        threads: to do it in.
+        threads: maximum number of threads.
     """
     kernel = _blocks_16 if out.dtype == np.uint16 else _blocks_32
     _share(lambda begin, end: kernel(codes, values, scales, *size, out, begin, end), len(codes), codes.size, threads)
 
 
 def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -> None:
-    """Two codes a byte, the lower half first, with a scale's byte for each 32, transposed.
+    """Dequantize two codes per byte, the lower half first, with a scale of one byte for each 32 codes; transposed.
 
     Args:
         codes: (N, G, 16).
         scales: (N, G).
-        table: what each scale and code stand for together, (256, 16).
+        table: the value of each pair of scale and code, (256, 16).
         out: (32 G, N), bits as in `table`.
-        threads: to do it in.
+        threads: maximum number of threads.
     """
     tiles = -(-len(codes) // _TILE)
     _share(lambda begin, end: _nibbles(codes, scales, table, out, begin, end), tiles, 2 * codes.size, threads)
@@ -69,16 +69,16 @@ def integers(
     out: Floats,
     threads: int,
 ) -> None:
-    """Integers in int32, less a zero, times a scale, of groups of inputs; transposed.
+    """Dequantize integers in int32: (integer - zero) * scale, both for groups of inputs; transposed.
 
     Args:
-        packed: (K, N bits / 32) where an int32 has several outputs, or (K bits / 32, N) where it has several inputs.
+        packed: (K, N bits / 32) if an int32 has several outputs, or (K bits / 32, N) if it has several inputs.
         bits: of an integer.
         zeros, scales: (groups, N).
         group: of each input, (K,).
-        order: which output each integer of an int32 belongs to, from the lowest bits on; None where they are inputs.
+        order: the output of each integer of an int32, from the lowest bits on; None if an int32 has several inputs.
         out: (N, K).
-        threads: to do it in.
+        threads: maximum number of threads.
     """
     if order is None:
         tiles = -(-out.shape[0] // _TILE)
@@ -89,7 +89,7 @@ def integers(
 
 
 def _share(work: Callable[[int, int], Any], count: int, elements: int, threads: int) -> None:
-    """Do `work(begin, end)` for all of `range(count)`, in several threads where that is worth it."""
+    """Run `work(begin, end)` for all of `range(count)`, in several threads if there are enough elements."""
     threads = min(threads, count, -(-elements // _WORTH_A_THREAD))
     if threads <= 1:
         work(0, count)
@@ -104,8 +104,8 @@ def _pool() -> Workers:
     return Workers(os.cpu_count() or 1, "dequantize")
 
 
-# Rows are cut out before the innermost loops: an index that is only counted up there is not asked whether it is
-# negative, and the loops are vectorised.
+# Rows are sliced before the innermost loops: numba does not check a plain loop index for being negative, and
+# vectorises the loops.
 
 
 @compiled
@@ -119,7 +119,7 @@ def _blocks_16(codes, values, scales, rows, columns, out, begin, end):  # type: 
             made = out[row, block * columns : (block + 1) * columns]
             for i in range(len(code)):
                 number[i] = values[code[i]] * scale
-            for i in range(len(code)):  # to the nearest; of two that are as near, to the even one
+            for i in range(len(code)):  # to the nearest, ties to even
                 bits = word[i]
                 rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
                 unordered = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)

@@ -1,7 +1,7 @@
-"""The rows of matrices, parted among the threads that torch computes with, or threads of our own where it has no team.
+"""Divides the rows of matrices among the threads of torch's OpenMP team, or threads of our own if it has no team.
 
-A kernel is a compiled function of int64s, of which the last three are how many rows there are, the first row to do and
-the one before which to stop. Knows neither what a kernel computes nor tensors.
+A kernel is a compiled function of int64s. The last three are the number of rows, and the begin and the end of the rows
+to compute.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from rabbitllm.base.forks import Workers
 # torch's own team of threads, for compiled functions of ours.
 #
 # torch computes in an OpenMP team whose threads wait actively between two operations. Threads of our own would compete
-# with them for the same cores, which took more than twice as long; and handing work to the team takes 2 microseconds,
-# to a thread of Python 13 to 19. The interface is libgomp's, as compilers use it
-# (https://gcc.gnu.org/onlinedocs/libgomp/Implementing-PARALLEL-construct.html). Where torch came with another library
-# there is no team, and the caller uses threads of its own.
+# with them for the same cores, which took more than twice as long; and submitting work to the team takes 2
+# microseconds, to a thread of Python 13 to 19. The interface is libgomp's, as compilers use it
+# (https://gcc.gnu.org/onlinedocs/libgomp/Implementing-PARALLEL-construct.html). If torch uses another library, there is
+# no team, and the caller uses threads of its own.
 
 _MAPS = Path("/proc/self/maps")
 
 
 @dataclass(frozen=True)
 class Team:
-    """The library that torch computes with.
+    """The OpenMP library that torch computes with.
 
     Attributes:
-        thread_number: address of the function that tells a thread its number in the team, from 0.
-        thread_count: address of the function that tells how many they are.
+        library: libgomp.
+        thread_number: address of the function that returns a thread's index in the team.
+        thread_count: address of the function that returns the number of threads in the team.
     """
 
     library: ctypes.CDLL
@@ -42,15 +43,15 @@ class Team:
     def run(self, function: int, data: int, threads: int) -> None:
         """Call `function(data)`, both given as addresses, once in each thread of a team; return when all are done.
 
-        The team has at most so many threads: fewer if there are limits, and one within another team. The calling
-        thread is one of them, and the interpreter lock is released meanwhile.
+        The team has at most `threads` threads: fewer if there are limits, and one within another team. The calling
+        thread is one of them, and the interpreter lock is released during the call.
         """
         self.library.GOMP_parallel(function, data, threads, 0)
 
 
 @functools.cache
 def torchs_team() -> Team | None:
-    """The team of the libgomp that torch brought or was linked with; None if there is none, or it cannot be told."""
+    """The team of the libgomp that torch uses; None if there is none, or if it cannot be identified."""
     import torch
 
     home = Path(torch.__file__).parent
@@ -72,9 +73,12 @@ def torchs_team() -> Team | None:
 
 
 BEFORE_WORK = 4
-"""What a thread of a team is given: the addresses of the functions that tell its number and how many they are, rows for
-each, and how many pieces of work; then the int64s of each piece, up to how many rows there are. A team may have fewer
-threads than were asked for: the last one does what is left."""
+"""Number of int64s before the pieces of work in the data of a team's threads.
+
+These are the addresses of the functions that return a thread's index and the number of threads, the rows for each
+thread, and the number of pieces. The arguments of each piece follow, up to its number of rows. A team may have fewer
+threads than requested: the last one computes all remaining rows.
+"""
 
 RowRange = Callable[..., None]
 
@@ -86,11 +90,12 @@ def over_rows(
 
     Args:
         kernel: the compiled function.
-        in_a_team: gives the address of one that a thread of a team calls with the address of `BEFORE_WORK` and what
-            follows; asked for where it is needed, since it may have to be compiled.
-        work: what the kernel is given, but for the last two; all pieces have the same number of rows, their last.
-        threads: at most.
-        tile: rows that the kernel takes together; no tile is parted.
+        in_a_team: returns the address of the function for a thread of a team, which takes the address of the data (see
+            `BEFORE_WORK`); called only if there is a team, since the function may have to be compiled.
+        work: the arguments of the kernel without the last two; all pieces have the same number of rows, their last
+            argument.
+        threads: maximum number of threads.
+        tile: rows that the kernel computes together; no tile is divided.
     """
     rows = work[0][-1]
     share = -(-rows // (threads * tile)) * tile
@@ -111,11 +116,11 @@ def over_rows(
 
 @functools.cache
 def _threads() -> Workers:
-    return Workers(64, "product")  # as many as are asked of it, made when they are
+    return Workers(64, "product")  # an upper limit; threads are created on demand
 
 
 def address_of(function: Any, signature: Any) -> int:
-    """The address of a function compiled for threads of a team, now; it stays good as long as the process."""
+    """Compile a function for threads of a team; return its address, which is valid until the process ends."""
     from rabbitllm.quant.compiling import c_function
 
     made = c_function(signature, function)

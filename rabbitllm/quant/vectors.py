@@ -1,4 +1,4 @@
-"""The vectors of this processor, and code made of them by LLVM; what kernels of products are written with."""
+"""The vector instructions of this processor, and an emitter of LLVM code for the kernels of products."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from numba.core.extending import intrinsic
 
 _pointer: Any = types.CPointer
 FOR_A_THREAD: Any = types.void(_pointer(types.int64))
-"""The signature of what a thread of a team calls; see `row_team.py`."""
+"""The signature of the function for a thread of a team; see `row_team.py`."""
 
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """What numba compiles for, in LLVM's words: what the processor can do, or what `NUMBA_CPU_FEATURES` leaves of it.
+    """The processor's features that numba compiles for, by LLVM's names; `NUMBA_CPU_FEATURES` replaces them.
 
-    LLVM ends the process where a kernel asks for an instruction that is not among these.
+    LLVM ends the process if a kernel uses an instruction of another feature.
     """
     told: str | None = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
     if told is None:
@@ -32,7 +32,7 @@ def features() -> frozenset[str]:
 
 
 def lanes() -> int:
-    """Codes whose meaning is found at a time; 0 where there is no kernel for this processor."""
+    """Number of codes that are decoded at a time; 0 if there is no kernel for this processor."""
     return 16 if "avx512f" in features() else 8 if {"avx2", "fma"} <= features() else 0
 
 
@@ -57,7 +57,7 @@ class Emitter:
         return cgutils.get_or_insert_function(self.b.module, declared, name)  # type: ignore[no-untyped-call]
 
     def variable(self) -> Any:
-        """Place for a vector, zero at first, that ends up in a register."""
+        """A variable for a vector, initially zero, which LLVM keeps in a register."""
         return cgutils.alloca_once_value(self.b, self.zero)  # type: ignore[no-untyped-call]
 
     def load(self, address: Any, kind: ir.Type, alignment: int) -> Any:
@@ -66,7 +66,7 @@ class Emitter:
         return loaded
 
     def prefetch(self, address: Any) -> None:
-        """Ask for the bytes there; harmless where there are none."""
+        """Prefetch the bytes at an address; harmless if the address is invalid."""
         pointer, read, keep, data = I8.as_pointer(), *(ir.Constant(I32, value) for value in (0, 3, 1))
         ask = self.function("llvm.prefetch.p0i8", ir.VoidType(), pointer, I32, I32, I32)
         self.b.call(ask, [self.b.inttoptr(address, pointer), read, keep, data])
@@ -78,12 +78,12 @@ class Emitter:
         return self.of_floats("fma", a, b, c)
 
     def look_up(self, table: Any, index: Any) -> Any:
-        """Floats of a vector by indices, of which the lowest 4 bits (of 16 lanes) or 3 (of 8) count alone."""
+        """Floats of a vector by indices, of which only the lowest 4 bits (16 lanes) or 3 (8 lanes) count."""
         name = "llvm.x86.avx512.permvar.sf.512" if self.width == 16 else "llvm.x86.avx2.permps"
         return self.b.call(self.function(name, self.floats, self.floats, self.ints), [table, index])
 
     def of_floats(self, name: str, *operands: Any) -> Any:
-        """An LLVM function from vectors of floats to one."""
+        """Call an LLVM function of vectors of floats that returns such a vector."""
         function = self.function(f"llvm.{name}.v{self.width}f32", self.floats, *[self.floats] * len(operands))
         return self.b.call(function, operands)
 
@@ -107,7 +107,7 @@ def number(value: Any) -> Any:
 
 @intrinsic
 def _told_by(context, address):  # type: ignore[no-untyped-def]
-    """What a C function at an address, without arguments, says as an int."""
+    """The int that a C function without arguments, at an address, returns."""
 
     def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         function = builder.inttoptr(arguments[0], ir.FunctionType(I32, []).as_pointer())
@@ -118,7 +118,7 @@ def _told_by(context, address):  # type: ignore[no-untyped-def]
 
 asked: Any = _told_by
 
-# Into each caller: a function of its own would have the same name in every kernel, and what two processes compiled and
-# kept, each a kernel, is linked by name where a third one loads both. One of them then computed with the other's loops.
+# Inlined into each caller: a separate function would have the same name in every kernel. A process that loads two
+# kernels that other processes have compiled and cached links them by name, so one would use the other's loops.
 inlined: Any = numba.njit(nogil=True, inline="always")
 to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it

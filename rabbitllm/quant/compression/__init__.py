@@ -1,8 +1,8 @@
-"""What a tensor becomes under compression, how it gets there block by block, and the way back.
+"""Compression of tensors: their stored form, quantization block by block, and dequantization.
 
-The only room that quantizes with bitsandbytes. The stored keys are in `keys.py`, which tensors are compressed in
-`schemes.py`, what is stored of them in `forms.py`, bitsandbytes' JSON in `states.py`, the arithmetic in `quantize.py`,
-`nested.py` (scales that are quantized themselves) and `way_back.py`. Knows no files.
+The only room that quantizes with bitsandbytes. `keys.py` has the stored keys, `schemes.py` the choice of tensors to
+compress, `forms.py` their stored parts, `states.py` bitsandbytes' JSON; the arithmetic is in `quantize.py`, `nested.py`
+(scales that are quantized themselves) and `way_back.py`. Reads and writes no files.
 """
 
 from rabbitllm.quant.compression.forms import (

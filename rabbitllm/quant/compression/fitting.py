@@ -1,15 +1,14 @@
-"""4bit with scales that fit their block, instead of its largest magnitude: the same codes, kernels, keys and bytes.
+"""4bit with scales fitted to their block, instead of its largest magnitude: the same codes, kernels, keys and sizes.
 
 A few multiples of the largest magnitude of a block of 64 are tried, and the one with the least squared error is taken.
-A smaller one cuts off the largest value and has finer steps for all others; and as the 16 values of NF4 are not
-symmetrical, a negative one turns them round. At 4bit-double, where scales are quantized less their mean, all are
-positive.
+A smaller one clips the largest value and has finer steps for all others; and since the 16 values of NF4 are not
+symmetrical, a negative one mirrors them. At 4bit-double, where scales are quantized less their mean, all are positive.
 
-The rule, in float32: y = x * (1 / s); v is the NF4 value nearest to the nearest 1024th of y, of -1 to 1; the error is
-s * s * sum((y - v)**2), where the second half of what is summed is added to the first until one is left; of equal
-errors the first counts, in the order of `MULTIPLES`. The code is the number of midpoints
-below y. So every processor finds the same, with numba or, many times more slowly, without. Blocks of zeros, of what is
-no number, and of magnitudes whose squares are none have their largest magnitude.
+The rule, in float32: y = x * (1 / s); v is the NF4 value nearest to y after y is rounded to the nearest 1024th between
+-1 and 1; the error is s * s * sum((y - v)**2), where the second half of the terms is added to the first until one is
+left; of equal errors the first in the order of `MULTIPLES` wins. The code is the number of midpoints below y. So every
+processor has the same result, with numba or, many times more slowly, without. Blocks of zeros, with values that are not
+finite, or with magnitudes whose squares overflow or underflow, keep their largest magnitude as scale.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 POSITIVE = (0.78, 0.84, 0.9, 0.96, 1.02)
 """Multiples of the largest magnitude that are tried. Twice as many found 1 to 2 % less error."""
 MULTIPLES = {"4bit": (*POSITIVE, *(-multiple for multiple in POSITIVE)), DOUBLE: POSITIVE}
-"""By scheme: scales of both signs lose more in being quantized than they gain."""
+"""Scheme -> multiples; at 4bit-double, scales of both signs lose more when they are quantized than they gain."""
 STEPS = 1024
-"""From 0 to 1, of which y is taken to be the nearest."""
+"""Steps from 0 to 1 to which y is rounded."""
 SMALLEST, LARGEST = 1e-18, 1e18
-"""Between which a largest magnitude has squares that are numbers."""
+"""Limits of a block's largest magnitude, between which squares neither overflow nor underflow."""
 ZERO_CODE = 7
-"""Of NF4's value 0."""
+"""The code of NF4's value 0."""
 
 
 def quantize_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
@@ -71,7 +70,7 @@ def _tables() -> tuple[Floats, Floats]:
 
 
 def by_numpy(scheme: str, data: memoryview, dtype: str) -> tuple[npt.NDArray[np.uint8], Floats]:
-    """The rule as it stands above: two codes a byte, ((n + 1) // 2,), and one float32 a block."""
+    """The rule of the module's docstring in NumPy: two codes per byte, ((n + 1) // 2,), and one float32 per block."""
     import numpy as np
     import torch
 

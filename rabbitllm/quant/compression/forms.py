@@ -1,8 +1,7 @@
-"""What a tensor becomes: the parts that a layer file holds of it, their dtypes and shapes, and those that are the same
-for any weights.
+"""The stored form of a tensor: its parts in a layer file, their dtypes and shapes, and the parts that are constant.
 
-At 4bit-double scales are quantized by their mean, which is known when the last of them is. Until then they wait as they
-are, outside the layer file: `arriving` is what a shard gives, `settling` what becomes of it when all is there.
+At 4bit-double scales are quantized less their mean, which needs all of them. Until then they are kept as float32
+outside the layer file: `arriving` has the parts that come from a shard, `settling` those that are made from all scales.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
     import torch
 
 WAITING_SCALES = ".4bit.absmax.float32"
-"""What the name of scales that wait to be quantized ends with; never in a layer file."""
+"""Ending of the name of scales that are not quantized yet; never in a layer file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """One checkpoint tensor as a layer file holds it.
+    """One checkpoint tensor as stored in a layer file.
 
     Attributes:
         source: the tensor in its shard.
         scheme: None, "4bit", "4bit-double" or "8bit".
-        parts: what is stored; the payload, under the tensor's own name, comes first, the scales second. A piece has no
-            more than these.
+        parts: the stored tensors; the payload, under the tensor's own name, comes first, the scales second. A piece has
+            only these two.
     """
 
     source: TensorSpec
@@ -51,17 +50,17 @@ class StoredForm:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum([byte_size(part.dtype, part.shape) for part in self.parts])
 
 
 def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
-    """How a layer file holds a tensor under `compression`."""
+    """The stored form of a tensor under `compression`."""
     return form_in(spec, scheme_of(spec, compression))
 
 
 def form_in(spec: TensorSpec, scheme: str | None) -> StoredForm:
-    """A tensor as it is (None), or at one of `BLOCKS`, whether or not compression would touch it."""
+    """The stored form of a tensor uncompressed (None) or at one of `BLOCKS`, even if it is not compressible."""
     if scheme is None:
         return StoredForm(spec, None, (TensorToWrite(spec.name, spec.dtype, spec.shape),))
     stored = zip(part_names(spec.name, scheme), *_part_shapes(scheme, spec.dtype, spec.shape), strict=True)
@@ -72,7 +71,7 @@ def form_in(spec: TensorSpec, scheme: str | None) -> StoredForm:
 def _part_shapes(
     scheme: str, dtype: str, shape: tuple[int, ...]
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """Dtypes and shapes of the stored parts of such a tensor; experts have the same ones in their ten thousands."""
+    """Dtypes and shapes of the stored parts of such a tensor; cached, since tens of thousands of experts share them."""
     n = math.prod(shape)
     blocks = math.ceil(n / BLOCKS[scheme])
     if scheme == "8bit":
@@ -97,7 +96,7 @@ def constants(form: StoredForm) -> Mapping[str, bytes]:
 
 
 def code_values(scheme: str) -> torch.Tensor:
-    """What a scheme's codes mean, before their scale: float32 (16,) or (256,), rising; a new tensor."""
+    """The values of a scheme's codes, without scale: float32 (16,) or (256,), rising; a new tensor."""
     import torch
 
     table = nf4_map() if CODES[scheme] == "4bit" else int8_code()
@@ -105,8 +104,10 @@ def code_values(scheme: str) -> torch.Tensor:
 
 
 def arriving(form: StoredForm) -> StoredForm:
-    """What a tensor's shard gives of it: all that is stored, but for scales that are quantized themselves. These are
-    float32 then, under a name of their own, and still second."""
+    """The parts of a tensor that come from its shard: all, with float32 scales at 4bit-double.
+
+    These scales have a name of their own, and are still second; the parts made from them later are missing.
+    """
     if form.scheme != DOUBLE:
         return form
     payload, scales, table, _, nested_table, _ = form.parts
@@ -116,12 +117,12 @@ def arriving(form: StoredForm) -> StoredForm:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """What becomes of scales that have waited for the last of them.
+    """The quantization of a tensor's scales, once all of them are there.
 
     Attributes:
-        of: the tensor that they are of.
-        source: where all of them lie, float32, one after the other; named as what is stored of them.
-        parts: what is stored: their codes, the scales of these, and the state that has their mean.
+        of: the tensor.
+        source: the float32 scales, contiguous in a file; with the name of their stored codes.
+        parts: the stored tensors: their codes, the scales of these, and the state with their mean.
     """
 
     of: TensorSpec
@@ -130,7 +131,7 @@ class Settling:
 
 
 def settling(form: StoredForm, file: str, offset: int) -> Settling:
-    """What becomes of the scales of a tensor at 4bit-double, the first of which lies `offset` bytes into `file`."""
+    """The quantization of the scales of a tensor at 4bit-double, which begin at `offset` bytes in `file`."""
     _, scales, _, nested, _, state = form.parts
     waiting = arriving(form).parts[1]
     source = TensorSpec(scales.name, waiting.dtype, waiting.shape, file, offset, waiting.nbytes)

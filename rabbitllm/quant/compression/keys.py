@@ -2,8 +2,8 @@
 
 - 4bit: `<name>` uint8 ((n+1)//2, 1), `<name>.4bit.absmax` float32 (blocks of 64), `<name>.4bit.quant_map`
   float32 (16), `<name>.4bit.quant_state.bitsandbytes__nf4` (the JSON bytes of bitsandbytes' packed QuantState);
-- 4bit-double: the same, but that `<name>.4bit.absmax` is uint8, and `<name>.4bit.nested_absmax` float32 (blocks of 256
-  scales) and `<name>.4bit.nested_quant_map` float32 (256) say what these codes mean; as bitsandbytes names them;
+- 4bit-double: the same, but `<name>.4bit.absmax` is uint8 codes, with their scales in `<name>.4bit.nested_absmax`
+  float32 (blocks of 256 scales) and their values in `<name>.4bit.nested_quant_map` float32 (256); bitsandbytes' names;
 - 8bit: `<name>` uint8 in the tensor's own shape, `<name>.8bit.absmax` float32 (blocks of 2048), `<name>.8bit.code`
   float32 (256).
 """
@@ -20,7 +20,7 @@ NESTED_SCALES = ".4bit.nested_absmax"
 
 
 def part_names(name: str, scheme: str | None) -> tuple[str, ...]:
-    """The stored keys of a tensor: payload first, then its scales, then what its codes mean."""
+    """The stored keys of a tensor: payload first, then its scales, then its code table."""
     if scheme == "4bit":
         return (name, f"{name}.4bit.absmax", f"{name}.4bit.quant_map", name + NF4_STATE)
     if scheme == DOUBLE:
@@ -32,7 +32,7 @@ def part_names(name: str, scheme: str | None) -> tuple[str, ...]:
 
 
 def schemes(keys: Iterable[str]) -> dict[str, str | None]:
-    """Which tensors a layer file with these stored keys holds, and how: tensor name -> None, or one of `BLOCKS`."""
+    """The tensors of a layer file with these stored keys: tensor name -> scheme, None or one of `BLOCKS`."""
     found: dict[str, str | None] = dict.fromkeys(keys)
     for scheme, mark in (("4bit", NF4_STATE), ("8bit", INT8_SCALES)):
         for key in [key for key in found if key.endswith(mark)]:
@@ -46,5 +46,5 @@ def schemes(keys: Iterable[str]) -> dict[str, str | None]:
 
 
 def state_key(name: str, scheme: str | None) -> str | None:
-    """The stored key of a tensor's packed QuantState; None where it has none."""
+    """The stored key of a tensor's packed QuantState; None if the scheme has none."""
     return name + NF4_STATE if scheme in ("4bit", DOUBLE) else None

@@ -20,7 +20,7 @@ def bitsandbytes() -> Any:
     Raises:
         MissingPackageError: it is not installed, or cannot be imported.
     """
-    # on a CPU it asks for a package of faster kernels at import, whether or not they are wanted
+    # on a CPU it logs at import that a package of faster kernels is missing
     backend = logging.getLogger("bitsandbytes.backends.cpu.ops")
     backend.addFilter(lambda record: "kernels-community" not in record.getMessage())
     try:
@@ -41,16 +41,16 @@ def functional() -> Any:
 
 @functools.cache
 def nf4_map() -> bytes:
-    """What the 16 codes of 4bit mean, float32, rising."""
+    """The values of the 16 codes of 4bit, float32, rising."""
     return bytes(functional().get_4bit_type("nf4", device="cpu").numpy())
 
 
 @functools.cache
 def int8_code() -> bytes:
-    """What the 256 codes of 8bit, and of scales that are quantized themselves, mean, float32, rising.
+    """The values of the 256 codes of 8bit, and of scales that are quantized themselves, float32, rising.
 
-    The values of bitsandbytes' `create_dynamic_map`. That one uses `torch.linspace`, whose last bits differ where a
-    processor has no fused multiply-add. These are the same on every machine: those of a processor that has it.
+    These are the values of bitsandbytes' `create_dynamic_map`. It uses `torch.linspace`, whose last bits depend on
+    whether the processor has a fused multiply-add. Here they are on every machine those of a processor that has it.
     """
     import numpy as np
 

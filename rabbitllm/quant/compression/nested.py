@@ -1,11 +1,11 @@
-"""Scales of 4bit that are quantized themselves, and the way back: bitsandbytes' `compress_statistics`.
+"""Quantization and dequantization of 4bit scales: bitsandbytes' `compress_statistics`.
 
 All scales of a tensor less their mean are quantized in blocks of 256 by the 256 values of 8bit. The mean is summed in
-the order in which torch (2.13) sums so many float32 on x86-64 in one thread: 32 sums side by side, of rows, of groups
-of them, of groups of groups and of groups of those. With several threads torch sums each one's share of more than
-32,768 scales, and the last bit of the mean then depends on how many there are; a layer file must not.
+the order in which torch (2.13) sums as many float32 on x86-64 in one thread: 32 parallel sums, of rows, of groups of
+rows, of groups of groups and of groups of those. With several threads and more than 32,768 scales, torch sums the share
+of each thread, so the last bit of the mean depends on the number of threads; a layer file must not.
 
-A tensor of any size goes through in runs. Knows no files.
+A tensor of any size is processed in runs.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
     Scales: TypeAlias = npt.NDArray[np.float32]
     ReadScales: TypeAlias = Callable[[int, int], Scales]
-    """The number of the first scale and how many -> these, float32."""
+    """Index of the first scale, number of scales -> the scales, float32."""
 
 LANES = 8
-"""Of a vector of AVX2, with which torch sums also where there is AVX-512."""
+"""Lanes of a vector of AVX2, with which torch sums also on processors with AVX-512."""
 SUMS = 4 * LANES
-"""Side by side: four vectors."""
+"""Parallel sums: four vectors."""
 LEVELS = 4
-"""Rows, groups of them, groups of groups and groups of those are summed apart."""
+"""Levels of sums: rows, groups of rows, groups of groups, and groups of those."""
 LEAST_GROUP = 16
 
 
 def settled(form: Settling, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
-    """What is stored of a tensor's scales, all of which are there: numbers of `form.parts`, where in the part, bytes.
+    """The stored bytes of a tensor's scales: (index in `form.parts`, offset in that part, bytes).
 
-    Reads them twice, a megabyte or four at a time.
+    Reads the scales twice, one to four megabytes at a time.
     """
     import numpy as np
     import torch
@@ -48,7 +48,7 @@ def settled(form: Settling, read: ReadScales) -> Iterator[tuple[int, int, memory
     count = form.source.elements
     offset = mean_of(read, count)
     for first, length in _runs(count):
-        with np.errstate(invalid="ignore"):  # of weights that are infinite
+        with np.errstate(invalid="ignore"):  # for infinite weights
             values = torch.from_numpy(read(first, length) - offset)
         codes, state = functional().quantize_blockwise(values, int8_table(values.device), blocksize=NESTED_BLOCK)
         yield 0, first, codes.numpy().data.cast("B")
@@ -57,7 +57,7 @@ def settled(form: Settling, read: ReadScales) -> Iterator[tuple[int, int, memory
 
 
 def mean_of(read: ReadScales, count: int) -> np.float32:
-    """The mean of so many scales, at least 8 of them, with torch's bits."""
+    """The mean of `count` scales, at least 8, equal to torch's bit for bit."""
     import numpy as np
 
     group, above = _group(count), np.zeros(SUMS, np.float32)
@@ -86,7 +86,7 @@ def _group(count: int) -> int:
 
 
 def _runs(count: int) -> Iterator[tuple[int, int]]:
-    """First and length of runs that are whole groups of groups of groups of rows, but for the last."""
+    """First index and length of runs; all but the last are whole groups of groups of groups of rows."""
     step = _group(count) ** (LEVELS - 1) * SUMS
     for first in range(0, count, step):
         yield first, min(step, count - first)
@@ -100,23 +100,23 @@ def _one_by_one(items: Scales, begin: Scales) -> Scales:
 
 
 def expanded_bytes(form: Quantized) -> int:
-    """What a tensor's scales take once they are float32, where they are not stored so; else 0."""
+    """Bytes of a tensor's dequantized scales, float32; 0 if its scales are not quantized."""
     if form.offset is None:
         return 0
     return math.ceil(math.prod(form.shape) / NF4_BLOCK) * SCALE_BYTES
 
 
 def expand_scales(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float) -> torch.Tensor:
-    """What quantized scales mean, with bitsandbytes' own bits.
+    """Dequantize quantized scales; the result equals bitsandbytes' bit for bit.
 
     Args:
         codes: uint8 (blocks,); all of a tensor's, or a run that begins with a block of 256; on any device.
         nested: float32, the scales of these blocks.
         table: float32 (256,).
-        offset: the mean of all.
+        offset: the mean of all scales.
 
     Returns:
-        float32 (blocks,), new.
+        float32 (blocks,), a new tensor.
     """
     import torch
 
@@ -128,6 +128,6 @@ def expand_scales(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor
 def scales_at(
     codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float, within: torch.Tensor
 ) -> torch.Tensor:
-    """The same of codes from anywhere: `within` says in which block of 256 each of them lies, int64 of their shape."""
+    """The same for any codes: `within` is the index of each one's block of 256, int64 of their shape."""
     made: torch.Tensor = table[codes.long()] * nested[within]
     return made.add_(offset)

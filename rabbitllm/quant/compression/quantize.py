@@ -1,6 +1,6 @@
-"""Quantizes runs of blocks, by kernels of our own that give what bitsandbytes gives, or by bitsandbytes itself.
+"""Quantizes runs of blocks, by our own kernels, whose results equal those of bitsandbytes, or by bitsandbytes itself.
 
-Blocks are independent, so a tensor of any size goes through in chunks of whole blocks. Knows no files.
+Blocks are independent, so a tensor of any size is processed in chunks of whole blocks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def quantize_blocks(
         scheme: one of `BLOCKS`.
         data: the elements' bytes; a whole number of blocks, unless it is the tensor's end.
         dtype: F32, F16 or BF16.
-        device: where to do it, "cpu" or "cuda:N".
-        fitted: whether a scale of 4bit is to fit its block, on the CPU in any case (`fitting.py`).
+        device: the device that computes, "cpu" or "cuda:N".
+        fitted: fit 4bit scales to their block, always on the CPU (`fitting.py`).
 
     Returns:
-        The payload (uint8: two elements a byte at 4bit, one at 8bit) and the scales (float32, one a block), as bytes;
-        at 4bit-double these are yet to be quantized (`nested.py`).
+        The payload (uint8: two elements per byte at 4bit, one at 8bit) and the scales (float32, one per block), as
+        bytes; at 4bit-double the scales are not quantized yet (`nested.py`).
     """
     if fitted and CODES[scheme] == "4bit":
         return quantize_fitted(scheme, data, dtype)
@@ -71,9 +71,9 @@ def _quantize_compiled(scheme: str, data: memoryview, dtype: str) -> tuple[memor
 
 @functools.cache
 def _compiled_kernels_agree(scheme: str) -> bool:
-    """Whether our compiled kernels are there and give, on a sample, what the installed bitsandbytes gives.
+    """Whether our compiled kernels are available and agree with the installed bitsandbytes on a sample.
 
-    Another version of it, or another processor (its ARM path rounds otherwise), may not follow the same rules.
+    Another version of it, or another processor (its ARM path rounds differently), may follow other rules.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""At what tensors can be stored, and which are.
+"""The compression schemes, and the choice of tensors to compress.
 
 Pure: from names, dtypes and shapes alone.
 """
@@ -25,18 +25,17 @@ DOUBLE = "4bit-double"
 BLOCKS: Mapping[str, int] = {"4bit": NF4_BLOCK, "8bit": INT8_BLOCK, DOUBLE: NF4_BLOCK}
 CODES_A_BYTE: Mapping[str, int] = {"4bit": 2, "8bit": 1, DOUBLE: 2}
 CODES: Mapping[str, str] = {"4bit": "4bit", "8bit": "8bit", DOUBLE: "4bit"}
-"""What a scheme's weights are to the kernels that multiply them: once its scales are there, double is 4bit."""
+"""Scheme -> the scheme for kernels: with dequantized scales, double is 4bit."""
 COMPRESSIONS: tuple[str | None, ...] = (None, "8bit", "4bit", DOUBLE)
-"""At which a model can be split, from the largest output to the smallest."""
+"""The compressions of a split, from the largest output to the smallest."""
 SCALE_BYTES = 4
 """A scale is a float32, unless it is quantized itself."""
 MIN_ELEMENTS = 4096
-"""Smaller tensors stay as they are: the keys would cost more than is saved."""
+"""Smaller tensors are not compressed: the keys would take more bytes than are saved."""
 MIN_DOUBLE_ELEMENTS = 1 << 15
-"""Smaller tensors are at 4bit under 4bit-double: the 1,024 bytes that say what codes of scales mean are more than is
-saved."""
+"""Smaller tensors are at 4bit under 4bit-double: the 1,024 bytes of the scales' code table are more than is saved."""
 MAX_ROUTER_ROWS = 1024
-"""A matrix named `gate` with more rows is no router: no model has that many experts."""
+"""A matrix named `gate` with more rows is not a router: no model has so many experts."""
 
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)(?:\.|$)")
 _STATE_SPACE_DECAY = re.compile(r"(?:^|\.)A_log$")
@@ -47,7 +46,7 @@ def check_compression(compression: str | None) -> None:
     """Refuse a compression that does not exist, or whose package is not installed.
 
     Raises:
-        OptionError: not None, "4bit", "4bit-double" or "8bit".
+        OptionError: it is not None, "4bit", "4bit-double" or "8bit".
         MissingPackageError: bitsandbytes is not installed.
     """
     if compression is not None and compression not in BLOCKS:
@@ -61,10 +60,10 @@ def check_compression(compression: str | None) -> None:
 
 
 def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:
-    """`fit_scales`, where there are scales of 4bit to fit.
+    """Check that a compression has 4bit scales to fit; return `fit_scales`.
 
     Raises:
-        OptionError: there are none.
+        OptionError: it has none.
     """
     if fit_scales and compression in (None, "8bit"):
         raise OptionError(
@@ -77,9 +76,9 @@ def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:
 def is_compressible(spec: TensorSpec) -> bool:
     """Whether compression touches a tensor.
 
-    Every floating tensor of two or more dimensions and at least 4,096 elements, embeddings and head included,
-    except what is small and sensitive: expert routers, convolutions, the biases of all experts in one tensor, and the
-    decay of a state-space layer.
+    Every floating tensor of two or three dimensions and at least 4,096 elements, embeddings and head included, except
+    small and sensitive ones: expert routers, convolutions, the biases of all experts in one tensor, and the decay of a
+    state-space layer.
     """
     if not _is_worth_it(spec.dtype, spec.shape) or "conv" in spec.name.lower():
         return False
@@ -94,7 +93,7 @@ def _is_worth_it(dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:
-    """How a tensor is stored in a model that is split at `compression`."""
+    """The scheme of a tensor in a model that is split at `compression`; None if it is not compressed."""
     if compression is None or not is_compressible(spec):
         return None
     if compression == DOUBLE and spec.elements < MIN_DOUBLE_ELEMENTS:

@@ -1,8 +1,8 @@
-"""The JSON that bitsandbytes stores in a tensor with each weight at 4bit, and what is believed of it.
+"""The JSON that bitsandbytes stores in a tensor with each 4bit weight, and its validation.
 
-bitsandbytes' `QuantState.as_dict(packed=True)` (0.50) writes it; its `QuantState.from_dict` reads what is written here.
-Where scales are quantized themselves it has a number that depends on the weights and whose text is of any length.
-Blanks follow it, which JSON allows, so that a layer file can be laid out before the number is known.
+bitsandbytes' `QuantState.as_dict(packed=True)` (0.50) writes it, and its `QuantState.from_dict` can read the JSON that
+is written here. If scales are quantized themselves, it has a number that depends on the weights, and whose text varies
+in length. Blanks follow it, which JSON allows, so that the layout of a layer file does not depend on the number.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rabbitllm.quant.compression.keys import part_names
 from rabbitllm.quant.compression.schemes import BLOCKS, CODES, CODES_A_BYTE, DOUBLE, NESTED_BLOCK, NF4_BLOCK
 
 LONGEST_STATE = 4096
-"""Bytes of a QuantState's JSON; they have about 90, or 190."""
+"""Maximum bytes of a QuantState's JSON; usual are about 90, or 190 at 4bit-double."""
 LONGEST_NUMBER = 24
-"""Characters that Python writes a float with, at most: `-1.7976931348623157e+308`."""
+"""Maximum characters of a float that Python writes: `-1.7976931348623157e+308`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What is known of a stored, quantized tensor without its weights.
+    """The scheme, shape and dtype of a quantized tensor, without its weights.
 
     Attributes:
         scheme: "4bit", "4bit-double" or "8bit".
-        shape: of the tensor it stands for.
+        shape: of the original tensor.
         dtype: the torch dtype name it was quantized from; None at 8bit, which does not store it.
-        offset: at 4bit-double what was taken from all scales before they were quantized: their mean.
+        offset: at 4bit-double the mean of all scales, which was subtracted before they were quantized.
     """
 
     scheme: str
@@ -43,7 +43,7 @@ class Quantized:
 
     @property
     def codes(self) -> Quantized:
-        """The same once its scales are float32: what kernels are given."""
+        """The same with dequantized scales, float32, as kernels get it."""
         return self if self.scheme == CODES[self.scheme] else replace(self, scheme=CODES[self.scheme], offset=None)
 
 
@@ -54,14 +54,13 @@ def nf4_state(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def nested_state(dtype: str, shape: tuple[int, ...], offset: float) -> bytes:
-    """The same at 4bit-double, with the mean of the scales; and blanks after it up to a length that does not depend on
-    that."""
+    """The same at 4bit-double, with the mean of the scales, padded with blanks to `nested_state_bytes`."""
     return json.dumps(_nested(dtype, shape, offset)).encode().ljust(nested_state_bytes(dtype, shape))
 
 
 @functools.lru_cache(maxsize=1024)
 def nested_state_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Its length."""
+    """The length of `nested_state`, which does not depend on the mean."""
     return len(json.dumps(_nested(dtype, shape, 0.0))) - len("0.0") + LONGEST_NUMBER
 
 
@@ -82,11 +81,11 @@ def _nested(dtype: str, shape: tuple[int, ...], offset: float) -> dict[str, obje
 def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: bytes) -> Quantized:
     """Check the sizes of a quantized tensor's parts against each other.
 
-    The kernels trust them: scales for fewer blocks than there are would be read past their end.
+    The kernels do not check them: with scales for too few blocks they would read past their end.
 
     Args:
         name: the tensor.
-        scheme: how it is stored.
+        scheme: one of `BLOCKS`.
         parts: the layer file's stored keys, by name.
         state: the bytes of its packed QuantState at 4bit; ignored at 8bit.
 
@@ -109,7 +108,7 @@ def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: b
 
 @functools.lru_cache(maxsize=1024)
 def _part_sizes(scheme: str, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    """Dtype and elements of the parts that kernels are given, for a tensor of this shape."""
+    """Dtype and number of elements of the parts that kernels use, for a tensor of this shape."""
     n = math.prod(shape)
     payload, blocks = -(-n // CODES_A_BYTE[scheme]), math.ceil(n / BLOCKS[scheme])
     if scheme == DOUBLE:
@@ -131,7 +130,7 @@ def _parse_state(name: str, scheme: str, raw: bytes) -> Quantized:
 
 @functools.lru_cache(maxsize=1024)
 def _nf4_form(raw: bytes) -> Quantized | None:
-    """What the JSON of a QuantState says; None where it is none of ours. Experts have the same in their thousands."""
+    """Parse the JSON of a QuantState; None if it is not an unnested nf4 state. Cached, since experts share it."""
     try:
         state = json.loads(raw)
         if any(key.startswith("nested") for key in state):

@@ -1,4 +1,4 @@
-"""The way back: a tensor, or products with it, from its quantized parts. Knows no files."""
+"""Dequantization of a tensor, and products with it, from its quantized parts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 def operands(
     form: Quantized, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]
 ) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What kernels are given of a stored tensor: its form, codes, float32 scales and what codes mean.
+    """The operands of kernels for a stored tensor: its form, codes, float32 scales and code table.
 
-    Scales that are quantized themselves are made again, n / 64 float32 where `read` puts the parts; all else is what it
-    reads.
+    Quantized scales are dequantized to n / 64 float32, on the device of the parts; the others are returned as read.
 
     Args:
-        form: as `read_state` found it.
+        form: from `read_state`.
         parts: in the order of `part_names`.
         read: a part -> its tensor.
     """
@@ -39,15 +38,15 @@ def operands(
 def dequantize(
     form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The tensor that quantized parts stand for, on their device.
+    """The dequantized tensor, on the device of its parts.
 
     Args:
-        form: as `read_state` found it; at 4bit-double as `operands` gives it.
+        form: from `read_state`; at 4bit-double from `operands`.
         payload: uint8 codes.
-        absmax: float32, one a block.
-        table: float32, what each code means.
+        absmax: float32, one per block.
+        table: float32, the value of each code.
         dtype: of the result. At 4bit bitsandbytes dequantizes to the dtype stored with the tensor, and the result is
-            cast; at 8bit, where none is stored, it dequantizes to `dtype` directly.
+            cast; at 8bit no dtype is stored, and it dequantizes to `dtype` directly.
 
     Returns:
         A new tensor of shape `form.shape`.
@@ -63,10 +62,10 @@ def dequantize(
 
 
 def _in_whole_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape of as many elements whose rows are whole blocks, where that can be; else one row.
+    """A shape with the same number of elements whose rows are whole blocks, if possible; else one row.
 
-    bitsandbytes' kernel for the CPU (0.50) begins a block with each row, whatever was quantized: in rows of 80 elements
-    all but the first come out with the scales of others.
+    bitsandbytes' kernel for the CPU (0.50) begins a block with each row, even if the stored blocks cross rows: with
+    rows of 80 elements, all but the first would get wrong scales.
     """
     if shape and shape[-1] % NF4_BLOCK == 0:
         return shape
@@ -77,9 +76,9 @@ def _in_whole_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
 def multiply_4bit(
     form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """`x @ W.T` by bitsandbytes from the codes, where it has a kernel for the device; else it dequantizes.
+    """`x @ W.T` by bitsandbytes, from the codes if it has a kernel for the device; else it dequantizes.
 
-    Its `matmul_4bit` is called rather than `gemv_4bit`, which on some CPUs takes the codes in another order.
+    `matmul_4bit` is called instead of `gemv_4bit`, which on some CPUs expects the codes in another order.
 
     Args:
         form: (N, K) at 4bit, K a multiple of 64.
@@ -87,7 +86,7 @@ def multiply_4bit(
         x: (1, K), contiguous, of a floating dtype.
 
     Returns:
-        (1, N), of x's dtype; rounded otherwise than a product with the dequantized matrix.
+        (1, N), of x's dtype; rounded differently from a product with the dequantized matrix.
     """
     state = _nf4_quant_state(form, absmax, table)
     product: torch.Tensor = bitsandbytes().matmul_4bit(x, payload.view(-1, 1).t(), quant_state=state)
