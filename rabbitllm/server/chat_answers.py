@@ -114,7 +114,7 @@ class ChatChoices:
 
 
 LEAST = -9999.0
-"""The log probability given for probability zero, whose logarithm JSON cannot represent; the number that OpenAI uses."""
+"""The log probability given for probability zero, whose logarithm JSON cannot represent; OpenAI uses the same."""
 
 
 def finite(logprob: float | None) -> float:
