@@ -10,7 +10,7 @@ from rabbitllm.errors import MissingPackageError
 def check_installed() -> None:
     """
     Raises:
-        MissingPackageError: the kernels by which lines share passes are not installed.
+        MissingPackageError: greenlet, by which lines share passes, is not installed.
     """
     if importlib.util.find_spec("greenlet") is None:
         raise MissingPackageError(
