@@ -145,7 +145,7 @@ def natural_key(name: str) -> tuple[object, ...]:
     """A sort key that puts `shard-2` before `shard-10`, whatever the padding."""
     pieces = _DIGITS.split(name)  # text and digits in turns, text first
     key: list[object] = [*pieces]
-    for at, digits in enumerate(pieces[1::2]):  # compared as numbers but not converted, for speed
+    for at, digits in enumerate(pieces[1::2]):  # numeric order without int(): there may be thousands of digits
         significant = digits.lstrip("0")
         key[2 * at + 1] = (len(significant), significant, digits)
     return tuple(key)
