@@ -1,44 +1,44 @@
 """Every error that this package raises on purpose.
 
     RabbitLLMError
-    ├── OptionError (ValueError)               an argument no call could honour
+    ├── OptionError (ValueError)               an argument has an invalid value
     │   └── DeviceError                        a device this machine does not have
-    ├── AbsentWeightError (RuntimeError)       a weight that is not in memory was to be read
-    ├── ReadOnlyWeightError (RuntimeError)     a weight that is not in memory was to be written to
+    ├── AbsentWeightError (RuntimeError)       attempt to read a weight that is not in memory
+    ├── ReadOnlyWeightError (RuntimeError)     attempt to write to a weight that is not in memory
     ├── MissingPackageError (ImportError)      an optional dependency is not installed
-    ├── ChatError                              a conversation cannot go on like this
-    │   └── ChatFileError                      a file that is no saved conversation, or cannot be written
-    ├── CopyError (TypeError)                  a model was to be copied, pickled or placed by another library
-    ├── ForkedError (RuntimeError)             a forked process uses what only its parent can
-    ├── HostsError                             processes that share a model cannot, or not like this
+    ├── ChatError                              a conversation cannot continue
+    │   └── ChatFileError                      a file is not a saved conversation, or cannot be written
+    ├── CopyError (TypeError)                  attempt of another library to copy, pickle or place a model
+    ├── ForkedError (RuntimeError)             a forked process uses something that works only in its parent
+    ├── HostsError                             processes cannot compute one model together
     │   └── HostGoneError                      one of them has ended or cannot be reached
-    ├── BatchError                             a batch of requests cannot take on another one
-    │   ├── BusyError                          as many wait as may
-    │   └── ClosedError                        it is about to end, or has ended
+    ├── BatchError                             a batch cannot accept another request
+    │   ├── BusyError                          the limit of waiting requests is reached
+    │   └── ClosedError                        it is shutting down, or has ended
     ├── ClusterError                           a Ray cluster cannot do the work, or lost it
-    ├── InputError                             the input of a batch cannot be read, or names a line twice
+    ├── InputError                             the input of a batch cannot be read, or repeats an id
     ├── ResultsError                           results of a batch belong to another one, or cannot be written
-    ├── ScoringError                           texts cannot be scored on this model, or not in this memory
+    ├── ScoringError                           texts cannot be scored on this model, or memory is too small
     ├── QualityError                           two models cannot be compared, or not on this text
     ├── CheckpointError                        the source is not what it claims to be
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── UnsafePathError                    a name that points outside its folder
-    │   ├── InvalidIndexError                  an index that cannot be believed
+    │   ├── InvalidIndexError                  a malformed or contradictory index
     │   ├── CorruptShardError                  a shard whose bytes contradict its header
     │   ├── UnreadableFormatError              weights in a format that this version does not read
-    │   ├── CorruptVocabularyError             a tokenizer's vocabulary that cannot be believed
-    │   ├── UnsafePickleError                  a pickle that asks for more than tensors and plain values
+    │   ├── CorruptVocabularyError             a malformed or contradictory tokenizer vocabulary
+    │   ├── UnsafePickleError                  a pickle with more than tensors and plain values
     │   ├── MissingShardError (FileNotFoundError)
-    │   ├── IncompleteCheckpointError          its tensors are not those that its config asks for
-    │   ├── ClosedCheckpointError (ValueError)  a lazy tensor is used whose file is closed
+    │   ├── IncompleteCheckpointError          its tensors are not those of its config
+    │   ├── ClosedCheckpointError (ValueError)  a lazy tensor is used after its file was closed
     │   └── UnknownArchitectureError
     ├── HubError                               the hub refused or could not be reached
     │   └── GatedRepositoryError
-    ├── StorageError (OSError)                 the system refuses a file, a folder or a disk
-    ├── NotEnoughMemoryError (MemoryError)     this process may not have as much memory as the call needs
+    ├── StorageError (OSError)                 the system refuses an operation on a file or a folder
+    ├── NotEnoughMemoryError (MemoryError)     the call needs more memory than this process may have
     └── SplitError                             the split directory
         ├── NotEnoughSpaceException            refused before the first byte
-        ├── DiskFullError                      stopped on the way: the disk is full, or nearly
+        ├── DiskFullError                      stopped midway: the disk is full, or nearly
         ├── InUseError                         another process reads, or deletes, files that this call needs
         ├── SplitMismatchError                 it belongs to another model, revision or compression
         └── IncompleteSplitError               a tensor the model needs is not in it
@@ -83,11 +83,11 @@ class DeviceError(OptionError):
 
 
 class AbsentWeightError(RabbitLLMError, RuntimeError):
-    """A weight that is not in memory was read or pickled by code that cannot load it."""
+    """Attempt to read or pickle a weight that is not in memory, by code that cannot load it."""
 
 
 class ReadOnlyWeightError(RabbitLLMError, RuntimeError):
-    """A weight that is not in memory, or is there only as codes, was written to."""
+    """Attempt to write to a weight that is not in memory, or is there only as codes."""
 
 
 class MissingPackageError(RabbitLLMError, ImportError):
@@ -103,11 +103,11 @@ class ChatFileError(ChatError):
 
 
 class CopyError(RabbitLLMError, TypeError):
-    """A model whose weights are streamed was copied, pickled or placed by another library."""
+    """Attempt of another library to copy, pickle or place a model whose weights stay in its files."""
 
 
 class ForkedError(RabbitLLMError, RuntimeError):
-    """A forked process used something that works only in its parent."""
+    """A forked process uses something that works only in its parent."""
 
 
 class HostsError(RabbitLLMError):

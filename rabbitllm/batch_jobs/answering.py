@@ -21,10 +21,10 @@ def answers(
     """Answers to items, each as soon as it is complete.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
         items: the items, in any order.
-        limits: of the batch.
-        name: of the model, in answers of OpenAI's form.
+        limits: limits of the batch.
+        name: the model's name in answers of OpenAI's form.
 
     Raises:
         RabbitLLMError, OSError, MemoryError: the run cannot continue; the remaining items have no answer.

@@ -67,8 +67,8 @@ class RequestBuilder:
     """Makes requests from items.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it.
-        name: of the model, in answers.
+        model: a model from `AutoModel.from_pretrained`.
+        name: the model's name in answers.
     """
 
     def __init__(self, model: Any, name: str) -> None:

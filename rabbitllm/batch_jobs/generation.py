@@ -44,7 +44,7 @@ class _Open:
     Attributes:
         count: number of requests.
         is_refused: whether one of them was refused; then the others are not waited for.
-        error: of one of them.
+        error: error of one of them.
     """
 
     def __init__(self, wanted: PreparedItem, done: queue.SimpleQueue[_Open]) -> None:
@@ -99,8 +99,8 @@ def generated(
     """Answers in the order of their completion, in groups that are complete at the same time.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
-        name: of the model, in answers.
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        name: the model's name in answers.
         items: items that ask for a generation, in an efficient order; taken from the iterator as there is room.
         limits: see `JobLimits`.
         watch: called with a function that returns the statistics of the batch, from any thread.

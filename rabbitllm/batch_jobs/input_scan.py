@@ -47,7 +47,7 @@ class InputScan:
     Attributes:
         file: the input.
         defaults: for values that lines omit.
-        digest: of all bytes, in hexadecimal.
+        digest: digest of all bytes in hexadecimal.
         offsets, numbers: of each line, in bytes and from 1.
         lengths: estimated tokens of each line, generated ones included.
         kinds: of each; see `order.kind_of`.
@@ -125,7 +125,7 @@ def item_of(line: Line, index: int, defaults: Defaults) -> Item:
 
     Args:
         line: the decoded line.
-        index: of the line among those that are not empty.
+        index: index of the line among those that are not empty.
         defaults: for values that it omits.
     """
     if line.problem:

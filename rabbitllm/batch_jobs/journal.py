@@ -41,7 +41,7 @@ class BatchJournal:
     """The journal of one output. Made by `opened`.
 
     Args:
-        path: of the journal.
+        path: path of the journal.
         lines: number of lines of the output.
         head: identifies the output; see `opened`.
 
@@ -323,7 +323,7 @@ def _held(lock: Path, path: Path) -> Iterator[None]:
 
     Args:
         lock: a separate file, since the journal is replaced and removed while the lock is held.
-        path: of the journal.
+        path: path of the journal.
 
     Raises:
         ResultsError: another process holds it.

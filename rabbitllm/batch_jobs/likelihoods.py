@@ -48,8 +48,8 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
     """Answers in the order of their completion.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
-        name: of the model, in answers.
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        name: the model's name in answers.
         items: items that ask for likelihoods or embeddings.
         limits: see `JobLimits`.
     """

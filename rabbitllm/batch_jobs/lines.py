@@ -66,7 +66,7 @@ def key_of(value: Any, number: int) -> Key:
 
     Args:
         value: the JSON object of the line.
-        number: of the line, from 1.
+        number: number of the line, from 1.
 
     Raises:
         LineError: the id is invalid.
@@ -95,7 +95,7 @@ def asked_of(value: Any, index: int, defaults: Defaults) -> Asked:
 
     Args:
         value: the JSON object of the line.
-        index: of the line.
+        index: index of the line.
         defaults: for values that it omits.
     """
     try:

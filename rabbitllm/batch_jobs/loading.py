@@ -44,7 +44,7 @@ class BatchModel:
     """A loaded model.
 
     Attributes:
-        model: as `AutoModel.from_pretrained` returns it.
+        model: a model from `AutoModel.from_pretrained`.
         cache_bytes: limit of the KV cache; None if it could not be predicted before the model was loaded.
         folder: the split directory; None without one.
         weights: digest of their source; None where it is not recorded.
@@ -60,7 +60,7 @@ def wish_of(name: str, *, compression: str | None = None, revision: str | None =
     """The wish for a model.
 
     Args:
-        name: as the user wrote it.
+        name: the name as the user wrote it.
         compression: None for that of a split on this machine.
         revision: branch, tag or commit.
         **more: further fields of `Wish`.
@@ -87,7 +87,7 @@ def loaded(
         survey: the scan of the input.
         sequences: limit of lines answered at a time.
         split: False to stream from the checkpoint's own shards without writing anything.
-        dtype: to compute in; None for the config's.
+        dtype: the dtype to compute in; None for the config's.
         cache_bytes: limit of the KV cache; None for the need of the lines, up to half of the free memory.
 
     Raises:
@@ -135,10 +135,10 @@ def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str
     """Bytes of the KV caches of the longest lines, all at the same time.
 
     Args:
-        config: of the model.
+        config: the model's config.
         lengths: estimated tokens of each line.
         sequences: limit of lines at a time.
-        dtype: to compute in; None for the config's.
+        dtype: the dtype to compute in; None for the config's.
     """
     text = config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
@@ -155,9 +155,9 @@ def good_pass_bytes(config: Any, texts: int, dtype: str | None = None) -> int:
     """Bytes, without the KV cache, for a pass with enough tokens to be worth reading the weights.
 
     Args:
-        config: of the model.
+        config: the model's config.
         texts: limit of lines answered at a time.
-        dtype: to compute in; None for the config's.
+        dtype: the dtype to compute in; None for the config's.
     """
     return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).good(texts)
 

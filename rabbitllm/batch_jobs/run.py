@@ -81,11 +81,11 @@ def run(
     """Answer the lines without an answer in the journal.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
-        name: of the model, in answers of OpenAI's form.
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        name: the model's name in answers of OpenAI's form.
         survey: the scan of the input.
         journal: the journal of the output.
-        limits: of the batch.
+        limits: limits of the batch.
         tell: called with the progress whenever more answers are durable; in a separate thread.
         watch: see `answering.answered`.
 

@@ -25,7 +25,7 @@ class Ready:
     """A model that is ready to answer.
 
     Attributes:
-        model: as `AutoModel.from_pretrained` returns it.
+        model: a model from `AutoModel.from_pretrained`.
         cache_bytes: limit of the KV cache, if it was fixed when the model was loaded.
         weights: see `loading.BatchModel`.
     """
@@ -42,10 +42,10 @@ class BatchJob:
     Attributes:
         source: the input; see `spool.opened`.
         out: the output.
-        name: of the model, as the user gave it.
+        name: the model's name as the user gave it.
         load: loads the model for a scanned input.
         defaults: for values that lines omit.
-        limits: of the batch.
+        limits: limits of the batch.
         settings: other settings that change answers; see `run.head_of`.
         columns: see `spool.opened`.
         overwrite: see `journal.opened`.
@@ -120,7 +120,7 @@ def loading(
 
     Args:
         wish: the model and the options for loading it.
-        limits: of the batch.
+        limits: limits of the batch.
         split, dtype: see `loading.loaded`.
     """
 

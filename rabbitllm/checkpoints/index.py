@@ -70,7 +70,7 @@ def entry_of(names: Iterable[str], where: str) -> str:
     params.json if the folder holds weights in Meta's format.
 
     Args:
-        names: of the files in the folder.
+        names: names of the files in the folder.
         where: the folder's name in messages.
 
     Raises:

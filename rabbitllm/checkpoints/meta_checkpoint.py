@@ -43,7 +43,7 @@ def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
     """The files of all ranks in numerical order.
 
     Args:
-        names: of files, possibly others too.
+        names: names of these and possibly other files.
         where: the folder's name in messages.
 
     Raises:

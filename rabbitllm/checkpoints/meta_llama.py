@@ -155,7 +155,7 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
     """The header that a split uses for one rank: transformers' names, cut tensors as pieces, Q and K with strides.
 
     Args:
-        header: of the rank's file.
+        header: header of the rank's file.
         params: the parameters of the model.
         rank: the file's number, from 0.
         ranks: the number of ranks.

@@ -36,7 +36,7 @@ class MetaParams:
 
     Attributes:
         dim, n_layers, n_heads, n_kv_heads: sizes of the model.
-        norm_eps: of the norms.
+        norm_eps: epsilon of the norms.
         vocab_size: None where the tokenizer determines it (Llama 1 and 2 have -1).
         intermediate: rows of a feed-forward matrix.
         rope_theta: base of the rotary frequencies.
@@ -66,7 +66,7 @@ def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
     """Parse the fields and check them against each other.
 
     Args:
-        content: of the file, or its object under "model".
+        content: content of the file, or its object under "model".
         where: the file's name in messages.
 
     Raises:

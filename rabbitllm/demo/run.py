@@ -118,7 +118,7 @@ class Outcome:
     """The result of a demonstration; sizes in bytes, times in seconds.
 
     Attributes:
-        compression: of the split.
+        compression: compression of the split.
         source_bytes: size of the model's shards.
         shards, shards_left: their number, and the names of the remaining ones.
         ready_seconds: time until the model was ready.

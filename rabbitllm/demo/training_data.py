@@ -24,7 +24,7 @@ class TrainingRows:
     Attributes:
         ids: (rows, width) int64, padded on the right.
         labels: the same shape: the id where a token is to be predicted, else -100.
-        divisor: of the summed loss.
+        divisor: divisor of the summed loss.
     """
 
     ids: torch.Tensor

@@ -53,7 +53,7 @@ def parse_torch_header(read: ReadAt, size: int, file: str, *, scattered: bool = 
 
     Args:
         read: reads (offset, length), bytes.
-        size: of the whole file, bytes.
+        size: size of the whole file in bytes.
         file: name for the specs and error messages.
         scattered: also read and compare the metadata between the storages; if not, another call has to check the
             offsets before the data is used.

@@ -57,7 +57,7 @@ class TensorPiece:
 
     Attributes:
         of: the larger tensor's name.
-        shape: of the larger tensor.
+        shape: shape of the larger tensor.
         dim: the dimension of the cut.
         begin: the first index along that dimension in this piece.
     """

@@ -55,7 +55,7 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
 
     Args:
         read: reads (offset, length), bytes.
-        size: of the whole file, bytes.
+        size: size of the whole file in bytes.
         file: name for the records and error messages.
         counts: also compare the number before each storage with the pickle, a read each; if not, another call has to
             check the offsets before the data is used.

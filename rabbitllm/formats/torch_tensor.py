@@ -82,7 +82,7 @@ class TorchFile:
     Attributes:
         tensors: in the pickle's order.
         left_out: keys of a training checkpoint other than its state dict; they hold no weights.
-        size: of the file, bytes.
+        size: size of the file in bytes.
     """
 
     tensors: tuple[TorchTensor, ...]

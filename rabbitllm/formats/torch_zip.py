@@ -134,7 +134,7 @@ def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool =
 
     Args:
         read: reads (offset, length), bytes.
-        size: of the whole file, bytes.
+        size: size of the whole file in bytes.
         file: name for the records and error messages.
         local_headers: also compare every entry's own header, a read each; if not, `check_local_headers` has to check
             the offsets before the data is used.

@@ -29,10 +29,10 @@ class WorkerJob:
 
     Attributes:
         wish: the model, by a name that is valid on every machine.
-        name: of the model, in answers of OpenAI's form.
-        limits: of the batch.
+        name: the model's name in answers of OpenAI's form.
+        limits: limits of the batch.
         split: False to stream from the checkpoint's own shards.
-        dtype: to compute in; None for the config's.
+        dtype: the dtype to compute in; None for the config's.
         longest: lengths and kinds of the longest lines, as in `InputScan`, for which memory is reserved.
         share: number of workers on one machine.
     """
@@ -53,7 +53,7 @@ class WorkerInfo:
     Attributes:
         host, pid: its machine and process.
         source: the source of its split; None without one.
-        compression: of the split.
+        compression: compression of the split.
         computes: dtype and kind of device.
         chosen: the bits of each tensor in a mixed split.
     """

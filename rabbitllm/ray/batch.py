@@ -39,8 +39,8 @@ def answering_on(
     Args:
         address: see `cluster.connected`.
         wish: the model.
-        name: of the model, as the user gave it.
-        limits: of the batch of one worker.
+        name: the model's name as the user gave it.
+        limits: limits of the batch of one worker.
         workers: see `chunks.staff_of`.
         split, dtype: see `batch_jobs.loading.loaded`.
 

@@ -53,7 +53,7 @@ class RayAnswers:
 
     Args:
         staff: number of workers, and the resources of each.
-        job: of every worker.
+        job: job of every worker.
         worker: the actor class.
         check: called with the first ready worker, before any answer; may raise to stop.
         tell: called with messages for the user.

@@ -41,7 +41,7 @@ class Envelope:
     """The object around the choices of one answer.
 
     Attributes:
-        id: of the answer.
+        id: id of the answer.
         created: seconds since 1970.
         model: its name.
         kind: `object` of a whole answer.

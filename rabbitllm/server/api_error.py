@@ -32,7 +32,7 @@ class APIError(Exception):
         message: the value found, and the value expected.
         param: the field of the request at fault.
         code: a machine-readable word.
-        headers: of the response.
+        headers: headers of the response.
     """
 
     def __init__(

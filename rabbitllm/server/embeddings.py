@@ -93,7 +93,7 @@ class Embedder:
     """Computes embeddings.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it.
+        model: a model from `AutoModel.from_pretrained`.
         recipe: see `recipe_in`.
     """
 

@@ -24,7 +24,7 @@ class ServedModel:
     """A loaded model.
 
     Attributes:
-        model: as `AutoModel.from_pretrained` returns it.
+        model: a model from `AutoModel.from_pretrained`.
         split: whether the split existed already, and its folder; None without a split.
         recipe: how embeddings are computed; None where the checkpoint does not say.
     """
@@ -43,7 +43,7 @@ def loaded(
         wish: the model and the options for loading it.
         console: receives the progress messages.
         split: False to stream from the checkpoint's own shards without writing anything.
-        dtype: to compute in; None for the config's.
+        dtype: the dtype to compute in; None for the config's.
         cache_bytes: limit of the KV cache; None for the default.
 
     Raises:
@@ -86,7 +86,7 @@ def served_name(name: str) -> str:
     """The model name in requests: the id of a repository, or the last part of a folder's path.
 
     Args:
-        name: as the user wrote it.
+        name: the name as the user wrote it.
     """
     found = meant(name)
     path = expand(found)

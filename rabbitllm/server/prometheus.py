@@ -15,7 +15,7 @@ class Family:
     """Samples of one name.
 
     Attributes:
-        name: of letters, digits and underscores.
+        name: letters, digits and underscores.
         kind: "counter", "gauge" or "histogram".
         help: description of the metric.
         samples: suffix of the name, labels, value.

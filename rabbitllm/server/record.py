@@ -25,7 +25,7 @@ class Record:
     Attributes:
         id: the caller's `x-request-id` if it is a plain word, else a new one.
         what: method and path.
-        status: of the response; 0 where there was none.
+        status: HTTP status of the response; 0 where there was none.
         error: the code of a refusal, or of an error that ended a stream; its message where it has no code.
         gone: whether the client disconnected before the end.
         finished: the end of each choice.

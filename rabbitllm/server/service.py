@@ -28,7 +28,7 @@ class EmbeddingsOnly:
     """Stands in for the batch of a model that generates no text: every request is refused.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it.
+        model: a model from `AutoModel.from_pretrained`.
     """
 
     error = None
@@ -122,10 +122,10 @@ def service_for(
     """A service for a model.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it.
-        batch: of that model.
+        model: a model from `AutoModel.from_pretrained`.
+        batch: its batch.
         settings: see `Settings`.
-        embedder: of that model, if it has embeddings.
+        embedder: its embedder, if it has embeddings.
     """
     return Service(model, batch, settings, model_facts(model), frozenset(end_tokens(model)), embedder)
 

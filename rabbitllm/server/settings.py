@@ -10,7 +10,7 @@ class Settings:
     """How requests are treated.
 
     Attributes:
-        name: of the model, in answers; requests that name another one are refused.
+        name: the model's name in answers; requests that name another one are refused.
         api_key: the key that requests must carry; None for none.
         origins: origins of other hosts that may send requests; "*" for all.
         hosts: names in lower case by which the server may be called, in addition to addresses; None for any.

@@ -21,7 +21,7 @@ class Spelling:
     """Spells single tokens.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -99,7 +99,7 @@ def serve_wish(
 
     Args:
         wish: the model and the options for loading it.
-        limits: of the batch.
+        limits: limits of the batch.
         settings: how requests are treated.
         listening: the socket of `address.bound`.
         console: receives the progress messages.

@@ -47,7 +47,7 @@ class Template:
     """A tokenizer's chat template, or the plain format where it has none.
 
     Attributes:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     tokenizer: Any

@@ -39,8 +39,8 @@ class ParsedToolCall:
     """A tool call.
 
     Attributes:
-        name: of the tool.
-        arguments: as JSON.
+        name: name of the tool.
+        arguments: its arguments as JSON.
     """
 
     name: str

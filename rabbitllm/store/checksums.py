@@ -260,7 +260,7 @@ class _Blocks:
         for offset, nbytes in ranges:
             for begin, end in self._waiting(offset, offset + nbytes):
                 low, high, written = self._starts[begin], self._starts[end], self._expected(begin, end)
-                # resident mapped pages may have been modified, as private copies
+                # mapped pages may have been written to, as private copies
                 if self._crc(low, high, given) != written and self._crc(low, high, given, reread=True) != written:
                     raise self._damaged(begin, end, given)
                 self._state.mark(begin, end)

@@ -49,11 +49,11 @@ class LayerRecord:
     """One layer file of a finished split.
 
     Attributes:
-        id, stem: of the layer.
+        id, stem: id and stem of the layer.
         file: its name.
         size: bytes.
         tensors: the checkpoint's names.
-        crc32: of the whole file as intended.
+        crc32: CRC-32 of the whole file as intended.
         shards: names of the shards that its tensors came from.
         blocks: CRC-32 of each of its blocks (`checksums.py`); None in an older split without them.
     """
@@ -149,7 +149,7 @@ def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> Manifest | None:
 
     Args:
         folder: the split directory.
-        name: of the file, if not the usual one.
+        name: name of the file, if not the usual one.
 
     Raises:
         IncompleteSplitError: it is malformed.

@@ -48,7 +48,7 @@ def in_order(parts: Iterable[TensorToWrite], version: int = FORMAT_VERSION) -> l
     apart from its others, since they would misalign the next expert.
 
     Args:
-        parts: of all of its tensors, in any order.
+        parts: stored parts of all its tensors, in any order.
         version: the format version of the file.
     """
     if version == BY_NAME:

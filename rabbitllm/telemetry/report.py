@@ -39,7 +39,7 @@ def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str
     """A line for prefill passes and one for decode passes.
 
     Args:
-        sums: of all passes.
+        sums: sums of all passes.
         passes: those kept individually, for the median.
     """
     rows = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]

@@ -29,7 +29,7 @@ class Event:
     """One execution of a stage of a layer.
 
     Attributes:
-        start: in seconds of `time.perf_counter`.
+        start: start in seconds of `time.perf_counter`.
         seconds: duration.
         thread: name of its thread.
         layer, stage: the layer and the stage.

@@ -174,7 +174,7 @@ def convert(
         sequential: take one shard at a time, and delete it as soon as all its tensors are copied.
         delete_original: remove the original once all of it is in the new folder.
         revision: branch, tag or commit of the repository.
-        token: for the hub.
+        token: access token for the hub.
         cache_dir: the hub cache.
         max_disk: disk budget in bytes, e.g. "57GiB".
         min_free_disk: bytes of the disk that must stay free.

@@ -64,8 +64,8 @@ def input_of(name: str, access: HubAccess, work: Path) -> Input:
     """The input that a user names.
 
     Args:
-        name: as the user wrote it.
-        access: to the hub.
+        name: the name as the user wrote it.
+        access: options for the hub.
         work: the work folder, in which the split is made.
 
     Raises:
@@ -129,7 +129,7 @@ def finished_split_of(name: str) -> Path | None:
     """The split directory that a name means: the folder itself, or the most exact split in a folder without shards.
 
     Args:
-        name: as the user wrote it.
+        name: the name as the user wrote it.
     """
     folder = expand(name)
     if not name or not folder.is_dir():

@@ -33,7 +33,7 @@ def look(
     Args:
         name: a file, a folder, or a repository as `organisation/name`.
         revision: branch, tag or commit of the repository.
-        token: for the hub.
+        token: access token for the hub.
         opcodes: list the pickles of a file instead of its tensors.
 
     Returns:

@@ -19,7 +19,7 @@ class TensorInfo:
     Attributes:
         name: its name in the file; in a split directory, its name in the checkpoint.
         dtype: as safetensors names it; "8bit", "4bit" or "4bit-double" where it is compressed.
-        shape, strides: in elements.
+        shape, strides: shape and strides in elements.
         offset: of its first byte, from the start of the file.
         nbytes: its size in row-major order.
         layer: id of its layer.

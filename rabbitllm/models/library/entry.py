@@ -34,7 +34,7 @@ class SplitEntry:
     """A split directory.
 
     Attributes:
-        folder: where it is.
+        folder: the split directory.
         name: the repository id, or the name of the folder that was split; for RabbitLLM 1.1's, which do not record it,
             the parent folder.
         state: `WHOLE`, `UNFINISHED`, `DAMAGED` or `HALF_REMOVED`.

@@ -31,7 +31,7 @@ class Shown:
     """A model.
 
     Attributes:
-        name: as the user named it, normalised.
+        name: the user's name for it, normalised.
         config: summary of its config; None without a config.
         inside: inspection of its headers; None where part of it is in an unfinished split and the original is gone.
         splits: its split directories with their originals.
@@ -57,7 +57,7 @@ def show(
         name: a folder, a file of weights, a split directory or a repository.
         saving_path: folder of its split directories, if not the usual one.
         revision: of a repository that is not split here.
-        token: for the hub.
+        token: access token for the hub.
 
     Raises:
         RabbitLLMError: nothing of that name exists, or it is malformed.

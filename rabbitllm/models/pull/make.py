@@ -140,7 +140,7 @@ class Pulled:
     """A prepared model.
 
     Attributes:
-        name: as the user named it, normalised.
+        name: the user's name for it, normalised.
         entry: its split directory.
         config_folder: folder of config and tokenizer.
         before: whether it was complete before this call.
@@ -165,7 +165,7 @@ class DryRun:
     """The outcome that `pull` would have.
 
     Attributes:
-        name: as the user named it, normalised.
+        name: the user's name for it, normalised.
         outlook: the estimate at the wished compression.
         routes: those that the wish allows, preferred ones first.
     """
