@@ -22,7 +22,7 @@ LEAST_BAR_COLUMNS = 70
 
 
 class JobDisplay:
-    """The progress of a batch job; see `live.region.Content`."""
+    """The progress of a batch job; see `display.region.Content`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

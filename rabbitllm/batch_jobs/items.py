@@ -1,6 +1,6 @@
 """Items of the input and their answers: plain data that can be pickled and compared.
 
-    line of the input  ->  Item(index, key, asked)  ->  Answer(index, key, line)  ->  line of the output
+    line of the input  ->  Item(index, key, asked)  ->  BatchAnswer(index, key, line)  ->  line of the output
 
 Independent of files, tokenizers and models.
 """

@@ -173,7 +173,7 @@ def _records_of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
             "A Parquet file needs the package pyarrow, which is not installed.",
             'Install it: pip install ".[batch]" in a copy of the repository.',
         ) from None
-    with _plain(path):  # that it is there is said in our words
+    with _plain(path):  # raises our own error if it is missing
         pass
     try:
         with ParquetFile(path) as file:

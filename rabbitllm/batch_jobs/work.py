@@ -131,7 +131,7 @@ def loading(
         from rabbitllm.batch_jobs.loading import loaded
 
         errors = Console(stderr=True, highlight=False)
-        with contextlib.redirect_stdout(sys.stderr):  # prints while loading are not part of the result
+        with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
             found = loaded(
                 wish, errors, survey, limits.sequences, split=split, dtype=dtype, cache_bytes=limits.cache_bytes
             )

@@ -330,7 +330,7 @@ def open_repository(repo_id: str, access: HubAccess, staging: Path) -> HubReposi
         try:
             info = HfApi(token=access.token).model_info(repo_id, revision=access.revision, files_metadata=True)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            if isinstance(error, OSError):  # of the connection
+            if isinstance(error, OSError):  # a connection error
                 raise
             raise _garbage(repo_id, f"{type(error).__name__}: {error}") from error
     commit: Any = info.sha

@@ -76,7 +76,7 @@ def chat_command(
         max_memory=max_memory,
         no_verify_checksums=no_verify_checksums,
     )
-    with contextlib.redirect_stdout(sys.stderr):  # prints while loading are not part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded = loaded_model(wish, errors, fast_bfloat16=fast_bfloat16)
     loaded.profiler.enabled = True  # only now: no profile of a split, no timers at resident layers
 

@@ -1,4 +1,4 @@
-"""`rabbitllm doctor`: the resources of this machine, the models it can run, and missing packages."""
+"""`rabbitllm doctor`: the resources of this machine, the models it can run, and its problems."""
 
 from __future__ import annotations
 

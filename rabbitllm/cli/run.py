@@ -115,7 +115,7 @@ def run_command(
         work(wish, Console(stderr=True, quiet=True), split=not no_split)
         return
     start = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):  # prints while loading are not part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded = loaded_model(wish, errors, split=not no_split, profiling=verbose, fast_bfloat16=fast_bfloat16)
     load_seconds = time.perf_counter() - start
     ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)

@@ -4,7 +4,7 @@ from the metadata around the data, and its bytes only when they are used.
 Format: a zip of stored entries under one folder, `data.pkl` with the pickle and `data/<key>` with the storages
 (https://github.com/pytorch/pytorch, torch/serialization.py; caffe2/serialize/inline_container.cc). The zip is read by
 `zip_directory.py`, the pickle by `pickle_reader.py`: nothing is imported, nothing is run, and no size is used before it
-has been compared with the size of the file. Knows no models.
+has been compared with the size of the file. Independent of models.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class RayAnswers:
         late = [worker for worker in unplaced.values() if now - worker.since >= PLACE_SECONDS]
         if late and now - self._told >= SAY_AGAIN_SECONDS:
             self._told = now
-            cluster: Any = ray  # whose functions have no types
+            cluster: Any = ray  # its functions are untyped
             self._tell(wanting(self._staff, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
     def _give(self, worker: _Worker, items: list[Item]) -> None:

@@ -112,7 +112,7 @@ def serve_wish(
     Raises:
         RabbitLLMError: see `loading.loaded` and `server.serve`.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # prints while loading are not part of the result
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
         found = loaded(wish, console, split=split, dtype=dtype, cache_bytes=limits.cache_bytes)
 
     from transformers import logging

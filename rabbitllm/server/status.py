@@ -26,8 +26,8 @@ def status_of(batch: Any, model: Any, name: str | None = None) -> dict[str, Any]
         name: display name of the model; None for the last part of its folder.
 
     Returns:
-        The fields of `rabbitllm.generation.request.Facts` (seconds, bytes and counts since the server began); `model`;
-        and `placement` with, in bytes, the reads from disk per pass (`streamed_bytes`), the copies to devices per pass
+        The fields of `rabbitllm.generation.request.BatchStats` (seconds, bytes and counts since the server began);
+        `model`; and `placement` with, in bytes, the reads from disk per pass (`streamed_bytes`), the copies to devices per pass
         (`uploaded_bytes`), and the distribution of the weights: `places`, place -> words -> bytes.
     """
     placement = model.placement

@@ -30,7 +30,7 @@ def meant(name: str) -> str:
 
     Raises:
         OptionError: an address on the hub that is not a repository's.
-        CheckpointNotFoundError: a file that is not the checkpoint of its folder.
+        CheckpointNotFoundError: the file does not belong to the checkpoint of its folder.
         InvalidIndexError, UnsafePathError: see `read_index`.
     """
     address = _HUB_ADDRESS.fullmatch(name)
