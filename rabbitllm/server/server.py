@@ -160,7 +160,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(FLUSH_SECONDS),
             )
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # we log the same events ourselves
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # we log what matters ourselves
         self._service = service
         self._grace = grace
         self._loop: asyncio.AbstractEventLoop | None = None

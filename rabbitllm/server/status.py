@@ -27,8 +27,8 @@ def status_of(batch: Any, model: Any, name: str | None = None) -> dict[str, Any]
 
     Returns:
         The fields of `rabbitllm.generation.request.BatchStats` (seconds, bytes and counts since the server began);
-        `model`; and `placement` with, in bytes, the reads from disk per pass (`streamed_bytes`), the copies to devices per pass
-        (`uploaded_bytes`), and the distribution of the weights: `places`, place -> words -> bytes.
+        `model`; and `placement` with, in bytes, the reads from disk per pass (`streamed_bytes`), the copies to devices
+        per pass (`uploaded_bytes`), and the distribution of the weights: `places`, place -> words -> bytes.
     """
     placement = model.placement
     return {
