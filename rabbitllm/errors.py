@@ -1,51 +1,51 @@
-"""Every error this package raises on purpose.
+"""Every error that this package raises on purpose.
 
     RabbitLLMError
-    ├── OptionError (ValueError)               an argument no call could honour
+    ├── OptionError (ValueError)               an argument has an invalid value
     │   └── DeviceError                        a device this machine does not have
-    ├── AbsentWeightError (RuntimeError)       a weight that is not in memory was to be read
-    ├── ReadOnlyWeightError (RuntimeError)     a weight that is not in memory was to be written to
+    ├── AbsentWeightError (RuntimeError)       attempt to read a weight that is not in memory
+    ├── ReadOnlyWeightError (RuntimeError)     attempt to write to a weight that is not in memory
     ├── MissingPackageError (ImportError)      an optional dependency is not installed
-    ├── ChatError                              a conversation cannot go on like this
-    │   └── ChatFileError                      a file that is no saved conversation, or cannot be written
-    ├── CopyError (TypeError)                  a model was to be copied, pickled or placed by another library
-    ├── ForkedError (RuntimeError)             a forked process uses what only its parent can
-    ├── HostsError                             processes that share a model cannot, or not like this
+    ├── ChatError                              a conversation cannot continue
+    │   └── ChatFileError                      a file is not a saved conversation, or cannot be written
+    ├── CopyError (TypeError)                  attempt of another library to copy, pickle or place a model
+    ├── ForkedError (RuntimeError)             a forked process uses something that works only in its parent
+    ├── HostsError                             processes cannot compute one model together
     │   └── HostGoneError                      one of them has ended or cannot be reached
-    ├── BatchError                             a batch of requests cannot take on another one
-    │   ├── BusyError                          as many wait as may
-    │   └── ClosedError                        it is about to end, or has ended
+    ├── BatchError                             a batch cannot accept another request
+    │   ├── BusyError                          the limit of waiting requests is reached
+    │   └── ClosedError                        it is shutting down, or has ended
     ├── ClusterError                           a Ray cluster cannot do the work, or lost it
-    ├── InputError                             the input of a batch cannot be read, or names a line twice
+    ├── InputError                             the input of a batch cannot be read, or repeats an id
     ├── ResultsError                           results of a batch belong to another one, or cannot be written
-    ├── ScoringError                           texts cannot be scored on this model, or not in this memory
+    ├── ScoringError                           texts cannot be scored on this model, or memory is too small
     ├── QualityError                           two models cannot be compared, or not on this text
     ├── CheckpointError                        the source is not what it claims to be
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── UnsafePathError                    a name that points outside its folder
-    │   ├── InvalidIndexError                  an index that cannot be believed
+    │   ├── InvalidIndexError                  a malformed or contradictory index
     │   ├── CorruptShardError                  a shard whose bytes contradict its header
     │   ├── UnreadableFormatError              weights in a format that this version does not read
-    │   ├── CorruptVocabularyError             a tokenizer's vocabulary that cannot be believed
-    │   ├── UnsafePickleError                  a pickle that asks for more than tensors and plain values
+    │   ├── CorruptVocabularyError             a malformed or contradictory tokenizer vocabulary
+    │   ├── UnsafePickleError                  a pickle with more than tensors and plain values
     │   ├── MissingShardError (FileNotFoundError)
-    │   ├── IncompleteCheckpointError          its tensors are not those that its config asks for
-    │   ├── ClosedCheckpointError (ValueError)  a lazy tensor is used whose file is closed
+    │   ├── IncompleteCheckpointError          its tensors are not those of its config
+    │   ├── ClosedCheckpointError (ValueError)  a lazy tensor is used after its file was closed
     │   └── UnknownArchitectureError
     ├── HubError                               the hub refused or could not be reached
     │   └── GatedRepositoryError
-    ├── StorageError (OSError)                 the system refuses a file, a folder or a disk
-    ├── NotEnoughMemoryError (MemoryError)     this process may not have as much memory as the call needs
+    ├── StorageError (OSError)                 the system refuses an operation on a file or a folder
+    ├── NotEnoughMemoryError (MemoryError)     the call needs more memory than this process may have
     └── SplitError                             the split directory
         ├── NotEnoughSpaceException            refused before the first byte
-        ├── DiskFullError                      stopped on the way: the disk is full, or nearly
+        ├── DiskFullError                      stopped midway: the disk is full, or nearly
         ├── InUseError                         another process reads, or deletes, files that this call needs
         ├── SplitMismatchError                 it belongs to another model, revision or compression
         └── IncompleteSplitError               a tensor the model needs is not in it
 
-`system_errors_by_name` turns errors of the operating system into the last three kinds; every public entry point runs
-under it. Each message says what was found and what was expected; `remedy` says what to do about it. Both
-are shown by `str()`.
+`system_errors_by_name` turns errors of the operating system into the last three kinds; every public entry point
+runs inside it. Each message says what was found and what was expected; `remedy` says what to do about it. Both are
+shown by `str()`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RabbitLLMError(Exception):
 
     Args:
         problem: what was found and what was expected, one or two sentences.
-        remedy: what the user can do; printed on a line of its own.
+        remedy: the user's options; printed on a separate line.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -75,19 +75,19 @@ class RabbitLLMError(Exception):
 
 
 class OptionError(RabbitLLMError, ValueError):
-    """An argument has a value that no call could honour."""
+    """An argument has an invalid value."""
 
 
 class DeviceError(OptionError):
-    """The device asked for is not on this machine."""
+    """The requested device is not on this machine."""
 
 
 class AbsentWeightError(RabbitLLMError, RuntimeError):
-    """A weight that is not in memory was to be read or pickled, by something that cannot have it now."""
+    """Attempt to read or pickle a weight that is not in memory, by code that cannot load it."""
 
 
 class ReadOnlyWeightError(RabbitLLMError, RuntimeError):
-    """A weight that is not in memory, or is there by its codes, was to be written to."""
+    """Attempt to write to a weight that is not in memory, or is there only as codes."""
 
 
 class MissingPackageError(RabbitLLMError, ImportError):
@@ -95,23 +95,23 @@ class MissingPackageError(RabbitLLMError, ImportError):
 
 
 class ChatError(RabbitLLMError):
-    """A conversation cannot go on like this: the context is full, or the chat template refuses it."""
+    """A conversation cannot continue: the context is full, or the chat template refuses it."""
 
 
 class ChatFileError(ChatError):
-    """A file is no saved conversation, or none can be written there."""
+    """A file is not a saved conversation, or cannot be written."""
 
 
 class CopyError(RabbitLLMError, TypeError):
-    """A model whose weights stay in its files was to be copied, pickled or placed by another library."""
+    """Attempt of another library to copy, pickle or place a model whose weights stay in its files."""
 
 
 class ForkedError(RabbitLLMError, RuntimeError):
-    """A forked process was to use what works only in the process that it was forked from."""
+    """A forked process uses something that works only in its parent."""
 
 
 class HostsError(RabbitLLMError):
-    """Processes that are to compute one model together cannot: they differ, or the model cannot be parted."""
+    """Processes cannot compute one model together: they differ, or the model cannot be divided."""
 
 
 class HostGoneError(HostsError):
@@ -119,15 +119,15 @@ class HostGoneError(HostsError):
 
 
 class BatchError(RabbitLLMError):
-    """A batch of requests cannot take on another one."""
+    """A batch cannot accept another request."""
 
 
 class BusyError(BatchError):
-    """As many requests wait as may.
+    """The limit of waiting requests is reached.
 
     Args:
         problem, remedy: see `RabbitLLMError`.
-        retry_after: seconds after which there will probably be room.
+        retry_after: seconds until there will probably be room.
     """
 
     def __init__(self, problem: str, remedy: str = "", retry_after: float = 1.0) -> None:
@@ -136,7 +136,7 @@ class BusyError(BatchError):
 
 
 class ClosedError(BatchError):
-    """The batch is about to end, or has ended."""
+    """The batch is shutting down, or has ended."""
 
 
 class ClusterError(RabbitLLMError):
@@ -144,15 +144,15 @@ class ClusterError(RabbitLLMError):
 
 
 class InputError(RabbitLLMError):
-    """The input of `rabbitllm batch` cannot be read, or has an id twice."""
+    """The input of `rabbitllm batch` cannot be read, or repeats an id."""
 
 
 class ResultsError(RabbitLLMError):
-    """Results of `rabbitllm batch` are there already, belong to another batch, or cannot be written."""
+    """Results of `rabbitllm batch` exist already, belong to another batch, or cannot be written."""
 
 
 class ScoringError(RabbitLLMError):
-    """Texts cannot be scored on this model, or not in the memory that there is."""
+    """Texts cannot be scored on this model, or not in the available memory."""
 
 
 class QualityError(RabbitLLMError):
@@ -164,11 +164,11 @@ class CheckpointError(RabbitLLMError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where the caller said."""
+    """There is no checkpoint at the given location."""
 
 
 class UnsafePathError(CheckpointError):
-    """A checkpoint names a file outside its own folder, or by a name that is not a plain one."""
+    """A checkpoint names a file outside its own folder, or by a name that is not plain."""
 
 
 class InvalidIndexError(CheckpointError):
@@ -192,7 +192,7 @@ class UnsafePickleError(CheckpointError):
 
 
 class MissingShardError(CheckpointError, FileNotFoundError):
-    """The index names a shard that is not there and cannot be fetched."""
+    """The index names a shard that is missing and cannot be fetched."""
 
 
 class IncompleteCheckpointError(CheckpointError):
@@ -204,7 +204,7 @@ class ClosedCheckpointError(CheckpointError, ValueError):
 
 
 class UnknownArchitectureError(CheckpointError):
-    """The installed transformers does not know the model's architecture."""
+    """The installed transformers does not support the model's architecture."""
 
 
 class HubError(RabbitLLMError):
@@ -216,18 +216,18 @@ class GatedRepositoryError(HubError):
 
 
 class SplitError(RabbitLLMError):
-    """Something about the split directory."""
+    """Base of errors about the split directory."""
 
 
 class NotEnoughSpaceException(SplitError):
-    """The split would not fit; raised before the first byte is written.
+    """The split would not fit on the disk; raised before the first byte is written.
 
     The name is RabbitLLM 1.1's, which callers catch.
     """
 
 
 class DiskFullError(SplitError):
-    """The disk is full, or free disk fell below the reserve of the machine; the same call goes on."""
+    """The disk is full, or its free space fell below the reserve; the same call resumes."""
 
 
 class InUseError(SplitError):
@@ -235,7 +235,7 @@ class InUseError(SplitError):
 
 
 class SplitMismatchError(SplitError):
-    """A split directory belongs to another model, revision or compression than asked for."""
+    """A split directory belongs to another model, revision or compression than requested."""
 
 
 class IncompleteSplitError(SplitError):
@@ -243,7 +243,7 @@ class IncompleteSplitError(SplitError):
 
 
 class StorageError(RabbitLLMError, OSError):
-    """The operating system refuses to read, write or make a file or a folder; has the `errno` of its cause."""
+    """The operating system refuses to read, write or create a file or a folder; has the `errno` of its cause."""
 
 
 class NotEnoughMemoryError(RabbitLLMError, MemoryError):
@@ -251,7 +251,7 @@ class NotEnoughMemoryError(RabbitLLMError, MemoryError):
 
 
 def _numbers(*names: str) -> frozenset[int]:
-    """The error numbers of these names, those that this system has."""
+    """The error numbers of these names that exist on this system."""
     return frozenset(getattr(errno, name) for name in names if hasattr(errno, name))
 
 
@@ -272,18 +272,18 @@ _REMEDIES = (
     (_numbers("ENOTDIR", "EEXIST"), _IN_THE_WAY),
     (_numbers("EMFILE", "ENFILE"), "Raise the limit of open files (`ulimit -n`), or end other processes."),
 )
-"""Error numbers of an `OSError`, and what to do about them."""
+"""Error numbers of an `OSError`, and their remedies."""
 _NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|out of memory|cannot allocate memory|start new thread|map segment", re.I
 )
-"""In what torch, Python and the loader of libraries say of memory or threads that the system does not give."""
+"""Parts of messages of torch, Python and the loader of libraries about memory or threads that the system refuses."""
 
 
 @contextlib.contextmanager
 def system_errors_by_name(prepared: str | Path | None = None) -> Iterator[None]:
-    """While the context is open, turn errors of the operating system into errors of this package, as their cause.
+    """Turn errors of the operating system into errors of this package, as their cause, while the context is open.
 
-    Errors that are no fault of a disk or of memory (of the caller, of the network, an interrupt) stay what they are.
+    Errors not caused by a disk or memory (of the caller, of the network, an interrupt) are raised unchanged.
 
     Args:
         prepared: the split directory, or the source, that is being prepared; the error for a full disk names it.
@@ -291,7 +291,7 @@ def system_errors_by_name(prepared: str | Path | None = None) -> Iterator[None]:
     Raises:
         DiskFullError: no space, no inodes or no quota left.
         StorageError: any other error of a file or a folder.
-        NotEnoughMemoryError: memory that the system does not give.
+        NotEnoughMemoryError: memory that the system refuses.
     """
     try:
         yield
@@ -303,7 +303,7 @@ def system_errors_by_name(prepared: str | Path | None = None) -> Iterator[None]:
 
 
 def _named(error: BaseException, prepared: str | Path | None) -> RabbitLLMError | None:
-    """The error of ours for one of the system; None for any other."""
+    """The package's error for a system error; None for any other."""
     if isinstance(error, RabbitLLMError):
         return None
     is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM

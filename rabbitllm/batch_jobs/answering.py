@@ -1,4 +1,4 @@
-"""Answers to items, whatever they ask for: what the command line, the API and every worker of a cluster call."""
+"""Answers to items of all kinds: shared by the command line, the API and the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def answers(
     """Answers to items, each as soon as it is complete.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
-        items: in any order.
-        limits: what is taken on at a time.
-        name: of the model, in answers of OpenAI's form.
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        items: the items, in any order.
+        limits: limits of the batch.
+        name: the model's name in answers of OpenAI's form.
 
     Raises:
-        RabbitLLMError, OSError, MemoryError: nothing can be answered any more; what was not is not among the answers.
-        MissingPackageError: lines of OpenAI's format, and what reads those is not installed.
+        RabbitLLMError, OSError, MemoryError: the run cannot continue; the remaining items have no answer.
+        MissingPackageError: a line is in OpenAI's format, and the packages that read those are not installed.
     """
     for group in answered(model, name, ordered(items), limits):
         yield from group
@@ -37,12 +37,12 @@ def answers(
 def answered(
     model: Any, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda facts: None
 ) -> Generator[list[BatchAnswer]]:
-    """Answers, those that are complete at the same time together.
+    """Answers, in groups that are complete at the same time.
 
     Args:
         model, name, limits: see `answers`.
-        items: in a good order, as `order` has it; taken as there is room.
-        watch: is given what tells, from any thread, what the batch that generates does.
+        items: in an efficient order, as `order` makes it; taken from the iterator as there is room.
+        watch: called with a function that returns the statistics of the generating batch, from any thread.
     """
     for kind, group in groupby(items, lambda item: kind_of(item.asked)):
         if kind == ERRORS:

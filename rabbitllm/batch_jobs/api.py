@@ -49,30 +49,30 @@ def batch(
     """Answer any number of lines in few passes over the weights: text, scores, choices, embeddings; see docs/BATCH.md.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; or what that would load, a repository or a folder: then its
-            weights leave room for as many lines at a time as there are.
+        model: as `AutoModel.from_pretrained` returns it; or its argument, a repository or a folder: then weights are
+            placed so that there is room for as many lines at a time as possible.
         inputs: path of a file of JSON lines or of Parquet, or any iterable of records: a list, a `datasets.Dataset`.
-        out: file for the answers, resumable when it is called again after a kill; None for a list of them.
-        max_new_tokens, temperature, top_p, seed, stop: where a record does not say; greedy by default.
-        pooling, normalise: of embeddings: "last" or "mean", and whether to length one.
-        columns: name that is expected -> name that records have it by, as {"prompt": "question"}.
-        sequences: answered in one pass, at most.
-        cache_memory: bytes that the KV cache may take, or text such as "8GiB".
-        cache_disk: bytes that the KV caches of further lines may take in a temporary file, or text such as "40GiB"; 0
-            for none.
-        exact: each line's rows by themselves; see `rabbitllm.batch_jobs.items.Limits`.
-        overwrite: replace an output that is there.
-        compression, device, max_memory, dtype, revision, trust_remote_code: of `AutoModel.from_pretrained`, where the
-            model is not loaded yet; without `compression`, that of a split that is here.
+        out: file for the answers, which a call after a kill resumes; None to return them as a list.
+        max_new_tokens, temperature, top_p, seed, stop: defaults for records that omit them; greedy by default.
+        pooling, normalise: of embeddings: "last" or "mean", and whether to scale them to length one.
+        columns: expected name -> name in the records, such as {"prompt": "question"}.
+        sequences: limit of sequences in one pass.
+        cache_memory: limit of the KV cache in bytes, or text such as "8GiB".
+        cache_disk: limit in bytes of the KV caches of further lines in a temporary file, or text such as "40GiB"; 0 for
+            none.
+        exact: compute each line's rows separately; see `rabbitllm.batch_jobs.items.JobLimits`.
+        overwrite: replace an existing output.
+        compression, device, max_memory, dtype, revision, trust_remote_code: of `AutoModel.from_pretrained`, for a model
+            that is not loaded yet; without `compression`, that of a split on this machine.
 
     Returns:
-        One object for each line, in the order of the input; with `out`, how much was done.
+        One object for each line, in the order of the input; with `out`, the final progress.
 
     Raises:
-        InputError: the input cannot be read, or has an id twice.
-        ResultsError: the output is there already, belongs to another input, or cannot be written.
-        MissingPackageError: a package of `pip install ".[batch]"` is not there, and is needed.
-        RabbitLLMError: as `AutoModel.from_pretrained` raises them.
+        InputError: the input cannot be read, or contains an id twice.
+        ResultsError: the output exists already, belongs to another input, or cannot be written.
+        MissingPackageError: a required package of `pip install ".[batch]"` is missing.
+        RabbitLLMError: see `AutoModel.from_pretrained`.
     """
     check_installed()
 

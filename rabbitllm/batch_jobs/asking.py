@@ -1,7 +1,7 @@
-"""From items to requests of a batch, and from what the batch says of them to answers: where the tokenizer is needed.
+"""From items to requests of a batch, and from its events to answers; the part that needs the tokenizer.
 
-Lines of our own are answered in a form of our own; those of OpenAI's batch format in OpenAI's, by the same parts that
-serve it over HTTP.
+Lines in this package's format are answered in the same format; those of OpenAI's batch format in OpenAI's, by the
+code that serves it over HTTP.
 
     {"id": …, "text": …, "finish": "stop" | "length", "prompt_tokens": …, "new_tokens": …}
     {"id": …, "answers": [{"text": …, "finish": …, "new_tokens": …}, …], "prompt_tokens": …, "new_tokens": …}    n > 1
@@ -31,11 +31,11 @@ _SEEDS = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One of the requests of an item, answered.
+    """An answered request of an item.
 
     Attributes:
-        text: all of it.
-        tokens: all of them, if the item wants them; else none.
+        text: the whole text.
+        tokens: all tokens, if the item wants them; else none.
         finished: its end.
     """
 
@@ -46,14 +46,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class PreparedItem:
-    """An item, ready for the batch.
+    """An item as requests for the batch.
 
     Attributes:
-        item: as it was.
+        item: the item.
         requests: one for each answer to it.
-        answer: the line, when all of them are answered.
-        keeps_tokens: whether the answer needs tokens and not only text.
-        text_of: what is kept of a piece as its text.
+        answer: makes the output line from the answered requests.
+        keeps_tokens: whether the answer needs tokens as well as text.
+        text_of: the text to keep of a piece.
     """
 
     item: Item
@@ -64,11 +64,11 @@ class PreparedItem:
 
 
 class RequestBuilder:
-    """Makes requests of items.
+    """Makes requests from items.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it.
-        name: of it, in answers.
+        model: a model from `AutoModel.from_pretrained`.
+        name: the model's name in answers.
     """
 
     def __init__(self, model: Any, name: str) -> None:
@@ -81,14 +81,14 @@ class RequestBuilder:
         self.name = name
 
     def wanted(self, item: Item) -> PreparedItem:
-        """What to ask the batch.
+        """The requests of an item.
 
         Args:
-            item: that asks for a generation.
+            item: an item that asks for a generation.
 
         Raises:
-            APIError: it cannot be honoured; that is its answer.
-            MissingPackageError: a line of OpenAI's format, and what reads those is not installed.
+            APIError: the item is invalid or unsupported; the error is its answer.
+            MissingPackageError: the line is in OpenAI's format, and the packages that read those are not installed.
         """
         if isinstance(item.asked, BatchCall):
             return self._call(item, item.asked)
@@ -96,10 +96,10 @@ class RequestBuilder:
         return self._own(item, item.asked)
 
     def ids_of(self, given: str | tuple[int, ...]) -> tuple[int, ...]:
-        """A text as token ids; ids stay as they are.
+        """The token ids of a text; ids are returned unchanged.
 
         Raises:
-            APIError: an id that the model lacks, or none at all.
+            APIError: an id outside the vocabulary, or no ids.
         """
         ids = tuple(int(one) for one in self.tokenizer(given)["input_ids"]) if isinstance(given, str) else given
         if not ids:
@@ -189,12 +189,12 @@ def _with_defaults(asked: BatchCall, index: int) -> dict[str, Any]:
     if asked.defaults.stop:
         body.setdefault("stop", list(asked.defaults.stop))
     if asked.defaults.top_p is not None and asked.defaults.temperature is None:
-        body.setdefault("temperature", 1.0)  # a top_p alone samples, as it does elsewhere
+        body.setdefault("temperature", 1.0)  # top_p without temperature means sampling, as elsewhere
     return body
 
 
 def missing_pydantic(error: ImportError) -> MissingPackageError:
-    """What to say where OpenAI's bodies cannot be read."""
+    """The error where the packages for OpenAI's format are missing."""
     return MissingPackageError(
         f"Lines of OpenAI's batch format need the package {error.name}, which is not installed.",
         'Install what they need: pip install ".[batch]" in a copy of the repository.',
@@ -202,7 +202,7 @@ def missing_pydantic(error: ImportError) -> MissingPackageError:
 
 
 def error_line(item: Item, error: APIError) -> Mapping[str, Any]:
-    """What is answered to an item that cannot be honoured."""
+    """The output line of an item that is invalid or unsupported."""
     if isinstance(item.asked, BatchCall):
         return call_line(item, error.status, error.as_object())
     code = error.code or ("internal_error" if error.status >= BROKEN else "invalid_line")
@@ -216,7 +216,7 @@ def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, 
 
 
 def refused_line(item: Item, message: str, code: str, *, as_call: bool) -> Mapping[str, Any]:
-    """What is answered to a line that could not even be read."""
+    """The output line of an unreadable input line."""
     error = {"code": code, "message": message}
     if as_call:
         return {"id": _new("batch_req_"), "custom_id": item.key, "response": None, "error": error}
@@ -224,7 +224,7 @@ def refused_line(item: Item, message: str, code: str, *, as_call: bool) -> Mappi
 
 
 def answer_of(item: Item, line: Mapping[str, Any], answered: Sequence[Answered]) -> BatchAnswer:
-    """An answer of a generation."""
+    """The answer of a generation."""
     finished = [one.finished for one in answered]
     return BatchAnswer(
         item.index, item.key, line, False, finished[0].prompt_tokens, sum(one.new_tokens for one in finished)

@@ -1,4 +1,4 @@
-"""What `rabbitllm batch` shows while it works, and what it says at the end."""
+"""Progress display and final report of `rabbitllm batch`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rabbitllm.batch_jobs.run import Progress
 from rabbitllm.generation.request import BatchStats
 
 BAR = 24
-"""Columns."""
+"""Width in columns."""
 LEAST_BAR_COLUMNS = 70
 
 
 class JobDisplay:
-    """How far it is; see `live.region.Content`."""
+    """The progress of a batch job; see `display.region.Content`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,17 +30,17 @@ class JobDisplay:
         self._facts: Callable[[], BatchStats] | None = None
 
     def told(self, progress: Progress) -> None:
-        """Take what is durable by now."""
+        """Update the durable progress."""
         with self._lock:
             self._progress = progress
 
     def watch(self, facts: Callable[[], BatchStats]) -> None:
-        """Have the batch asked what it does."""
+        """Set the source of the batch's statistics."""
         with self._lock:
             self._facts = facts
 
     def rows(self, width: int) -> Sequence[Row]:
-        """One row, with a bar where there is room for it."""
+        """One row, with a bar if it fits."""
         with self._lock:
             progress = self._progress
         if progress is None:
@@ -52,7 +52,7 @@ class JobDisplay:
         return [(*drawn, *fitting(pieces, width - len(text_of(drawn))))]
 
     def line(self) -> str:
-        """The same without the bar."""
+        """The same text without the bar."""
         with self._lock:
             progress = self._progress
         if progress is None:
@@ -60,11 +60,11 @@ class JobDisplay:
         return "answering " + ", ".join(text for text, _ in self._pieces(progress) if text)
 
     def _pieces(self, progress: Progress) -> list[tuple[str, int]]:
-        """What there is to say, and how important it is."""
+        """The pieces of the row, each with its importance."""
         facts = self._facts() if self._facts is not None else None
         here = progress.done - progress.resumed
         left = ""
-        if progress.prompt_tokens and progress.seconds:  # errors alone say nothing of how long answers take
+        if progress.prompt_tokens and progress.seconds:  # errors alone give no estimate
             left = f"{duration((progress.lines - progress.done) * progress.seconds / here)} left"
         running = passes = ""
         if facts is not None and facts.passes:
@@ -82,7 +82,7 @@ class JobDisplay:
 
 @contextlib.contextmanager
 def said_when_interrupted(console: Console) -> Iterator[None]:
-    """Say at once of an interrupt what happens: the pass that is going on, which may take a minute, is waited for."""
+    """Report an interrupt at once: the current pass, which may take a minute, is finished first."""
 
     def say(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, before)
@@ -101,7 +101,7 @@ def said_when_interrupted(console: Console) -> Iterator[None]:
 
 
 def rate_of(progress: Progress, facts: BatchStats | None) -> str:
-    """Tokens a second: generated ones, or where none are, those that were read."""
+    """Tokens per second: generated ones, or where there are none, prompt tokens."""
     made = max(progress.new_tokens, facts.new_tokens if facts is not None else 0)
     seconds = facts.pass_seconds if facts is not None else progress.seconds
     tokens, what = (made, "tokens/s") if made else (progress.prompt_tokens, "tokens/s read")
@@ -112,7 +112,7 @@ def rate_of(progress: Progress, facts: BatchStats | None) -> str:
 
 
 def put_end(console: Console, out: Path, progress: Progress) -> None:
-    """Say what was done."""
+    """Print the final report."""
     put_fact(console, "answers", f"{counted(progress.lines, 'line')} in {shortened(out)}")
     if progress.resumed == progress.lines:
         put_fact(console, "finished", "all of them were answered before, and nothing was left to do")
@@ -129,7 +129,7 @@ def put_end(console: Console, out: Path, progress: Progress) -> None:
 
 
 def record(out: Path, model: str, progress: Progress) -> dict[str, Any]:
-    """For `--json`."""
+    """The record for `--json`."""
     return {
         "model": model,
         "output": str(out),

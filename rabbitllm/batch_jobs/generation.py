@@ -1,7 +1,7 @@
-"""Items that ask for text, through one batch: as many at a time as it takes, the next ones ready when some are done.
+"""Items that ask for text, run through one batch: as many at a time as it admits, with the next ones ready.
 
-Takes items from an iterator as places are free, so that what is ahead of the model is never more than a few hundred
-lines, however many there are.
+Items are taken from an iterator as requests finish, so that only a few hundred lines are in memory, however long the
+input is.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from rabbitllm.generation.request import BatchStats, Delta, Event, Failed, Finis
 from rabbitllm.server.api_error import BROKEN, APIError, bad
 
 READY = 2
-"""Times as many requests as run at a time are known to the batch: if all end at once, all can be replaced at once."""
+"""Factor of submitted to running requests: if all end at once, all can be replaced at once."""
 WHOLE_PROMPT = 1 << 30
-"""Tokens of a prompt in one pass. No client waits for a first token, so a prompt is cut only for lack of memory."""
+"""Tokens of a prompt in one pass. No client waits for a first token, so prompts are chunked only for lack of memory."""
 MAX_REFUSED = 256
-"""Lines that are an error, kept before they are told."""
+"""Limit of error lines that are collected before they are returned."""
 _ENDS_ALL = (OSError, MemoryError, BatchError)
-"""What is no fault of the request that it happened to."""
+"""Errors that are not the fault of the request in which they occur."""
 
 Watch = Callable[[Callable[[], BatchStats]], object]
 
 
 class _Open:
-    """An item whose requests the batch has.
+    """An item whose requests have been submitted.
 
     Args:
-        wanted: see there.
-        done: is given this when all of them are over.
+        wanted: the prepared item.
+        done: receives this object when all requests have ended.
 
     Attributes:
-        count: of the requests.
+        count: number of requests.
         is_refused: whether one of them was refused; then the others are not waited for.
-        error: of one of them.
+        error: error of one of them.
     """
 
     def __init__(self, wanted: PreparedItem, done: queue.SimpleQueue[_Open]) -> None:
@@ -60,11 +60,11 @@ class _Open:
         self.is_refused = False
 
     def taker(self, number: int) -> Callable[[Event], None]:
-        """What the batch calls with the events of one of the requests."""
+        """The callback for the events of one request."""
         return lambda event: self.told(number, event)
 
     def told(self, number: int, event: Event) -> None:
-        """Take an event of one of the requests; in the batch's thread."""
+        """Handle an event of one request; runs in the batch's thread."""
         if isinstance(event, Delta):
             self._texts[number].append(self.wanted.text_of(event))
             if self.wanted.keeps_tokens:
@@ -80,11 +80,11 @@ class _Open:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the batch ended before it was answered."""
+        """Whether the batch ended before the item was answered."""
         return any(end is not None and end.ended not in (FinishReason.STOP, FinishReason.LENGTH) for end in self._ends)
 
     def answer(self) -> BatchAnswer:
-        """The line."""
+        """The answer to the item."""
         answered = [
             Answered("".join(texts), tuple(tokens), end)
             for texts, tokens, end in zip(self._texts, self._tokens, self._ends, strict=True)
@@ -96,18 +96,18 @@ class _Open:
 def generated(
     model: Any, name: str, items: Iterator[Item], limits: JobLimits, watch: Watch = lambda facts: None
 ) -> Iterator[list[BatchAnswer]]:
-    """Answers, in the order in which they are complete; those that are so at the same time together.
+    """Answers in the order of their completion, in groups that are complete at the same time.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
-        name: of it, in answers.
-        items: that ask for a generation, in a good order; taken as there is room.
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        name: the model's name in answers.
+        items: items that ask for a generation, in an efficient order; taken from the iterator as there is room.
         limits: see `JobLimits`.
-        watch: is given what tells, from any thread, what the batch does.
+        watch: called with a function that returns the statistics of the batch, from any thread.
 
     Raises:
-        RabbitLLMError, OSError, MemoryError: the weights cannot be read any more, or memory is used up. Those lines
-            have no answer then, and can be asked for again.
+        RabbitLLMError, OSError, MemoryError: the weights cannot be read, or memory is exhausted. Unanswered lines can
+            be submitted again.
     """
     desk = RequestBuilder(model, name)
     done: queue.SimpleQueue[_Open] = queue.SimpleQueue()
@@ -148,14 +148,14 @@ def generated(
 
 
 class _Asking:
-    """What is to be asked next.
+    """The next requests.
 
     Args:
         desk: makes requests of items.
-        items: that there are.
+        items: the remaining items.
 
     Attributes:
-        at_end: whether there are no more.
+        at_end: whether no items remain.
     """
 
     def __init__(self, desk: RequestBuilder, items: Iterator[Item]) -> None:
@@ -166,11 +166,11 @@ class _Asking:
         self._refused: list[BatchAnswer] = []
 
     def next(self, room: int, *, alone: bool) -> Iterator[PreparedItem]:
-        """As many as there is room for.
+        """The next items that fit.
 
         Args:
-            room: requests.
-            alone: nothing else is asked: then one with more of them is taken all the same.
+            room: number of requests that may be added.
+            alone: whether no other requests are open: then an item with more requests is taken nevertheless.
         """
         while True:
             if self._next is None:
@@ -183,7 +183,7 @@ class _Asking:
             yield found
 
     def refused(self) -> list[BatchAnswer]:
-        """Those that could not be asked, since this was called last."""
+        """Answers to the items refused since the last call."""
         found, self._refused = self._refused, []
         return found
 
@@ -193,14 +193,14 @@ class _Asking:
                 return self._desk.wanted(item)
             except APIError as error:
                 self._refused.append(BatchAnswer(item.index, item.key, error_line(item, error), is_error=True))
-                if len(self._refused) >= MAX_REFUSED:  # or they would be kept until one is found that can be asked
+                if len(self._refused) >= MAX_REFUSED:  # otherwise they would collect until a valid item comes
                     return None
         self.at_end = True
         return None
 
 
 def _submit(batch: Batch, begin: list[_Open]) -> list[BatchAnswer]:
-    """Submit all at once, so that the first pass is not for the first of them alone; returns those that are refused."""
+    """Submit all at once, so that they share the first pass; returns the answers to refused ones."""
     refused = []
     with batch.held():
         for one in begin:
@@ -217,7 +217,7 @@ def _submit(batch: Batch, begin: list[_Open]) -> list[BatchAnswer]:
 
 
 def _answered(over: list[_Open], batch: Batch) -> tuple[list[BatchAnswer], BaseException | None]:
-    """Answers, and what ends all of them if something does."""
+    """Answers, and the error that ends the whole run, if any."""
     made: list[BatchAnswer] = []
     failed: BaseException | None = None
     for one in over:
@@ -233,12 +233,12 @@ def _answered(over: list[_Open], batch: Batch) -> tuple[list[BatchAnswer], BaseE
 
 
 def _ends_all(error: Exception) -> bool:
-    """Whether an error would happen to any request: the weights cannot be read, or memory is used up."""
+    """Whether an error would occur in any request: the weights cannot be read, or memory is exhausted."""
     if isinstance(error, (*_ENDS_ALL, torch.OutOfMemoryError)):
         return True
     if isinstance(error, RabbitLLMError):
         return not isinstance(error, OptionError)
-    return isinstance(error, RuntimeError) and "memory" in str(error)  # as torch says on the CPU
+    return isinstance(error, RuntimeError) and "memory" in str(error)  # torch's error on the CPU
 
 
 def _refused(item: Item, error: Exception) -> BatchAnswer:

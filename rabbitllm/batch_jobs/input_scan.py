@@ -1,7 +1,7 @@
-"""The input, gone through once: where each line is, in which order to take them, and that no id comes twice.
+"""The scan of an input: offsets of its lines, the order to answer them in, and a check for duplicate ids.
 
-What is kept of a line is some tens of bytes, so that a million of them fit the memory of any machine; the lines are
-read a second time when they are answered.
+A line takes some tens of bytes here, so that a million lines fit into the memory of any machine; lines are read
+again when they are answered.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rabbitllm.errors import InputError
 from rabbitllm.formats.json_text import decode_message
 
 MAX_LINE_BYTES = 16 << 20
-"""A longer line is an error in place."""
+"""Limit of a line's length; a longer line is answered with an error."""
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input, decoded as far as it goes.
+    """A decoded line of the input.
 
     Attributes:
-        number: from 1, empty lines among them.
-        value: its object; None if there is none.
-        problem: why there is none; empty otherwise.
+        number: from 1, counting empty lines.
+        value: its object; None if it is invalid.
+        problem: the reason why it is invalid; empty otherwise.
     """
 
     number: int
@@ -42,14 +42,14 @@ class Line:
 
 @dataclass(slots=True)
 class InputScan:
-    """What is known of an input.
+    """The scan of an input.
 
     Attributes:
-        file: of lines.
-        defaults: for what lines do not say.
-        digest: of all its bytes, in hexadecimal.
+        file: the input.
+        defaults: for values that lines omit.
+        digest: digest of all bytes in hexadecimal.
         offsets, numbers: of each line, in bytes and from 1.
-        lengths: tokens that each will have, roughly, generated ones included.
+        lengths: estimated tokens of each line, generated ones included.
         kinds: of each; see `order.kind_of`.
         beginnings: a hash of each line's beginning.
     """
@@ -67,16 +67,16 @@ class InputScan:
         return len(self.offsets)
 
     def item(self, index: int) -> Item:
-        """A line, read once more."""
+        """Read a line again."""
         self.file.seek(self.offsets[index])
         raw, _ = _line(self.file)
         return item_of(_decoded(raw, self.numbers[index]), index, self.defaults)
 
     def ordered(self, wanted: Iterable[int]) -> list[int]:
-        """Indices in the order in which they are best answered.
+        """Indices in the order in which to answer them.
 
         Args:
-            wanted: those that are.
+            wanted: indices of lines.
         """
         chosen = np.fromiter(wanted, dtype=np.int64)
         places = in_order(*(np.array(values)[chosen] for values in (self.kinds, self.lengths, self.beginnings)))
@@ -84,14 +84,14 @@ class InputScan:
 
 
 def surveyed(file: BinaryIO, defaults: Defaults) -> InputScan:
-    """Go through an input.
+    """Scan an input.
 
     Args:
-        file: of lines, at its beginning; it stays open.
-        defaults: for what lines do not say.
+        file: the input, at its beginning; it stays open.
+        defaults: for values that lines omit.
 
     Raises:
-        InputError: an id twice, or no line at all.
+        InputError: a duplicate id, or no lines.
     """
     made = InputScan(file, defaults)
     digest = hashlib.blake2b(digest_size=16)
@@ -121,12 +121,12 @@ def surveyed(file: BinaryIO, defaults: Defaults) -> InputScan:
 
 
 def item_of(line: Line, index: int, defaults: Defaults) -> Item:
-    """What a line asks for.
+    """The item of a line.
 
     Args:
-        line: of the input.
-        index: its place among those that are not empty.
-        defaults: for what it does not say.
+        line: the decoded line.
+        index: index of the line among those that are not empty.
+        defaults: for values that it omits.
     """
     if line.problem:
         return Item(index, line.number, Refused(line.problem))
@@ -138,13 +138,13 @@ def item_of(line: Line, index: int, defaults: Defaults) -> Item:
 
 
 def _line(file: BinaryIO, digest: Any = None) -> tuple[bytes, int]:
-    """The next line without what is beyond the limit, and how long it is."""
+    """The next line, truncated at the limit, and its full length."""
     raw = file.readline(MAX_LINE_BYTES + 1)
     length = len(raw)
     if digest is not None:
         digest.update(raw)
     part = raw
-    while len(part) > MAX_LINE_BYTES and not part.endswith(b"\n"):  # what is too long is gone over, not kept
+    while len(part) > MAX_LINE_BYTES and not part.endswith(b"\n"):  # the rest of a long line is skipped
         part = file.readline(MAX_LINE_BYTES + 1)
         length += len(part)
         if digest is not None:
@@ -166,14 +166,14 @@ def _decoded(raw: bytes, number: int) -> Line:
 def _refuse_twins(survey: InputScan, keys: array[int]) -> None:
     """
     Raises:
-        InputError: an id twice.
+        InputError: a duplicate id.
     """
     order = np.argsort(np.array(keys), kind="stable")
     hashes = np.array(keys)[order]
     for place in np.flatnonzero(hashes[1:] == hashes[:-1]):
         first, second = (int(order[at]) for at in (place, place + 1))
         key = survey.item(first).key
-        if key == survey.item(second).key:  # and not only its hash
+        if key == survey.item(second).key:  # not a mere hash collision
             raise InputError(
                 f"Lines {survey.numbers[first]:,} and {survey.numbers[second]:,} of the input both have the id "
                 f"{str(key)[:80]!r}.",

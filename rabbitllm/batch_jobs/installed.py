@@ -1,4 +1,4 @@
-"""Whether the packages are there that only batches need; imports none of them."""
+"""Check for the packages that only batches need; imports none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rabbitllm.errors import MissingPackageError
 def check_installed() -> None:
     """
     Raises:
-        MissingPackageError: what lets lines share passes is not there.
+        MissingPackageError: greenlet, by which lines share passes, is not installed.
     """
     if importlib.util.find_spec("greenlet") is None:
         raise MissingPackageError(

@@ -1,8 +1,8 @@
-"""What a line of the input asks for, and what is answered to it: plain facts, that can be pickled and compared.
+"""Items of the input and their answers: plain data that can be pickled and compared.
 
-    line of the input  ->  Item(index, key, asked)  ->  Answer(index, key, line)  ->  line of the output
+    line of the input  ->  Item(index, key, asked)  ->  BatchAnswer(index, key, line)  ->  line of the output
 
-Knows no files, no tokenizer and no model.
+Independent of files, tokenizers and models.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any, Literal
 from rabbitllm.errors import OptionError
 
 Key = str | int
-"""How a line is known in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
+"""The identity of a line in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
 Pooling = Literal["last", "mean"]
-"""How the last hidden states of a text become one vector: that of its last token, or the mean of all."""
+"""Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What holds for a line that does not say.
+    """Default values for lines.
 
     Attributes:
-        max_new_tokens: generated, at most.
+        max_new_tokens: limit of generated tokens.
         temperature, top_p, seed: see `rabbitllm.generation.answer.Sampling`; greedy without the first two.
-            A line that is sampled gets the seed and its place in the input together, so that no two are alike.
+            A sampled line combines the seed with its index in the input, so that all lines differ.
         stop: texts at which an answer ends.
-        pooling: of embeddings.
-        normalise: embeddings to length one.
+        pooling: pooling of embeddings.
+        normalise: whether to scale embeddings to length one.
     """
 
     max_new_tokens: int = 512
@@ -43,14 +43,14 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Go on with a text, or answer a conversation.
+    """Continue a text, or answer a conversation.
 
     Attributes:
         given: the text; token ids; or messages, each a mapping with `role` and `content`, for the chat template.
-        max_new_tokens: generated, at most.
-        temperature, top_p, seed: see `Defaults`; the seed is this line's own.
-        stop: texts at which an answer ends; they are not part of it.
-        n: how many answers.
+        max_new_tokens: limit of generated tokens.
+        temperature, top_p, seed: see `Defaults`; the seed is that of this line.
+        stop: texts at which an answer ends; the answer excludes them.
+        n: number of answers.
     """
 
     given: str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
@@ -64,7 +64,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """How likely texts are behind a context.
+    """The likelihood of texts after a context.
 
     Attributes:
         context: may be empty.
@@ -79,7 +79,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class Choose:
-    """Which of some texts is the likeliest behind a context.
+    """The likeliest of some texts after a context.
 
     Attributes:
         context: may be empty.
@@ -92,10 +92,10 @@ class Choose:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """The last hidden state of texts, as one vector each.
+    """The last hidden states of texts, pooled to one vector each.
 
     Attributes:
-        texts: or token ids; at least one.
+        texts: texts or token ids; at least one.
         is_listed: whether the line gave a list, and so gets one.
         pooling, normalise: see `Defaults`.
     """
@@ -108,12 +108,12 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """A line of OpenAI's batch format, as it is; what its body asks for is looked at where the tokenizer is.
+    """A line of OpenAI's batch format, unchanged; its body is checked later, where the tokenizer is available.
 
     Attributes:
         url: "/v1/chat/completions", "/v1/completions" or "/v1/embeddings".
-        body: of the request.
-        defaults: for what the body does not say.
+        body: the body of the request.
+        defaults: for values that the body omits.
     """
 
     url: str
@@ -123,12 +123,12 @@ class BatchCall:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A line that cannot be answered; its error is its answer.
+    """An invalid line; its error is its answer.
 
     Attributes:
-        message: what was found, and what was expected.
-        code: a word for programs.
-        as_call: whether the answer is in the form of OpenAI's batches.
+        message: the value found, and the value expected.
+        code: a machine-readable word.
+        as_call: whether to answer in OpenAI's batch format.
     """
 
     message: str
@@ -144,9 +144,9 @@ class Item:
     """One line of the input.
 
     Attributes:
-        index: its place among the lines that ask for something, from 0; empty lines have none.
+        index: among the lines that are not empty, from 0.
         key: see `Key`.
-        asked: what it asks for.
+        asked: the request in it.
     """
 
     index: int
@@ -159,10 +159,10 @@ class BatchAnswer:
     """One line of the output.
 
     Attributes:
-        index, key: of the item that it answers.
-        line: the object of the line; an error among them is in place, under `error`.
-        is_error: whether it is one.
-        prompt_tokens, new_tokens: that were read, and generated.
+        index, key: of the answered item.
+        line: the output object; an error is in it under `error`.
+        is_error: whether it is an error.
+        prompt_tokens, new_tokens: numbers of tokens read and generated.
     """
 
     index: int
@@ -175,15 +175,15 @@ class BatchAnswer:
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """What one model takes on at a time; changes how fast answers come, and (`exact` aside) no greedy fp32 answer.
+    """Limits of one model's batch; they change speed, but (except `exact`) no greedy fp32 answer.
 
     Attributes:
-        sequences: in one pass, at most.
-        cache_bytes: of the KV cache, at most; None for half of what the weights leave free.
-        cache_disk: of KV caches that memory has no room for, in a file, at most; None for a quarter of what is free
-            where temporary files are, 0 for none.
-        exact: compute every sequence's rows by themselves: its tokens are then those that it gets alone in any dtype,
-            at the price of speed.
+        sequences: limit of sequences in one pass.
+        cache_bytes: limit of the KV cache; None for half of the memory that the weights leave free.
+        cache_disk: limit of the file for KV caches that memory has no room for; None for a quarter of the free space
+            in the folder of temporary files, 0 for none.
+        exact: compute each sequence's rows separately: its tokens are then those that it gets alone in any dtype, at
+            the price of speed.
     """
 
     sequences: int = 256
@@ -194,7 +194,7 @@ class JobLimits:
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: none at all of something.
+            OptionError: a limit is below its minimum.
         """
         for name in ("sequences", "cache_bytes"):
             value = getattr(self, name)

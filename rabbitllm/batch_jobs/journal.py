@@ -1,15 +1,15 @@
-"""The answers so far, durable, in a file in the output's folder; and the output that is made of them at the end.
+"""The durable journal of answers in the output's folder, and the output that is made from it at the end.
 
-    OUT.journal   {"head": what is answered, by what}        one line, written before the first answer
-                  crc32 {"weights": digest}                  of the weights, once the model was loaded
-                  crc32 {"index": 7, "line": {…}}            a line for each answer, in the order in which they came
-    OUT           line 0, line 1, …                          in the order of the input; made whole, then renamed
-    OUT.done      {"head": as above, "bytes", "crc32", …}    of a finished output, so that the same command can tell it
+    OUT.journal   {"head": input, model, settings}           one line, written before the first answer
+                  crc32 {"weights": digest}                  of the weights, once the model is loaded
+                  crc32 {"index": 7, "line": {…}}            a line for each answer, in order of completion
+    OUT           line 0, line 1, …                          in the order of the input; written whole, then renamed
+    OUT.done      {"head": as above, "bytes", "crc32", …}    of a finished output, so that a repeated call finds it
 
-An answer counts once the journal is synced. Answers that come while one sync is under way go together with the next,
-so that an fsync is paid for a handful of them and not for each. After kill -9, whatever of the journal can be read
-holds: a line that was cut short does not fit its checksum and is no line. What a journal belongs to is in its head, and
-anything else is refused. Knows no model.
+An answer counts once the journal is synced. Answers that arrive during a sync are written together with the next,
+so that an fsync is shared by several of them. After kill -9, every readable line of the journal counts; a truncated
+line does not match its checksum and is ignored. The head identifies the output; a journal with another head is
+refused. Independent of models.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class BatchJournal:
     """The journal of one output. Made by `opened`.
 
     Args:
-        path: of the journal.
-        lines: that there will be.
-        head: what it belongs to; see `opened`.
+        path: path of the journal.
+        lines: number of lines of the output.
+        head: identifies the output; see `opened`.
 
     Attributes:
-        done: of all lines, those with an answer.
-        errors: of these, those that are errors.
-        resumed: those that an earlier run answered.
+        done: number of lines with an answer.
+        errors: number of these that are errors.
+        resumed: number of lines answered by an earlier run.
     """
 
     def __init__(self, path: Path, lines: int, head: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class BatchJournal:
         self.resumed = self.done
         self._log = durable.Log(path)
         try:
-            # what a process that died had written is visible and may not be durable; this also ends a line cut short
+            # writes of a killed process are visible but perhaps not durable; this also ends a truncated line
             self._log.append("")
         except BaseException:
             self._log.close()
@@ -76,13 +76,13 @@ class BatchJournal:
         return (index for index, place in enumerate(self._places) if place == _ABSENT)
 
     def check_weights(self, digest: str) -> None:
-        """Note whose answers these are, or see that they still are: a name may come to mean another model.
+        """Record the weights' digest, or compare it to the recorded one: a name may later mean another model.
 
         Args:
-            digest: of what the weights were made from.
+            digest: of the source of the weights.
 
         Raises:
-            ResultsError: they are another model's; or the disk is full.
+            ResultsError: the recorded digest is of other weights; or the disk is full.
         """
         if self._weights is None:
             self._weights = digest
@@ -94,10 +94,10 @@ class BatchJournal:
             )
 
     def add(self, answers: Sequence[BatchAnswer]) -> None:
-        """Append answers; they are durable when this returns.
+        """Append answers; they are durable on return.
 
         Raises:
-            ResultsError: the disk is full; what was appended before stays.
+            ResultsError: the disk is full; earlier answers are kept.
         """
         new = [one for one in answers if self._places[one.index] == _ABSENT]
         for one, place in zip(new, self._append([_entry(one) for one in new]), strict=True):
@@ -106,7 +106,7 @@ class BatchJournal:
             self.errors += one.is_error
 
     def _append(self, lines: Sequence[str]) -> list[int]:
-        """Where each line begins."""
+        """Append lines, and return their offsets."""
         try:
             self._log.append("\n".join(lines))
         except OSError as error:
@@ -118,14 +118,14 @@ class BatchJournal:
         return places
 
     def close(self) -> None:
-        """Nothing more is added."""
+        """Close the file; nothing can be added after this."""
         self._log.close()
 
     def write_output(self, out: Path) -> None:
-        """Make the output, in the order of the input: whole or not at all.
+        """Write the output in the order of the input: whole or not at all.
 
         Raises:
-            ResultsError: the disk is full; the journal stays.
+            ResultsError: the disk is full; the journal is kept.
         """
         part = out.with_name(out.name + durable.PART_SUFFIX)
         try:
@@ -162,7 +162,7 @@ class BatchJournal:
     def _read_back(self, head: Mapping[str, Any]) -> None:
         """
         Raises:
-            ResultsError: it belongs to something else.
+            ResultsError: the journal belongs to something else.
         """
         with self.path.open("rb") as file:
             _check_head(file.readline(), head, self.path)
@@ -179,7 +179,7 @@ class BatchJournal:
 
 
 def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
-    """How many lines of a finished output are errors; None if it is not finished, not of this head, or was changed."""
+    """Number of errors in a finished output; None if it is unfinished, has another head, or was changed."""
     try:
         found = json.loads(out.with_name(out.name + DONE_SUFFIX).read_bytes())
         if out.with_name(out.name + SUFFIX).exists() or found["head"] != json.loads(_dumped(head)):
@@ -195,18 +195,18 @@ def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
 
 @contextlib.contextmanager
 def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[BatchJournal]:
-    """The journal of an output, new or continued. A lock keeps other processes from it while the context is open.
+    """The journal of an output, new or continued. A lock excludes other processes while the context is open.
 
     Args:
-        out: the output that there will be.
-        lines: that it will have.
-        head: what it is made of: the input's digest, the model, settings; another one is another output.
-        overwrite: replace what is there: a finished output, and what was begun of another one. What was begun of this
-            one is gone on with all the same.
+        out: path of the output.
+        lines: number of its lines.
+        head: the input's digest, the model and the settings; another head means another output.
+        overwrite: replace an existing output, finished or begun. A begun output with this head is continued
+            nevertheless.
 
     Raises:
-        ResultsError: there is an output already, the journal is of something else, or another process has it; or it
-            cannot be written.
+        ResultsError: the output exists already, the journal has another head, another process holds it, or it cannot
+            be written.
     """
     path = out.with_name(out.name + SUFFIX)
     with contextlib.ExitStack() as stack:
@@ -280,7 +280,7 @@ def _summed(value: Mapping[str, Any]) -> str:
 
 
 def _answer_in(line: bytes) -> dict[str, Any] | None:
-    """What a line of the journal says; None of one that was cut short, and of an empty one."""
+    """The content of a journal line; None for a truncated or empty one."""
     said, _, body = line.rstrip(b"\n").partition(b" ")
     if len(said) != 8 or not body or said != b"%08x" % zlib.crc32(body):
         return None
@@ -319,16 +319,16 @@ def _unwritten(error: OSError, path: Path) -> ResultsError:
 
 @contextlib.contextmanager
 def _held(lock: Path, path: Path) -> Iterator[None]:
-    """Be the only process with a journal; by a lock of the operating system, that ends with its holder.
+    """Hold a journal exclusively, by a lock of the operating system that ends with this process.
 
     Args:
-        lock: a file of its own, since the journal is replaced and removed while it is held.
-        path: of the journal.
+        lock: a separate file, since the journal is replaced and removed while the lock is held.
+        path: path of the journal.
 
     Raises:
-        ResultsError: another process has it.
+        ResultsError: another process holds it.
     """
-    if sys.platform == "win32":  # an open file cannot be replaced or removed there, which keeps a second one off
+    if sys.platform == "win32":  # an open file cannot be replaced or removed there, which excludes a second process
         yield
         return
     import fcntl

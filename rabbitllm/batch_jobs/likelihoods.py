@@ -1,13 +1,13 @@
-"""Likelihoods and embeddings that items ask for, through `rabbitllm.generation.scoring`: many in one pass.
+"""Items that ask for likelihoods or embeddings, by `rabbitllm.generation.scoring`: many in one pass.
 
     {"id": …, "logprob": …, "tokens": …, "greedy": …}              of one continuation
     {"id": …, "scores": [{"logprob": …, "tokens": …, "greedy": …}, …]}    of a list of them
     {"id": …, "choice": …, "choice_by_length": …, "logprobs": […], "tokens": […]}
     {"id": …, "embedding": […]} or {"id": …, "embeddings": [[…], …]}
 
-Texts become tokens as lm-evaluation-harness has it: context and continuation together, and what is behind the tokens of
-the context alone is the continuation's (https://github.com/EleutherAI/lm-evaluation-harness, `_encode_pair`). Spaces at
-the end of a context are the continuation's too. Before an empty context stands the model's first token.
+Texts are tokenized as in lm-evaluation-harness: context and continuation together, and the tokens after those of
+the context alone belong to the continuation (https://github.com/EleutherAI/lm-evaluation-harness, `_encode_pair`).
+Spaces at the end of a context belong to the continuation too. An empty context becomes the model's first token.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
 from rabbitllm.server.api_error import APIError, bad
 
 MAX_TOKENS = 1 << 22
-"""Given to scoring at a time. It makes as few passes of them as memory allows; more would only sit in memory here."""
+"""Tokens per call of scoring, which makes as few passes of them as memory allows; more would only occupy memory."""
 MAX_TEXTS = 1 << 16
 
 
 @dataclass(slots=True)
 class _Open:
-    """An item of which some texts are not scored yet.
+    """An item with texts that are not scored yet.
 
     Attributes:
-        item: as it was.
-        texts: that it asks for.
-        found: of each, as far as known.
-        embedding: what an embedding in OpenAI's form is to be like.
+        item: the item.
+        texts: the texts to score.
+        found: results so far, by text.
+        embedding: the request, for an embedding in OpenAI's form.
     """
 
     item: Item
@@ -45,19 +45,19 @@ class _Open:
 
 
 def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> Iterator[list[BatchAnswer]]:
-    """Answers, in the order in which they are complete.
+    """Answers in the order of their completion.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
-        name: of it, in answers.
-        items: that ask for likelihoods or embeddings.
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        name: the model's name in answers.
+        items: items that ask for likelihoods or embeddings.
         limits: see `JobLimits`.
     """
     desk = RequestBuilder(model, name)
     room = Room(memory_bytes=limits.cache_bytes, exact=limits.exact)
     at_end = False
     while not at_end:
-        by_text: list[_Open] = []  # whose each text is
+        by_text: list[_Open] = []  # item of each text
         texts: list[ScoredText] = []
         refused: list[BatchAnswer] = []
         tokens = 0
@@ -87,9 +87,9 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
 def _open(desk: RequestBuilder, item: Item, first: int) -> _Open:
     """
     Args:
-        desk: makes tokens.
-        item: that asks.
-        first: number of its first text.
+        desk: tokenizes texts.
+        item: the item.
+        first: index of its first text.
 
     Raises:
         APIError: it cannot be answered.

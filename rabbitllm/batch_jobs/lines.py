@@ -1,14 +1,14 @@
-"""From the object of one input line to what it asks for: our own keys, or OpenAI's batch format. Pure.
+"""From the JSON object of an input line to the request in it: our own keys, or OpenAI's batch format. Pure.
 
     {"prompt": …} | {"messages": […]} | {"tokens": […]}      generate; max_tokens, temperature, top_p, seed, stop, n
     {"context": …, "continuation": … or […]}                 score
     {"context": …, "choices": […]}                           choose
     {"input": … or […]}                                      embed; pooling, normalise
-    {"custom_id": …, "method": "POST", "url": …, "body": {…}}    as OpenAI's batches have it
+    {"custom_id": …, "method": "POST", "url": …, "body": {…}}    as in OpenAI's batches
     https://platform.openai.com/docs/api-reference/batch/request-input
 
-Other keys are the user's own (a label, a column of a data set) and are left alone. Knows no tokenizer: what only that
-can tell, such as whether a prompt fits the model's context, is seen later.
+Other keys belong to the user (a label, a column of a data set) and are ignored. Checks that need the tokenizer,
+such as whether a prompt fits the model's context, come later.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from rabbitllm.errors import OptionError
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 MAX_ANSWERS = 128
-"""To one line."""
+"""Limit of answers to one line."""
 MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
 _OPTIONS = ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop", "n", "pooling", "normalise")
 KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS})
-"""All that anything is made of."""
+"""All keys that are read."""
 _SEEDS = (1 << 63) - 1
 _NAMES = {bool: "true or false", str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
@@ -46,14 +46,14 @@ _Value = TypeVar("_Value")
 
 
 class LineError(ValueError):
-    """A line that cannot be answered; says what was found and what was expected."""
+    """An invalid line; the message has the value found and the value expected."""
 
 
 def pooling_of(word: str) -> Pooling:
-    """How embeddings are pooled, as an option says it.
+    """The pooling method of an option.
 
     Raises:
-        OptionError: in no way that there is.
+        OptionError: the method is unknown.
     """
     for known in POOLINGS:
         if word == known:
@@ -62,14 +62,14 @@ def pooling_of(word: str) -> Pooling:
 
 
 def key_of(value: Any, number: int) -> Key:
-    """How a line is known: its `id`, its `custom_id`, else its number.
+    """The key of a line: its `id`, its `custom_id`, else its number.
 
     Args:
-        value: of the line.
-        number: of the line, from 1.
+        value: the JSON object of the line.
+        number: number of the line, from 1.
 
     Raises:
-        LineError: an id that is none.
+        LineError: the id is invalid.
     """
     if not isinstance(value, Mapping):
         return number
@@ -86,17 +86,17 @@ def key_of(value: Any, number: int) -> Key:
 
 
 def is_call(value: Any) -> bool:
-    """Whether a line is in OpenAI's batch format, or means to be."""
+    """Whether a line is in OpenAI's batch format, or attempts to be."""
     return isinstance(value, Mapping) and ("body" in value or ("url" in value and "custom_id" in value))
 
 
 def asked_of(value: Any, index: int, defaults: Defaults) -> Asked:
-    """What a line asks for; `Refused` if that cannot be told.
+    """The request in a line; `Refused` if it is invalid.
 
     Args:
-        value: of the line.
-        index: its place among the lines.
-        defaults: for what it does not say.
+        value: the JSON object of the line.
+        index: index of the line.
+        defaults: for values that it omits.
     """
     try:
         return _call(value, defaults) if is_call(value) else _own(value, index, defaults)

@@ -1,8 +1,8 @@
-"""The model that a batch of lines is answered with: loaded so that its weights leave room for as many lines as can be.
+"""The model of a batch job, loaded so that its weights leave room for as many lines as possible.
 
-Streamed weights cost their time once per pass, however many lines share the pass. So room for one more line is worth
-more than the same room for weights, as long as lines wait. The KV cache gets what the longest lines together need, up
-to half of what is free.
+Streamed weights cost their time once per pass, however many lines share the pass. So, while lines wait, memory for
+one more line is worth more than the same memory for weights. The KV cache gets the memory that the longest lines need
+together, up to half of the free memory.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from rabbitllm.models.pull.make import Wish
 from rabbitllm.server.loading import with_room
 
 SPARE_TOKENS = 256
-"""What a chat template may add to a line, and more."""
+"""Allowance for the chat template of a line, and more."""
 CACHE_SHARE = 2
-"""One part in so many of what is free is for the KV cache, if no size is given. Lines that need more do not raise this
-part, and the memory of a pass does not lower it."""
+"""The KV cache gets at most one part in this many of the free memory, if no size is given. Lines that need more do
+not raise this limit, and the memory of a pass does not lower it."""
 MAX_PASS_SHARE = 4
-"""One part in so many of what is free is what a pass computes in, at most."""
+"""A pass computes in at most one part in this many of the free memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchModel:
-    """A model that is ready.
+    """A loaded model.
 
     Attributes:
-        model: as `AutoModel.from_pretrained` returns it.
-        cache_bytes: for the KV cache; None if nothing could be told before the model was loaded.
-        folder: of its split; None without one.
-        weights: a digest of what that was made from; None where nothing says so.
+        model: a model from `AutoModel.from_pretrained`.
+        cache_bytes: limit of the KV cache; None if it could not be predicted before the model was loaded.
+        folder: the split directory; None without one.
+        weights: digest of their source; None where it is not recorded.
     """
 
     model: Any
@@ -57,13 +57,13 @@ class BatchModel:
 
 
 def wish_of(name: str, *, compression: str | None = None, revision: str | None = None, **more: Any) -> Wish:
-    """What to get ready.
+    """The wish for a model.
 
     Args:
-        name: as the user wrote it.
-        compression: None for that of a split that is here.
+        name: the name as the user wrote it.
+        compression: None for that of a split on this machine.
         revision: branch, tag or commit.
-        **more: of `Wish`.
+        **more: further fields of `Wish`.
     """
     chosen = compression_here(name, None) if compression is None else compression
     return Wish(name=name, compression=None if chosen == "none" else chosen, access=HubAccess(revision), **more)
@@ -79,19 +79,19 @@ def loaded(
     dtype: str | None = None,
     cache_bytes: int | None = None,
 ) -> BatchModel:
-    """Load it.
+    """Load the model.
 
     Args:
-        wish: what, and how.
-        console: where it is said that it loads.
-        survey: of the input.
-        sequences: lines that are answered at a time, at most.
-        split: False for out of the checkpoint's own shards; nothing is written then.
-        dtype: to compute in; None for the config's.
-        cache_bytes: that the KV cache may take; None for what the lines need, within half of what is free.
+        wish: the model and the options for loading it.
+        console: receives the progress messages.
+        survey: the scan of the input.
+        sequences: limit of lines answered at a time.
+        split: False to stream from the checkpoint's own shards without writing anything.
+        dtype: the dtype to compute in; None for the config's.
+        cache_bytes: limit of the KV cache; None for the need of the lines, up to half of the free memory.
 
     Raises:
-        RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
+        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
     """
     found = pulled(wish) if split else None
     is_said = cache_bytes is not None
@@ -105,7 +105,7 @@ def loaded(
         pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // MAX_PASS_SHARE)
     weights = with_room(wish, cache_bytes, pass_bytes)
     model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
-    if cache_bytes is not None and not is_said:  # less is free now than was predicted
+    if cache_bytes is not None and not is_said:  # less may be free now than was predicted
         cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
     if found is None:
         return BatchModel(model, cache_bytes, None)
@@ -113,18 +113,18 @@ def loaded(
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:
-    """Bytes of free memory, with the weights loaded, that the KV cache takes if the user gave no size.
+    """Bytes of the KV cache, once the weights are loaded, if the user gave no size.
 
     Args:
-        free: bytes.
-        cache_bytes: that the KV cache is to have.
-        pass_bytes: that a pass computes in; the KV cache may take half of what is free, even if a pass then has less.
+        free: free memory in bytes.
+        cache_bytes: predicted size of the KV cache.
+        pass_bytes: working memory of a pass; the KV cache may take half of the free memory even so.
     """
     return min(cache_bytes, max(free - pass_bytes, free // CACHE_SHARE))
 
 
 def digest_of(source: SourceIdentity | None) -> str | None:
-    """What tells weights from others: the fingerprints of the shards that they were made from."""
+    """A digest that identifies weights: of the fingerprints of their source shards."""
     if source is None:
         return None
     said = json.dumps(sorted(source.fingerprints.items()))
@@ -135,10 +135,10 @@ def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str
     """Bytes of the KV caches of the longest lines, all at the same time.
 
     Args:
-        config: of the model.
-        lengths: tokens of each line, roughly.
-        sequences: at a time, at most.
-        dtype: to compute in; None for the config's.
+        config: the model's config.
+        lengths: estimated tokens of each line.
+        sequences: limit of lines at a time.
+        dtype: the dtype to compute in; None for the config's.
     """
     text = config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
@@ -152,12 +152,12 @@ def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str
 
 
 def good_pass_bytes(config: Any, texts: int, dtype: str | None = None) -> int:
-    """Bytes, without the KV cache, for a pass that has enough tokens to be worth reading the weights.
+    """Bytes, without the KV cache, for a pass with enough tokens to be worth reading the weights.
 
     Args:
-        config: of the model.
-        texts: lines that are answered at a time, at most.
-        dtype: to compute in; None for the config's.
+        config: the model's config.
+        texts: limit of lines answered at a time.
+        dtype: the dtype to compute in; None for the config's.
     """
     return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).good(texts)
 

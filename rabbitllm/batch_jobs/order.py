@@ -1,7 +1,7 @@
-"""In which order lines are best answered. Records in, numbers out.
+"""The order in which lines are best answered. Records in, numbers out.
 
-Lines of one kind together, since those of one kind share passes; of a kind, those that begin alike together, since a
-beginning is computed once; else the longest first, so that those that take longest do not come last.
+Lines of one kind come together, since they share passes; among these, lines with the same beginning, since it is
+computed once; otherwise the longest come first, so that the slowest do not come last.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from rabbitllm.batch_jobs.items import Asked, BatchCall, Choose, Embed, Generate, Item, Key, Refused, ScoreItem
 
 BEGINNING = 256
-"""Characters by which lines are said to begin alike."""
+"""Lines whose first characters, this many, are equal count as having the same beginning."""
 CHARACTERS_OF_A_TOKEN = 3
-"""Fewer than texts have in most languages: the estimate of tokens is rather too high."""
+"""Less than the average of most languages, so that the estimate of tokens tends to be high."""
 ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
 """Kinds of lines."""
 
 
 def ordered(items: Sequence[Item]) -> list[Item]:
-    """Items in a good order."""
+    """Items in an efficient order."""
     said = [sized(item.asked) for item in items]
     places = in_order(
         np.array([kind_of(item.asked) for item in items], dtype=np.int64),
@@ -34,7 +34,7 @@ def ordered(items: Sequence[Item]) -> list[Item]:
 
 
 def in_order(kinds: Any, lengths: Any, beginnings: Any) -> Any:
-    """Places of lines in a good order.
+    """Indices of lines in an efficient order.
 
     Args:
         kinds, lengths, beginnings: of each line: see `kind_of` and `sized`, the last one hashed; arrays of (lines,).
@@ -42,12 +42,12 @@ def in_order(kinds: Any, lengths: Any, beginnings: Any) -> Any:
     if not len(kinds):
         return np.zeros(0, dtype=np.int64)
     _, groups, counts = np.unique(beginnings, return_inverse=True, return_counts=True)
-    groups = np.where(counts[groups] > 1, groups, -1)  # what nothing else begins with is no group
+    groups = np.where(counts[groups] > 1, groups, -1)  # a beginning that occurs once forms no group
     return np.lexsort((-lengths, groups, kinds))
 
 
 def kind_of(asked: Asked) -> int:
-    """Lines of one number share passes."""
+    """The kind of a line; lines of one kind share passes."""
     if isinstance(asked, Refused):
         return ERRORS
     if isinstance(asked, Generate) or (isinstance(asked, BatchCall) and not asked.url.endswith("embeddings")):
@@ -56,7 +56,7 @@ def kind_of(asked: Asked) -> int:
 
 
 def sized(asked: Asked) -> tuple[str, int]:
-    """How a line begins, and about how many tokens it will have."""
+    """The beginning of a line, and its estimated number of tokens."""
     if isinstance(asked, Generate):
         if isinstance(asked.given, str):
             return asked.given, len(asked.given) // CHARACTERS_OF_A_TOKEN + asked.max_new_tokens
@@ -78,6 +78,6 @@ def sized(asked: Asked) -> tuple[str, int]:
 
 
 def hashed(value: Key) -> int:
-    """64 bits of a text or number, the same in every process."""
+    """A 64-bit hash of a text or number, the same in every process."""
     said = f"{type(value).__name__} {value}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little", signed=True)

@@ -1,8 +1,8 @@
-"""Any input as lines of JSON that can be read twice: a file of them as it is, everything else through a nameless file.
+"""Any input as JSON lines that can be read twice: a file of them directly, anything else through an unnamed file.
 
-A Parquet file, a `datasets.Dataset`, a list, a generator, a pipe: each is read once, from the beginning, a part at a
-time, into a file that has no name and is gone with this process. So there is one kind of input behind this module, and
-a million records need no memory.
+A Parquet file, a `datasets.Dataset`, a list, a generator, a pipe: each is read once, from the beginning, part by
+part, into an unnamed file that disappears with this process. So the rest of the code sees one kind of input, and a
+million records need no memory.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rabbitllm.storage import durable
 
 PARQUET = ".parquet"
 ROWS = 1_024
-"""Of a Parquet file, decoded at a time."""
+"""Rows of a Parquet file that are decoded at a time."""
 BLOCK_BYTES = 4 << 20
 STDIN = "-"
 
 
 def columns_of(given: Iterable[str]) -> dict[str, str] | None:
-    """`prompt=question`, once for each -> what `opened` takes; None for none.
+    """`prompt=question`, one for each column -> the `columns` of `opened`; None without any.
 
     Raises:
-        OptionError: no equals sign, or a name that nothing is made of.
+        OptionError: no equals sign, or a name that is never read.
     """
     found: dict[str, str] = {}
     for word in given:
@@ -52,10 +52,10 @@ def opened(source: Any, columns: Mapping[str, str] | None = None) -> Iterator[Bi
 
     Args:
         source: path of a file of JSON lines or of a Parquet file, "-" for standard input, or an iterable of mappings.
-        columns: name that is expected -> name that a record has it by; makes lines of records only.
+        columns: expected name -> name in the records; for inputs of records only.
 
     Raises:
-        InputError: it is not there, or no such file.
+        InputError: the file does not exist, or is not of these formats.
         MissingPackageError: a Parquet file without pyarrow.
     """
     if isinstance(source, str | os.PathLike):
@@ -98,7 +98,7 @@ def _plain(path: Path) -> BinaryIO:
 def _spooled(blocks: Iterable[bytes]) -> Iterator[BinaryIO]:
     """
     Raises:
-        InputError: there is no room for it.
+        InputError: the disk is full.
     """
     folder = Path(tempfile.gettempdir())
     with contextlib.ExitStack() as stack:
@@ -120,7 +120,7 @@ def _blocks_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _joined(records: Iterable[Any], columns: Mapping[str, str] | None) -> Iterator[bytes]:
-    """Records as lines, some MB at a time."""
+    """Records as lines, in blocks of some MB."""
     out = io.BytesIO()
     for number, record in enumerate(records, 1):
         out.write(_line_of(record, columns or {}, number))
@@ -173,7 +173,7 @@ def _records_of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
             "A Parquet file needs the package pyarrow, which is not installed.",
             'Install it: pip install ".[batch]" in a copy of the repository.',
         ) from None
-    with _plain(path):  # that it is there is said in our words
+    with _plain(path):  # raises our own error if it is missing
         pass
     try:
         with ParquetFile(path) as file:

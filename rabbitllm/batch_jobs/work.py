@@ -1,4 +1,4 @@
-"""`rabbitllm batch` and `rabbitllm.batch`: an input, a model that is loaded for it, an output; with what is shown."""
+"""`rabbitllm batch` and `rabbitllm.batch`: an input, a model loaded for it, an output; with a progress display."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rabbitllm.models.pull.make import Wish
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A model, ready to answer.
+    """A model that is ready to answer.
 
     Attributes:
-        model: as `AutoModel.from_pretrained` returns it.
-        cache_bytes: for the KV cache, if that was settled when the model was loaded.
-        weights: see `bulk.loading.Loaded`.
+        model: a model from `AutoModel.from_pretrained`.
+        cache_bytes: limit of the KV cache, if it was fixed when the model was loaded.
+        weights: see `loading.BatchModel`.
     """
 
     model: Any
@@ -37,19 +37,19 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """What is to be done.
+    """A batch job.
 
     Attributes:
-        source: of lines; see `spool.opened`.
+        source: the input; see `spool.opened`.
         out: the output.
-        name: of the model, as the user gave it.
-        load: makes the model, when it is known what for.
-        defaults: for what lines do not say.
-        limits: what is taken on at a time.
-        settings: what else changes answers; see `run.head_of`.
+        name: the model's name as the user gave it.
+        load: loads the model for a scanned input.
+        defaults: for values that lines omit.
+        limits: limits of the batch.
+        settings: other settings that change answers; see `run.head_of`.
         columns: see `spool.opened`.
         overwrite: see `journal.opened`.
-        elsewhere: gives the answers that a journal lacks, where no model is to be loaded in this process.
+        elsewhere: provides the missing answers, if no model is loaded in this process.
     """
 
     source: Any
@@ -65,14 +65,14 @@ class BatchJob:
 
 
 def work(batch: BatchJob) -> Progress:
-    """Do it; a finished output of the same input, model and settings stays as it is.
+    """Run the job; a finished output of the same input, model and settings is kept as it is.
 
-    What can be refused is refused before the model is loaded.
+    Everything that can be refused is refused before the model is loaded.
 
     Raises:
         OptionError: a temperature or top_p out of its range.
-        RabbitLLMError: the input cannot be read, the output is there already or is another one's, the model cannot be
-            loaded, the disk is full; what was answered so far is kept.
+        RabbitLLMError: the input cannot be read, the output exists already or belongs to another input, the model
+            cannot be loaded, or the disk is full; earlier answers are kept.
     """
     Sampling(batch.defaults.temperature, batch.defaults.top_p)
     with contextlib.ExitStack() as stack:
@@ -104,7 +104,7 @@ def _answer(batch: BatchJob, survey: InputScan, journal: BatchJournal) -> Progre
     if limits.cache_bytes is None:
         limits = replace(limits, cache_bytes=ready.cache_bytes)
     shown = JobDisplay()
-    line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes, not one for each
+    line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes
     claim = THE_REGION.claim(shown)
     try:
         return run(ready.model, batch.name, survey, journal, limits, shown.told, shown.watch)
@@ -116,12 +116,12 @@ def _answer(batch: BatchJob, survey: InputScan, journal: BatchJournal) -> Progre
 def loading(
     wish: Wish, limits: JobLimits, *, split: bool = True, dtype: str | None = None
 ) -> Callable[[InputScan], Ready]:
-    """What loads a model when the input is known.
+    """A function that loads a model for a scanned input.
 
     Args:
-        wish: what, and how.
-        limits: what is taken on at a time.
-        split, dtype: see `bulk.loading.loaded`.
+        wish: the model and the options for loading it.
+        limits: limits of the batch.
+        split, dtype: see `loading.loaded`.
     """
 
     def load(survey: InputScan) -> Ready:
@@ -131,11 +131,11 @@ def loading(
         from rabbitllm.batch_jobs.loading import loaded
 
         errors = Console(stderr=True, highlight=False)
-        with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no result
+        with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
             found = loaded(
                 wish, errors, survey, limits.sequences, split=split, dtype=dtype, cache_bytes=limits.cache_bytes
             )
-        logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid progress
+        logging.set_verbosity_error()  # no warnings about missing kernels amid progress
         return Ready(found.model, found.cache_bytes, found.weights)
 
     return load

@@ -1,1 +1,1 @@
-"""A folder or a hub repository seen as one logical checkpoint: which tensors, in which shards, of which layer."""
+"""A folder or a hub repository as one logical checkpoint: its tensors, their shards and their layers."""

@@ -1,7 +1,7 @@
-"""What the splitter asks of any source, and the records it answers with.
+"""The interface between the splitter and its sources, and its records.
 
-A checkpoint hands out its shards one at a time and is told when each is used up; what "used up" leads to
-(an unlink, a deletion through the hub's cache, nothing at all) is the checkpoint's own affair. Knows no layers.
+A checkpoint provides its shards one at a time, and releases each once it is used up; how it does that (an unlink, a
+deletion through the hub's cache, nothing at all) is its own affair. Independent of layers.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ SIDECAR_PATTERNS = (
     "*.txt",
     "*.py",
     "additional_chat_templates/*.jinja",
-    "1_Pooling/config.json",  # how embeddings are made of what the model computes
+    "1_Pooling/config.json",  # how embeddings are pooled
     "LICENSE*",
     "NOTICE*",
 )
 """Files that make a folder of weights loadable (config, tokenizer, chat template), and its licence."""
 SIDECAR_MAX_BYTES = 128 << 20
 WHOLE_BYTES = 4 << 20
-"""A shard up to this size is read whole for its fingerprint."""
+"""Shards up to this size are read whole for their fingerprint."""
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 2048
-"""Tensors of a shard that are sampled at most."""
+"""Limit of tensors per shard that are sampled."""
 
 
 class Disposal(enum.Enum):
-    """What became of a shard that is used up."""
+    """The outcome for a shard that is used up."""
 
     DELETED = "deleted"
     KEPT = "kept"
@@ -80,20 +80,20 @@ def file_stat(path: Path) -> FileStat:
 
 
 def has_digest(fingerprint: str) -> bool:
-    """Whether a fingerprint is the digest of the whole shard that a hub has published."""
+    """Whether a fingerprint is the digest of the whole shard, published by a hub."""
     return fingerprint.startswith("sha256:")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
-    """What identifies a shard without reading all of it.
+    """The metadata that identifies a shard without reading all of it.
 
     Attributes:
         name: relative to the checkpoint.
         size: bytes.
         fingerprint: `sha256:…` as the hub publishes it, or `sampled:…` of a local file.
-        header: its tensors.
-        staged: the shard is fetched into our own staging folder, and so costs disk of ours while it is used.
+        header: the header with its tensors.
+        staged: whether it is fetched into our staging folder, and so takes disk space while it is used.
         stat: metadata of its file; None if it is not on this machine.
     """
 
@@ -125,7 +125,7 @@ _KINDS = {"local": "a folder", "hub": "a repository on the hub", "split": "a spl
 
 @dataclass(frozen=True, slots=True)
 class SourceIdentity:
-    """Which checkpoint a split directory was made from.
+    """The source of a split directory.
 
     Attributes:
         kind: "local" or "hub"; "split" for a checkpoint that was converted from a split directory.
@@ -146,9 +146,9 @@ class SourceIdentity:
     def differs_from(self, other: SourceIdentity) -> str | None:
         """Why `other` is another source, in words; None if it may be the same.
 
-        Shards that only one side knows do not count: a source that is used up has none left.
+        Shards that only one side has do not count: a source that is used up has none left.
         """
-        if self.kind != other.kind:  # their fingerprints are of different kinds too, so nothing could tell
+        if self.kind != other.kind:  # their fingerprints are not comparable
             return f"it was made from {_KINDS[self.kind]}, not from {_KINDS[other.kind]}"
         if self.kind == "hub" and not (
             self.name == other.name and (self.commit == other.commit or self._has_the_weights_of(other))
@@ -162,16 +162,16 @@ class SourceIdentity:
         return None
 
     def _has_the_weights_of(self, other: SourceIdentity) -> bool:
-        """Whether both know the same shards by digests of their whole contents: two commits with the same weights."""
+        """Whether both have the same shards by digests of their whole contents: two commits with the same weights."""
         whole = bool(self.fingerprints) and all(has_digest(mark) for mark in self.fingerprints.values())
         return whole and self.fingerprints == other.fingerprints
 
 
 class Checkpoint(Protocol):
-    """A source of shards. Methods that touch the disk or the network say so."""
+    """A source of shards. Methods that access the disk or the network are documented as such."""
 
     label: str
-    """What to call it in messages: a folder or a repository id."""
+    """Its name in messages: a folder or a repository id."""
 
     index: CheckpointIndex
 
@@ -181,11 +181,11 @@ class Checkpoint(Protocol):
         ...
 
     def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
-        """The identity of this source, given the facts of the shards that are still there."""
+        """The identity of this source, given the metadata of the remaining shards."""
         ...
 
     def stages(self, shard: str) -> bool:
-        """Whether `acquire` fetches the shard into a folder of ours, which `release` then frees."""
+        """Whether `acquire` fetches the shard into the staging folder, which `release` then frees."""
         ...
 
     def facts(self, shard: str) -> ShardMetadata | None:
@@ -193,60 +193,60 @@ class Checkpoint(Protocol):
         ...
 
     def taken_from(self, shard: str, header: Header) -> Header:
-        """What a split takes of a shard whose file says `header`: the same, unless the checkpoint has names of its own.
+        """The header that a split uses for a shard: `header`, unless the checkpoint renames its tensors.
 
         Raises:
-            CheckpointError: it is not what the rest of the checkpoint says.
+            CheckpointError: the header contradicts the rest of the checkpoint.
         """
         ...
 
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ...) -> Path:
-        """A local path to the whole shard, fetched if need be.
+        """A local path to the whole shard, fetched if necessary.
 
         Args:
             shard: its name.
-            on_have: told as a shard is fetched into which file, and how many of its first bytes are there, not
-                verified yet; fewer than before if all comes again. May raise to stop.
+            on_have: called during a fetch with the file and the number of its leading bytes that have arrived, not yet
+                verified; the number falls if the fetch starts over. May raise to stop.
 
         Raises:
-            MissingShardError: it is neither here nor to be had.
+            MissingShardError: it is not here and cannot be fetched.
         """
         ...
 
     def stream(self, shard: str) -> Generator[bytes]:
-        """The bytes of a shard that `stages`, in order, without a file of it; to be believed after the last one only.
+        """The bytes of a shard that `stages`, in order, without a file for it; verified only after the last one.
 
         Raises:
-            HubError: they are not those the hub's digest names, or the hub refused.
+            HubError: the bytes do not match the hub's digest, or the hub refused.
         """
         ...
 
     def release(self, shard: str) -> Release:
-        """Give up a shard whose every tensor is durable elsewhere."""
+        """Release a shard whose tensors are all durable elsewhere."""
         ...
 
     def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
         """Bytes that the release of each of these shards frees on the disk `device` (`st_dev`).
 
-        Shards that free nothing are left out: missing ones, those on another disk, and those that share their data with
-        another file.
+        Shards that free nothing are left out: missing ones, those on another disk, and those that share their data
+        with another file.
         """
         ...
 
     def discard_rest(self) -> list[Path]:
-        """Remove what is left of the original once all shards are gone (`delete_original`): its index, or its
-        remaining files in the hub's cache. Returns the paths removed."""
+        """Remove the rest of the original once all shards are gone (`delete_original`): its index, or its remaining
+        files in the hub's cache. Returns the paths removed."""
         ...
 
     def sidecars(self) -> Mapping[str, Path]:
-        """Config, tokenizer and the like: relative name -> local path; fetched if need be."""
+        """Config, tokenizer and similar files: relative name -> local path; fetched if necessary."""
         ...
 
     def derived(self) -> Mapping[str, bytes]:
-        """Config, tokenizer and the like that the checkpoint lacks and that follow from what it has: name -> content.
+        """Config, tokenizer and similar files that the checkpoint lacks and that can be derived: name -> content.
 
         Raises:
-            CheckpointError: what they would follow from cannot be believed.
+            CheckpointError: the files to derive them from are malformed.
         """
         ...
 
@@ -255,7 +255,7 @@ class Checkpoint(Protocol):
         ...
 
     def sidecar_sizes(self) -> Mapping[str, int]:
-        """The sizes in bytes of both, without fetching what is only copied."""
+        """The sizes in bytes of `sidecars` and `derived`, without fetching files that are only copied."""
         ...
 
 
@@ -266,8 +266,8 @@ def ignore_progress(path: Path, have: int) -> None:
 def sampled_fingerprint(path: Path, header: Header) -> str:
     """A fingerprint of a local shard from its header and a piece of every tensor, without reading all of it.
 
-    Two checkpoints of one architecture have equal headers, and a fine-tune may have changed a few of the tensors only.
-    A small file is read whole; of one with very many tensors, evenly spread ones are sampled.
+    Two checkpoints of one architecture have equal headers, and a fine-tune may change only a few tensors. A small
+    file is read whole; of a file with very many tensors, evenly spread ones are sampled.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size}".encode())
@@ -291,14 +291,14 @@ def _samples(header: Header, size: int) -> Iterator[tuple[int, int]]:
 
 
 def sidecars_in(folder: Path) -> dict[str, Path]:
-    """The files below a folder that are sidecars: name -> path, in the order of names."""
+    """Sidecar files below a folder: name -> path, sorted by name."""
     found = (path for pattern in SIDECAR_PATTERNS for path in folder.glob(pattern) if path.is_file())
     named = {path.relative_to(folder).as_posix(): path for path in found}
     return {name: path for name, path in sorted(named.items()) if is_sidecar(name, path.stat().st_size)}
 
 
 def is_sidecar(name: str, size: int) -> bool:
-    """Whether a file of a checkpoint (config, tokenizer and the like) belongs into the split directory."""
+    """Whether a file of a checkpoint (config, tokenizer and similar) belongs into the split directory."""
     import fnmatch
 
     if name.endswith(".index.json") or size > SIDECAR_MAX_BYTES:

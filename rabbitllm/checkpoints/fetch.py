@@ -1,9 +1,9 @@
-"""Byte ranges of a file on a hub, files that pass by whole, and files that resume where the last process stopped.
+"""Byte ranges of files on a hub, files as a stream, and downloads that resume where the last process stopped.
 
-huggingface_hub starts a download over in each new process and leaves an orphan behind, and over HTTP it checks
-the size alone (https://github.com/huggingface/huggingface_hub/pull/4306). With shards of 4 GB and machines that
-are taken away, this fetch keeps one file, asks for the rest of it, and checks the hub's own sha256 on the way.
-Sessions, headers, tokens, proxies and error types are huggingface_hub's. Knows no shards.
+huggingface_hub restarts a download in each new process and leaves an orphan behind, and over HTTP it checks only
+the size (https://github.com/huggingface/huggingface_hub/pull/4306). With shards of 4 GB and machines that may be
+preempted, this module keeps one file, requests the rest of it, and checks the hub's own sha256 on the way.
+Sessions, headers, tokens, proxies and error types are huggingface_hub's. Independent of shards.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 ATTEMPTS = 8
-"""Tries in a row that bring no new byte before giving up."""
+"""Limit of consecutive attempts without a new byte."""
 LONGEST_PAUSE = 120.0
-"""Seconds; what a hub's Retry-After is cut to."""
+"""Upper limit in seconds of a hub's Retry-After."""
 _RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -37,10 +37,10 @@ class RemoteFile:
     """A file at a pinned commit of a hub.
 
     Attributes:
-        url: its resolve URL; asked again at each try, so that an expired redirect is redone.
+        url: its resolve URL; requested again at each attempt, so that an expired redirect is renewed.
         size: bytes.
-        sha256: the hub's own digest (hex) of a large file; None for a small one, which has none.
-        git_sha1: the id (hex) of a small file as git names it; None if the hub did not say.
+        sha256: the hub's own digest (hex) of a large file; None for a small file, which has none.
+        git_sha1: git's object id (hex) of a small file; None if the hub did not send it.
         token: as huggingface_hub takes it: a string, None for the saved one, False for none.
     """
 
@@ -51,16 +51,16 @@ class RemoteFile:
     git_sha1: str | None = None
 
     def new_digest(self) -> Any:
-        """A hash to be fed the file's bytes in order, of the kind by which the hub names this file."""
+        """A new hash object of the kind by which the hub identifies this file."""
         if self.sha256 is None and self.git_sha1 is not None:  # https://git-scm.com/book, "Git Objects"
             return hashlib.sha1(f"blob {self.size}\0".encode())
         return hashlib.sha256()
 
     def check(self, digest: Any) -> None:
-        """Compare the digest of what arrived with the hub's own.
+        """Compare the digest of the received bytes with the hub's own.
 
         Raises:
-            HubError: they differ. Nothing of the bytes may be used.
+            HubError: they differ. None of the bytes may be used.
         """
         expected = self.sha256 or self.git_sha1
         if expected is not None and digest.hexdigest() != expected:
@@ -74,7 +74,7 @@ def read_range(file: RemoteFile, start: int, length: int) -> bytes:
     """Bytes `start` to `start + length` of a remote file; fewer at its end.
 
     Raises:
-        HubError: the hub did not answer in `ATTEMPTS` tries, or refused.
+        HubError: the hub did not answer in `ATTEMPTS` attempts, or refused.
     """
     stop = min(start + length, file.size)
     if stop <= start:
@@ -83,19 +83,19 @@ def read_range(file: RemoteFile, start: int, length: int) -> bytes:
 
 
 def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda have: None) -> None:
-    """Bring `part` to the whole content of a remote file, keeping what an earlier try left in it.
+    """Complete `part` to the whole content of a remote file, keeping the bytes that an earlier attempt left in it.
 
-    `part` is ours alone and never the only copy, so it needs no fsync: what is trusted of it is what was hashed
-    in this process.
+    `part` is private and never the only copy, so it needs no fsync: only bytes that were hashed in this process are
+    trusted.
 
     Args:
-        file: what to bring.
-        part: where to.
-        on_have: told, before each run of bytes is written and at the end, how many of the first are there; fewer than
-            before if an earlier run's were damaged and all comes again. May raise to stop.
+        file: the remote file.
+        part: path of the local file.
+        on_have: called before each run of bytes is written and at the end with the number of leading bytes present; the
+            number falls if an earlier run's bytes were damaged and the fetch starts over. May raise to stop.
 
     Raises:
-        HubError: the bytes are not those the hub's digest names (`part` is removed), or the hub refused.
+        HubError: the bytes do not match the hub's digest (`part` is removed), or the hub refused.
     """
     digest = file.new_digest()
     earlier = have = _rehash(part, file.size, digest)
@@ -123,12 +123,12 @@ def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda 
 
 
 def stream(file: RemoteFile) -> Iterator[bytes]:
-    """The whole content of a remote file, in order, without a copy of it on the disk.
+    """The whole content of a remote file, in order, without a copy on the disk.
 
-    The caller must read to the end before trusting any of the bytes: the digest is compared after the last one.
+    The caller must read to the end before using any of the bytes: the digest is compared after the last one.
 
     Raises:
-        HubError: the bytes are not those the hub's digest names, or the hub refused.
+        HubError: the bytes do not match the hub's digest, or the hub refused.
     """
     digest = file.new_digest()
     for chunk in _resuming(file, 0, file.size):
@@ -138,7 +138,7 @@ def stream(file: RemoteFile) -> Iterator[bytes]:
 
 
 def _rehash(part: Path, size: int, digest: Any) -> int:
-    """Feed what is there of `part` to `digest`; return its length, 0 if it is unusable."""
+    """Hash the existing bytes of `part` into `digest`; return their number, 0 if they are unusable."""
     if not part.exists():
         return 0
     if part.stat().st_size > size:
@@ -153,7 +153,7 @@ def _rehash(part: Path, size: int, digest: Any) -> int:
 
 
 def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
-    """The bytes from `start` to `stop`, asking for the rest again whenever the connection breaks."""
+    """The bytes from `start` to `stop`, with a new request for the rest whenever the connection breaks."""
     failures, at = 0, start
     while at < stop:
         before, wanted_pause = at, 0.0
@@ -181,19 +181,19 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
 
 
 class _RetryLater(Exception):
-    """The hub is busy; the message says how, `pause` for how many seconds it asks to be left alone."""
+    """The hub is busy; the message says how, `pause` is the number of seconds that it asks to wait."""
 
     def __init__(self, status: int, retry_after: str | None) -> None:
         super().__init__(f"HTTP {status}")
-        # RFC 9110, 10.2.3; a date, its other form, is left to our own pauses
+        # RFC 9110, 10.2.3; its other form, a date, is ignored
         self.pause = min(float(retry_after), LONGEST_PAUSE) if retry_after and retry_after.isdecimal() else 0.0
 
 
 def _wanted(body: Iterator[bytes], status: int, at: int, stop: int) -> Iterator[bytes]:
-    """The wanted part of what answers a Range request; a hub that ignores the Range sends all from byte 0."""
+    """The wanted part of the response to a Range request; a hub that ignores the Range sends all from byte 0."""
     skip = at if status == 200 else 0
     left = stop - at
-    for chunk in body:  # as they come: pieces of a given size would lose what a break cuts short
+    for chunk in body:  # in pieces as received: a fixed size would lose the bytes before a break
         data = chunk
         if skip:
             dropped = min(skip, len(data))
@@ -207,13 +207,13 @@ def _wanted(body: Iterator[bytes], status: int, at: int, stop: int) -> Iterator[
 
 
 def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[tuple[Any, Any]]:
-    """The client that asks for these bytes, and its response, whose body is still to come."""
+    """The client and its response for these bytes; the body is still unread."""
     from contextlib import contextmanager
 
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    silence = constants.HF_HUB_DOWNLOAD_TIMEOUT  # seconds; the session by itself would wait for ever
+    silence = constants.HF_HUB_DOWNLOAD_TIMEOUT  # seconds; the session has no timeout of its own
     headers = build_hf_headers(token=file.token) | {"Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
 
     @contextmanager
@@ -222,7 +222,7 @@ def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[tup
         with client.stream("GET", file.url, headers=headers, timeout=silence, follow_redirects=True) as response:
             if response.status_code in _RETRIED_STATUS:
                 raise _RetryLater(response.status_code, response.headers.get("retry-after"))
-            if response.status_code in (401, 403) and response.history:  # a signed address that has run out
+            if response.status_code in (401, 403) and response.history:  # an expired signed URL
                 raise _RetryLater(response.status_code, None)
             if response.status_code >= 400:
                 response.read()
@@ -233,12 +233,12 @@ def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[tup
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
-    """The connection errors of whichever HTTP library this huggingface_hub uses (httpx or httpx2)."""
+    """The connection errors of the HTTP library of this huggingface_hub version (httpx or httpx2)."""
     from huggingface_hub.utils import get_session
 
     return (raw_body.client_library(get_session()).TransportError,)
 
 
 def _pause(failures: int) -> float:
-    """Seconds to wait before the next try: 0.5, 1, 2, … up to 30, each with up to half as much again at random."""
+    """Seconds before the next attempt: 0.5, 1, 2, … up to 30, each with up to half as much again at random."""
     return float(min(0.5 * 2 ** (failures - 1), 30.0) * random.uniform(1.0, 1.5))

@@ -1,7 +1,7 @@
-"""How many bytes the deletion of a file frees on a disk. A plan asks before it relies on them. Deletes nothing.
+"""Bytes that the deletion of a file frees on a disk, for a plan that relies on them. Deletes nothing.
 
-A file on another disk, a hard link, a symbolic link, a hole and an extent that a copy shares free nothing. If the
-system does not tell, the answer is 0: too small an answer refuses a split, too large an answer fills the disk.
+A file on another disk, a hard link, a symbolic link, a hole and an extent shared with a copy free nothing. If the
+system gives no answer, the result is 0: too small a result refuses a split, too large a result fills the disk.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SHARED = 0x2000
 
 
 def bytes_freed_by_deleting(path: Path, device: int) -> int:
-    """Bytes that the deletion of this directory entry frees; 0 for a link, and if the answer is unknown.
+    """Bytes that the deletion of this directory entry frees; 0 for a link, and if unknown.
 
     Args:
         path: the directory entry; links are not followed.
-        device: the disk that is asked about, as `st_dev`; a file on another disk frees nothing there.
+        device: the disk as `st_dev`; a file on another disk frees nothing there.
     """
     try:
         status = path.lstat()

@@ -1,7 +1,7 @@
-"""A hub repository, of which one shard is read at a time, at a commit that is pinned once.
+"""A hub repository at a pinned commit, of which one shard is read at a time.
 
-Listing, tokens, headers, the cache and its deletions are huggingface_hub's; only the weights are fetched by us
-(`fetch`), into a staging folder of our own, so that one unlink frees them. A shard that is already in the user's
+Listing, tokens, headers, the cache and its deletions are huggingface_hub's; only the weights are fetched by our own
+code (`fetch`), into our own staging folder, so that one unlink frees them. A shard that is already in the user's
 cache is used there.
 """
 
@@ -42,25 +42,25 @@ from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_leng
 from rabbitllm.formats.shard_header import TORCH, check_readable, parse_torch_header, read_shard_header
 from rabbitllm.storage import durable
 
-# What a shard on a hub says of its tensors, by range requests: its header, or a torch file's directory and pickles.
+# The header of a shard on a hub, by range requests: of safetensors its header, of a torch file its directory and
+# pickles.
 #
-# Nothing is fetched for the sake of the data; what comes with a range that was asked for is thrown away. Knows no
-# repositories.
+# No weights are fetched; weight bytes within a requested range are dropped. Independent of repositories.
 
 FIRST_READ_BYTES = 256 << 10
-"""Fetched at once from the start of a shard; 97 % of headers are shorter, so one request is enough."""
+"""Bytes fetched first from the start of a shard; 97 % of headers are shorter, so one request is enough."""
 TAIL_READ_BYTES = 256 << 10
-"""Fetched at once from the end of a torch zip, where its directory is; that of 2,000 tensors is shorter."""
+"""Bytes fetched first from the end of a torch zip, where its directory is; that of 2,000 tensors is shorter."""
 
 
 def read_remote_header(file: fetch.RemoteFile, shard: str) -> Header:
-    """Read and check all that a shard says of its tensors.
+    """Read and check the header of a shard.
 
-    What stands between the storages of a torch file is not asked for: where they are follows without. It is compared
-    when the shard is here.
+    The bytes between the storages of a torch file are not requested: offsets follow without them. They are checked
+    once the shard is here.
 
     Args:
-        file: where it is.
+        file: the remote file.
         shard: name for the specs and for messages.
 
     Raises:
@@ -79,7 +79,7 @@ def read_remote_header(file: fetch.RemoteFile, shard: str) -> Header:
 
 
 class _Ranges:
-    """Reads a remote file from what has come of its start and its end, and else asks for the range."""
+    """Reads a remote file from the bytes already fetched of its start and end, or else by a range request."""
 
     def __init__(self, file: fetch.RemoteFile, first: bytes) -> None:
         self._file = file
@@ -91,7 +91,7 @@ class _Ranges:
         for begin, held in self._held:
             if begin <= offset and end <= begin + len(held):
                 return held[offset - begin : end - begin]
-        if end == self._file.size:  # the end records, which the directory stands before
+        if end == self._file.size:  # the end records, with the directory before them
             begin = max(0, min(offset, end - TAIL_READ_BYTES))
             self._held.append((begin, fetch.read_range(self._file, begin, end - begin)))
             return self._held[-1][1][offset - begin :]
@@ -99,7 +99,7 @@ class _Ranges:
 
 
 DOWNLOAD_THREADS = 8
-"""Files that the standard route downloads at the same time; huggingface_hub's own number."""
+"""Number of simultaneous downloads on the standard route; huggingface_hub's own default."""
 
 _DAMAGED = (
     "Make the same call again, in case it was damaged on the way: it goes on where it stopped, and layers that are "
@@ -109,7 +109,7 @@ _DAMAGED = (
 
 @dataclass(frozen=True, slots=True)
 class HubAccess:
-    """How to reach the hub; passed on to huggingface_hub as they are."""
+    """Options for the hub, passed on to huggingface_hub unchanged."""
 
     revision: str | None = None
     token: str | bool | None = None
@@ -128,13 +128,13 @@ class HubFile:
 
     @property
     def fingerprint(self) -> str:
-        """What tells its content from any other's."""
+        """An identifier of its content."""
         return f"sha256:{self.sha256}" if self.sha256 else f"blob:{self.blob_id}"
 
 
 @contextlib.contextmanager
 def translated(repo_id: str) -> Iterator[None]:
-    """Turn huggingface_hub's errors into ours, with what to do."""
+    """Convert huggingface_hub's errors into ours, with a remedy."""
     from huggingface_hub import errors
 
     try:
@@ -152,7 +152,7 @@ def translated(repo_id: str) -> Iterator[None]:
             "Check the spelling; for a private repository pass token='hf_…' or run `hf auth login`.",
         ) from error
     except errors.EntryNotFoundError as error:
-        if isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and the hub could not be asked
+        if isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and the hub could not be reached
             raise _no_answer(repo_id, error) from error
         raise CheckpointNotFoundError(f"{repo_id} lacks a file it needs: {error}.", "Check the repository.") from error
     except Exception as error:
@@ -173,8 +173,8 @@ def _no_answer(repo_id: str, error: Exception) -> HubError:
 class HubRepository:
     """One repository at one commit.
 
-    Make it with `open_repository`. `staging` is the folder that fetched shards go to; it is ours. Without `uses_cache`
-    what the user's hub cache has of it is not looked for.
+    Created by `open_repository`. `staging` is our folder for fetched shards. Without `uses_cache` the user's hub
+    cache is not searched.
     """
 
     repo_id: str
@@ -195,12 +195,12 @@ class HubRepository:
         return self.access.cache_dir or Path(constants.HF_HUB_CACHE)
 
     def download(self, name: str, bar: type[Any] | None = None) -> Path:
-        """A file in the user's own hub cache, fetched into it by huggingface_hub if it is not there.
+        """A file in the user's own hub cache, downloaded by huggingface_hub if it is missing.
 
         Args:
             name: of the file.
-            bar: a tqdm class that is shown the download; by default one that shows nothing, since only small files
-                (config, index, tokenizer) are fetched without a word.
+            bar: a tqdm class for the progress of the download; by default a silent one, since only small files (config,
+                index, tokenizer) are fetched without a display.
         """
         from huggingface_hub import hf_hub_download
 
@@ -218,7 +218,7 @@ class HubRepository:
             )
 
     def cached(self, name: str) -> tuple[hub_cache.CachedSnapshot, Path] | None:
-        """Where the user's hub cache already has a file at this commit, or None."""
+        """The snapshot and path of a file at this commit in the user's hub cache, or None."""
         if not self.uses_cache:
             return None
         from huggingface_hub import try_to_load_from_cache
@@ -238,7 +238,7 @@ class HubRepository:
         return SourceIdentity("hub", self.repo_id, self.commit, marks)
 
     def staged(self, name: str) -> Path:
-        """Where a fetched shard lies; never its final name, since what is trusted of it is hashed again."""
+        """The staging path of a fetched shard; never its final name, since it is hashed again before it is trusted."""
         return self.staging / (name.replace("/", "--") + durable.PART_SUFFIX)
 
     def stages(self, shard: str) -> bool:
@@ -246,7 +246,7 @@ class HubRepository:
         return self.cached(shard) is None
 
     def entry(self) -> str:
-        """The file that its checkpoint begins with; raises what `entry_of` raises."""
+        """The file that its checkpoint begins with; for errors see `entry_of`."""
         return entry_of((name for name in self.files if "/" not in name), self.label)
 
     def facts(self, shard: str) -> ShardMetadata | None:
@@ -274,7 +274,7 @@ class HubRepository:
         return fetch.RemoteFile(url, listed.size, listed.sha256, self.access.token, listed.blob_id)
 
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ignore_progress) -> Path:
-        """The shard in the user's cache, or fetched (or fetched to its end) into the staging folder."""
+        """The shard in the user's cache, or fetched (or resumed) into the staging folder."""
         if cached := self.cached(shard):
             hub_cache.check_in_cache(cached[1], cached[0])
             return cached[1]
@@ -286,10 +286,10 @@ class HubRepository:
         return part
 
     def listed(self, shard: str) -> HubFile:
-        """What the hub says of a file.
+        """The hub's entry of a file.
 
         Raises:
-            MissingShardError: it has none of that name.
+            MissingShardError: there is no file of that name.
         """
         listed = self.files.get(shard)
         if listed is None:
@@ -300,12 +300,12 @@ class HubRepository:
         return listed
 
     def stream(self, shard: str) -> Generator[bytes]:
-        """The shard's bytes as they come from the hub, in order; its digest is compared after the last."""
+        """The shard's bytes as the hub sends them, in order; the digest is compared after the last."""
         with translated(self.repo_id):
             yield from fetch.stream(self._remote(shard, self.listed(shard)))
 
     def release(self, shard: str) -> Release:
-        """Remove the staged shard, or free the cached one through the hub's own deletion."""
+        """Remove the staged shard, or free the cached one through huggingface_hub's deletion."""
         part = self.staged(shard)
         if part.exists():
             size = part.stat().st_size
@@ -320,9 +320,9 @@ def open_repository(repo_id: str, access: HubAccess, staging: Path) -> HubReposi
     """Pin the commit of a repository and list its files: one request.
 
     Raises:
-        CheckpointNotFoundError, GatedRepositoryError, HubError: as `translated` says.
-        HubError: what came is no list of a repository's files.
-        UnsafePathError: a name or a checksum in it leads out of a folder.
+        CheckpointNotFoundError, GatedRepositoryError, HubError: see `translated`.
+        HubError: the response is not a list of a repository's files.
+        UnsafePathError: a name or a checksum in it points outside its folder.
     """
     from huggingface_hub import HfApi
 
@@ -330,7 +330,7 @@ def open_repository(repo_id: str, access: HubAccess, staging: Path) -> HubReposi
         try:
             info = HfApi(token=access.token).model_info(repo_id, revision=access.revision, files_metadata=True)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            if isinstance(error, OSError):  # of the connection
+            if isinstance(error, OSError):  # a connection error
                 raise
             raise _garbage(repo_id, f"{type(error).__name__}: {error}") from error
     commit: Any = info.sha
@@ -347,9 +347,9 @@ def open_repository(repo_id: str, access: HubAccess, staging: Path) -> HubReposi
 
 
 _DIGEST = re.compile(r"[0-9A-Za-z]{1,128}")
-"""A commit, a blob or a checksum; they become parts of paths."""
+"""A commit, a blob or a checksum, which become parts of paths."""
 _SHOWN_LETTERS = 80
-"""Of a name that is refused."""
+"""Characters shown of a refused name."""
 
 
 def _garbage(repo_id: str, why: str) -> HubError:
@@ -360,10 +360,10 @@ def _garbage(repo_id: str, why: str) -> HubError:
 
 
 def _check_listed(repo_id: str, listed: HubFile) -> None:
-    """Refuse a listing of which one entry cannot be true.
+    """Refuse an invalid entry of a listing.
 
     Raises:
-        UnsafePathError: a name or a checksum that leads out of a folder.
+        UnsafePathError: a name or a checksum points outside its folder.
         HubError: a size or a name of another type.
     """
     name: Any = listed.name
@@ -381,7 +381,7 @@ def _check_listed(repo_id: str, listed: HubFile) -> None:
 
 
 def cached_snapshot(repo_id: str, access: HubAccess) -> Path | None:
-    """The folder of a repository's revision in the user's cache, without a request; None if it is not there."""
+    """The folder of a repository's revision in the user's cache, without a request; None if it is absent."""
     from huggingface_hub import try_to_load_from_cache
 
     for name in ("config.json", META_PARAMETERS):
@@ -414,7 +414,7 @@ def _silent_bar() -> type[Any]:
     from tqdm import tqdm
 
     class SilentBar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # or each class has a thread that redraws its bars
+        monitor_interval = 0  # otherwise each class has a thread that redraws its bars
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
@@ -423,7 +423,7 @@ def _silent_bar() -> type[Any]:
 
 
 def _telling_bar(file: str) -> type[Any]:
-    """A tqdm class that shows nothing and tells of the bytes of a file."""
+    """A silent tqdm class that reports the bytes of a file as events."""
 
     class TellingBar(_silent_bar()):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:

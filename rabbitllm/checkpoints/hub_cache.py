@@ -1,8 +1,8 @@
-"""The user's hub cache: is a folder part of it, and freeing a file in it as the hub's own library does.
+"""The user's hub cache: whether a folder is part of it, and freeing a file in it as huggingface_hub does.
 
 Layout (huggingface_hub, "Understand caching"): `<cache>/models--org--name/snapshots/<commit>/<file>` is a link
 to `../../blobs/<etag>`, which may itself be a link into a store that several repositories share. Unlinking the
-snapshot's link frees nothing, and unlinking the blob may break another revision; only the library knows.
+snapshot's link frees nothing, and unlinking the blob may break another revision; only the library can tell.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DAMAGED = (
     "Delete that link and the file it leads to, and call again: it is fetched again, and layers that are finished are "
     "safe."
 )
-"""What to do about a damaged file in the hub cache, which is never the only copy."""
+"""The remedy for a damaged file in the hub cache, which is never the only copy."""
 
 REPO_PREFIX = "models--"
 
@@ -37,7 +37,7 @@ class CachedSnapshot:
 
     @property
     def folder(self) -> Path:
-        """Where its files are (as links)."""
+        """The folder of its files (which are links)."""
         return self.cache / self.repo_folder / "snapshots" / self.commit
 
     @property
@@ -47,7 +47,7 @@ class CachedSnapshot:
 
 
 def folder_name(repo_id: str) -> str:
-    """How a repository's folder is named: `models--org--name`."""
+    """The name of a repository's folder: `models--org--name`."""
     return REPO_PREFIX + repo_id.replace("/", "--")
 
 
@@ -57,8 +57,8 @@ def repo_id_of(folder_name: str) -> str:
 
 
 def snapshot_of(folder: Path) -> CachedSnapshot | None:
-    """The snapshot that `folder` is, or None if it lies in no hub cache."""
-    resolved = folder.resolve()  # as the hub's library names the files of a cache that is reached through a link
+    """The snapshot that `folder` is, or None if it is not in a hub cache."""
+    resolved = folder.resolve()  # huggingface_hub resolves links too
     repo = resolved.parent.parent
     if resolved.parent.name == "snapshots" and repo.name.startswith(REPO_PREFIX) and (repo / "blobs").is_dir():
         return CachedSnapshot(repo.parent, repo.name, resolved.name)
@@ -66,7 +66,7 @@ def snapshot_of(folder: Path) -> CachedSnapshot | None:
 
 
 def check_in_cache(path: Path, snapshot: CachedSnapshot) -> None:
-    """Refuse a link in a snapshot that leads anywhere but to the cache's blobs.
+    """Refuse a link in a snapshot that points anywhere but to the cache's blobs.
 
     Raises:
         UnsafePathError: the resolved file is in neither blob store, nor in the snapshot itself.
@@ -84,7 +84,7 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
     """Delete one file of a snapshot: its link, and its blob unless another revision uses it.
 
     Returns:
-        Bytes freed; 0 if another revision uses the blob, or the file was not there.
+        Bytes freed; 0 if another revision uses the blob, or the file did not exist.
     """
     from huggingface_hub import scan_cache_dir
 
@@ -111,7 +111,7 @@ def freed_bytes(snapshot: CachedSnapshot, names: Iterable[str], device: int) -> 
 
     Args:
         snapshot: the commit.
-        names: of files in it.
+        names: names of files in it.
         device: the disk, as `st_dev`.
     """
     wanted = {snapshot.folder / name: name for name in names}
@@ -146,7 +146,7 @@ def _is_shared(file: Any, every: Iterable[Any]) -> bool:
 
 
 def release_file(snapshot: CachedSnapshot, name: str) -> Release:
-    """Free one file of a snapshot, and say what became of it."""
+    """Free one file of a snapshot, and return the outcome."""
     try:
         freed = free_file(snapshot, name)
     except OSError as error:
@@ -157,7 +157,7 @@ def release_file(snapshot: CachedSnapshot, name: str) -> Release:
 
 
 def free_rest(snapshot: CachedSnapshot) -> list[Path]:
-    """Delete what is left of a snapshot: the small files of that revision, and the revision itself.
+    """Delete the rest of a snapshot: the small files of that revision, and the revision itself.
 
     Returns:
         The paths that were links of the snapshot; none if the cache is read-only.

@@ -53,7 +53,7 @@ class HubCheckpoint:
 
     @functools.cached_property
     def _first_rank(self) -> Header:
-        """What the first rank says, as it says it; all have the same names and shapes."""
+        """The header of the first rank, with its own names; all ranks have the same names and shapes."""
         assert self._meta is not None
         facts = self.repository.facts(self._meta.ranks[0])
         assert facts is not None
@@ -61,12 +61,12 @@ class HubCheckpoint:
 
     @property
     def deletable(self) -> bool:
-        """What we fetch always is; what is in the user's cache, if that can be written."""
+        """Staged files can always be deleted; files in the user's cache only if that is writable."""
         cache = self.repository.cache
         return not cache.exists() or os.access(cache, os.W_OK)
 
     def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
-        """Known in whole from the hub's listing, whichever shards are still wanted."""
+        """Complete from the hub's listing, whichever shards are still needed."""
         return self.repository.identity(self.index.shards)
 
     def stages(self, shard: str) -> bool:

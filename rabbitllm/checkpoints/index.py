@@ -1,9 +1,9 @@
-"""The index of a checkpoint: tensor name -> shard, from `*.index.json` or made up for a single file; and which file of
-a folder it begins with.
+"""The index of a checkpoint: tensor name -> shard, from `*.index.json` or derived from a single file; and the choice
+of the file with which a folder's checkpoint begins.
 
 Format: the `weight_map` that transformers writes for sharded weights
-(https://huggingface.co/docs/transformers/big_models#sharded-checkpoints). An index comes with the
-download, so its shard names are checked before a file is opened or deleted by them.
+(https://huggingface.co/docs/transformers/big_models#sharded-checkpoints). An index is downloaded, so its shard names
+are checked before they are used to open or delete a file.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ SINGLE_NAME = "model.safetensors"
 TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
 TORCH_SINGLE_NAME = "pytorch_model.bin"
 ENTRY_NAMES = (INDEX_NAME, SINGLE_NAME, TORCH_INDEX_NAME, TORCH_SINGLE_NAME)
-"""What a checkpoint may begin with, the one to prefer first, as transformers does."""
+"""File names that a checkpoint may begin with, preferred ones first, in transformers' order."""
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""How the files of `torch.save` are named; what they are shows in their first bytes."""
+"""Suffixes of files of `torch.save`; their format is recognised by their first bytes."""
 WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
-"""How files of weights are named that are read here."""
+"""Suffixes of files of weights that can be read here."""
 ALL_WEIGHT_SUFFIXES = (*WEIGHT_SUFFIXES, ".gguf")
-"""And those that other programs read."""
+"""The same and those of formats that only other programs read."""
 _NO_MODEL = re.compile(
     r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state|adapter_model)(?:[._-].*)?"
 )
-"""Files of a training run that hold no model: state of the optimizer and the like, arguments, adapters."""
+"""Files of a training run without a model: state of the optimizer and similar, arguments, adapters."""
 META_PARAMETERS = "params.json"
-"""What a checkpoint in Meta's own format begins with."""
+"""The file with which a checkpoint in Meta's own format begins."""
 _RANK = re.compile(r"consolidated\.\d{1,4}\.pth")
 
 _SEGMENT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9_-])?")
-"""Of at most 200 characters, since a file system takes 255 and suffixes come on top; without a dot at the end, which
-Windows drops."""
+"""At most 200 characters, since file systems allow 255 and suffixes are appended; no trailing dot, which Windows
+drops."""
 _DEVICE = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
-"""What Windows opens as a device, in any folder."""
+"""Names that Windows opens as a device, in any folder."""
 _REMEDY = "Fetch the index again."
 _HOSTILE = "Do not use this checkpoint: an honest index has no such name. Nothing was opened or deleted."
 _LINKS = "Put the files themselves (or hard links) into one folder. Nothing was opened or deleted."
@@ -49,7 +49,7 @@ _DIGITS = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
-    """Which shard holds each tensor.
+    """The shard of each tensor.
 
     Attributes:
         weight_map: tensor name -> shard name, in the index's own order.
@@ -61,20 +61,20 @@ class CheckpointIndex:
 
 
 def shard_names(count: int) -> tuple[str, ...]:
-    """The names of so many shards, as transformers writes them."""
+    """The names of `count` shards, as transformers writes them."""
     return tuple(f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
 
 
 def entry_of(names: Iterable[str], where: str) -> str:
-    """The file that a checkpoint begins with: its index, or the one file that holds all of its tensors, or Meta's
+    """The file with which a checkpoint begins: its index, or the one file that holds all its tensors, or Meta's
     params.json if the folder holds weights in Meta's format.
 
     Args:
-        names: of the files in the folder.
-        where: what to call the folder in messages.
+        names: names of the files in the folder.
+        where: the folder's name in messages.
 
     Raises:
-        CheckpointNotFoundError: none is there; or several files of torch and nothing that says which.
+        CheckpointNotFoundError: there is none; or several torch files without an index.
     """
     found = set(names)
     for name in ENTRY_NAMES:
@@ -100,7 +100,7 @@ def entry_of(names: Iterable[str], where: str) -> str:
 
 
 def is_index(entry: str) -> bool:
-    """Whether what a checkpoint begins with is an index, and not the weights themselves."""
+    """Whether the first file of a checkpoint is an index, not weights."""
     return entry.endswith(".index.json")
 
 
@@ -110,7 +110,7 @@ def is_meta(entry: str) -> bool:
 
 
 def is_rank(name: str) -> bool:
-    """Whether a file is named as a part of a checkpoint in Meta's own format."""
+    """Whether a file name is that of a rank in Meta's own format."""
     return _RANK.fullmatch(name) is not None
 
 
@@ -145,7 +145,7 @@ def natural_key(name: str) -> tuple[object, ...]:
     """A sort key that puts `shard-2` before `shard-10`, whatever the padding."""
     pieces = _DIGITS.split(name)  # text and digits in turns, text first
     key: list[object] = [*pieces]
-    for at, digits in enumerate(pieces[1::2]):  # compared as numbers, without making any: there may be thousands
+    for at, digits in enumerate(pieces[1::2]):  # numeric order without int(): there may be thousands of digits
         significant = digits.lstrip("0")
         key[2 * at + 1] = (len(significant), significant, digits)
     return tuple(key)
@@ -161,7 +161,7 @@ def read_index(path: Path) -> CheckpointIndex:
 
     Raises:
         InvalidIndexError: no `weight_map` of strings, or an empty one.
-        UnsafePathError: a shard name that is no plain relative name, or two that can become one file.
+        UnsafePathError: a shard name is not a plain relative name, or two names can become one file.
     """
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -178,11 +178,11 @@ def read_index(path: Path) -> CheckpointIndex:
 
 
 def check_shard_name(shard: str, source: str) -> None:
-    """Refuse a shard name that is anything but one or two plain path segments.
+    """Refuse a shard name that is not one or two plain path segments.
 
     Raises:
-        UnsafePathError: absolute, `..`, a drive letter, a backslash, a control character, more than two segments, a
-            device of Windows, more than a file system takes.
+        UnsafePathError: an absolute path, `..`, a drive letter, a backslash, a control character, more than two
+            segments, a Windows device, or longer than file systems allow.
     """
     segments = shard.split("/")
     if len(segments) > 2 or not all(_SEGMENT.fullmatch(part) and not _DEVICE.fullmatch(part) for part in segments):
@@ -193,8 +193,8 @@ def check_shard_name(shard: str, source: str) -> None:
 
 
 def _check_distinct(shards: Iterable[str], source: str) -> None:
-    """Refuse names that differ in case alone, or in `/` and `--` (which it becomes where shards are staged): one of
-    them would be deleted with the other."""
+    """Refuse names that differ only in case, or only in `/` and `--` (by which it is replaced in staging): deleting one
+    would delete the other."""
     seen: dict[str, str] = {}
     for shard in shards:
         other = seen.setdefault(shard.casefold().replace("/", "--"), shard)
@@ -207,14 +207,14 @@ def _check_distinct(shards: Iterable[str], source: str) -> None:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Refuse a file that a symbolic link leads out of its folder, and what is there and is no file. Opens nothing.
+    """Refuse a file that a symbolic link leads out of its folder, and existing paths that are not files. Opens nothing.
 
     Raises:
-        UnsafePathError: the resolved file is not below the resolved folder; or it is a folder, a pipe or a device.
+        UnsafePathError: the resolved path is not below the resolved folder; or it is a folder, a pipe or a device.
     """
     try:
         resolved = path.resolve()
-    except (OSError, RuntimeError):  # links that lead to one another
+    except (OSError, RuntimeError):  # links in a cycle
         raise UnsafePathError(f"{path} is a link that leads to itself; expected a file.", _LINKS) from None
     if not resolved.is_relative_to(folder.resolve()):
         raise UnsafePathError(f"{path} is a link that leads outside its folder, to {resolved}.", _LINKS)

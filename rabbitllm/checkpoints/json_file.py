@@ -1,6 +1,6 @@
 """JSON files of a checkpoint: bounded, unambiguous, or refused.
 
-`NaN` and `Infinity` are let through: configs of state-space models have them. Knows nothing of what the JSON means.
+`NaN` and `Infinity` are accepted: configs of state-space models have them. Independent of the meaning of the JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.json_text import decode_json
 
 MAX_BYTES = 40 << 20
-"""An index of 74,000 expert matrices has 7 MB."""
+"""Limit of a file's size. An index of 74,000 expert matrices has 7 MB."""
 _REMEDY = "Fetch the file again."
 
 
@@ -21,8 +21,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        InvalidIndexError: no regular file, not one JSON object, a key twice, not UTF-8, or larger than `MAX_BYTES` or
-            the limits of `decode_json`.
+        InvalidIndexError: the file is not a regular file, not one JSON object, not UTF-8, repeats a key, or exceeds
+            `MAX_BYTES` or the limits of `decode_json`.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it

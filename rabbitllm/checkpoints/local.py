@@ -1,7 +1,7 @@
-"""A checkpoint in a folder on this machine: an ordinary one, a snapshot in the hub cache, or a read-only mount.
+"""A checkpoint in a local folder: an ordinary folder, a snapshot in the hub cache, or a read-only mount.
 
-Everything named by the index is checked to lie in the folder before it is opened. Shards that are missing may be
-fetched from a repository, if the caller names one.
+Every file that the index names is checked to be in the folder before it is opened. Missing shards may be fetched
+from a repository, if the caller names one.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ _DAMAGED = (
 
 
 class LocalCheckpoint:
-    """A folder of shards, safetensors or files of `torch.save`, Meta's own among these.
+    """A folder of shards: safetensors or files of `torch.save`, including Meta's own format.
 
     Args:
         folder: holds an index and its shards, or one file of weights; see `entry_of`.
-        missing_from: a repository to fetch shards from that the index names and the folder lacks.
-        index: what an unfinished split knows of a folder whose own index is gone (a single file is its index).
-        known_shards: those that an earlier split was made from. In Meta's own format nothing else says how many there
+        missing_from: a repository from which to fetch shards that the index names and the folder lacks.
+        index: the index that an unfinished split recorded for a folder whose own is gone (a single file is its index).
+        known_shards: the source shards of an earlier split. In Meta's own format nothing else records how many there
             were, once some are used up.
 
     Raises:
-        CheckpointNotFoundError: no folder, or no weights in it.
+        CheckpointNotFoundError: the folder does not exist, or has no weights.
         InvalidIndexError, UnsafePathError, CheckpointError: see `read_index` and `read_shard_header`.
     """
 
@@ -120,7 +120,7 @@ class LocalCheckpoint:
         return read_meta(self.folder / META_PARAMETERS, ranks)
 
     def _any_rank(self) -> tuple[Header, str]:
-        """What the first rank that is here says, as it says it, and its name; all have the same names and shapes."""
+        """The header of the first rank in the folder, with its own names, and its file; all have the same shapes."""
         assert self._meta is not None
         shard = next(rank for rank in self._meta.ranks if (self.folder / rank).exists())
         self._check(shard)
@@ -134,7 +134,7 @@ class LocalCheckpoint:
         return is_writable(self.folder)
 
     def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
-        """A snapshot of the hub cache is identified as that repository and commit, any other folder by its bytes."""
+        """A snapshot of the hub cache is identified by repository and commit, any other folder by its bytes."""
         fingerprints = {facts.name: facts.fingerprint for facts in shards}
         if self._snapshot is not None:
             return SourceIdentity("hub", self._snapshot.repo_id, self._snapshot.commit, fingerprints)
@@ -159,7 +159,7 @@ class LocalCheckpoint:
         return header if self._meta is None else self._meta.taken_from(shard, header)
 
     def _header(self, shard: str) -> Header:
-        """The header of a shard, or what to do about one that is damaged."""
+        """The header of a shard; errors of a damaged one come with a remedy."""
         try:
             return read_shard_header(self.folder / shard, shard)
         except CorruptShardError as error:
@@ -175,7 +175,7 @@ class LocalCheckpoint:
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ignore_progress) -> Path:
         path = self.folder / shard
         if path.exists():
-            self._check(shard)  # again: what is opened now may not be what was checked then
+            self._check(shard)  # again: the file may have been replaced since
             return path
         if self._missing_from is not None:
             self._fetched.add(shard)
@@ -198,14 +198,14 @@ class LocalCheckpoint:
         if not path.exists():
             if self._missing_from is not None and (shard in self._fetched or self._missing_from.staged(shard).exists()):
                 return self._missing_from.release(shard)
-            durable.sync_folder(path.parent)  # an earlier run deleted it, and may have died before it did this
+            durable.sync_folder(path.parent)  # an earlier run may have been killed between the deletion and this sync
             return Release(shard, Disposal.DELETED)
         size = path.stat().st_size
         if self._snapshot is not None:
             return hub_cache.release_file(self._snapshot, shard)
         try:
             durable.remove(path)
-            durable.sync_folder(path.parent)  # else a power cut may bring it back, and nothing would delete it then
+            durable.sync_folder(path.parent)  # otherwise it may reappear after a power cut and never be deleted
         except OSError as error:
             if error.errno not in durable.READ_ONLY_ERRORS:
                 raise
@@ -258,18 +258,18 @@ class LocalCheckpoint:
 
 
 def entry_in(folder: Path) -> str:
-    """The file that the checkpoint in a folder begins with; raises what `entry_of` raises."""
+    """The file with which the checkpoint in a folder begins; for errors see `entry_of`."""
     return entry_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
 
 
 def begins_with_any(folder: Path, shards: Collection[str]) -> bool:
-    """Whether the checkpoint that a folder begins with has any of these shards.
+    """Whether any of these shards belong to the checkpoint that a folder begins with.
 
-    The result is false where the shards are used up and the folder also holds the weights in another form, or another
-    model. No weights are opened.
+    False where the shards are used up and the folder also holds the weights in another format, or another model. No
+    weights are opened.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: the folder has no checkpoint.
         InvalidIndexError, UnsafePathError: see `read_index`.
     """
     entry = entry_in(folder)
@@ -282,7 +282,7 @@ def begins_with_any(folder: Path, shards: Collection[str]) -> bool:
 
 
 def check_place(path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None) -> None:
-    """Refuse a file that a link leads to, other than those that a hub cache is made of."""
+    """Refuse a file that is reached through a link, except within a hub cache."""
     if snapshot is not None:
         hub_cache.check_in_cache(path, snapshot)
     else:
@@ -290,5 +290,5 @@ def check_place(path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | N
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made and deleted in a folder (False on a read-only mount such as `/kaggle/input`)."""
+    """Whether files can be created and deleted in a folder (False on a read-only mount such as `/kaggle/input`)."""
     return os.access(folder, os.W_OK)

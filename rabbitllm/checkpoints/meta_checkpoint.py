@@ -1,7 +1,7 @@
-"""A checkpoint in Meta's own format, as a folder or a repository holds it: its ranks, its parameters, what it lacks.
+"""A checkpoint in Meta's own format: its ranks, its parameters, and the files to derive.
 
-Opens params.json and tokenizer.model where it is told that they are; the weights are their checkpoint's affair. Such a
-checkpoint has no config.json and no tokenizer that transformers reads; both follow from what it has.
+Opens params.json and tokenizer.model at given paths; the checkpoint that holds them opens the weights. Such a
+checkpoint has no config.json and no tokenizer for transformers; both are derived from its files.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _NUMBER = re.compile(r"\d+")
 
 
 def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
-    """The files of all ranks in the order of their numbers.
+    """The files of all ranks in numerical order.
 
     Args:
-        names: of files, others among them.
-        where: what to call the folder in messages.
+        names: names of these and possibly other files.
+        where: the folder's name in messages.
 
     Raises:
-        MissingShardError: one is not there; it is named.
-        InvalidIndexError: two have one number, or there are more than any model has.
+        MissingShardError: a rank is missing; the message names it.
+        InvalidIndexError: two files have the same number, or there are more than any model has.
     """
     ranks = sorted(filter(is_rank, names), key=natural_key)
     numbers = [int(found[0]) for name in ranks if (found := _NUMBER.search(name))]
@@ -70,22 +70,22 @@ def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class MetaCheckpoint:
-    """What is known of such a checkpoint before a shard is opened.
+    """The content of such a checkpoint, as far as it is known before a shard is opened.
 
     Attributes:
-        params: of the model.
-        ranks: the names of all files of weights, those that are used up too.
+        params: the parameters of the model.
+        ranks: the names of all files of weights, used-up ones included.
     """
 
     params: MetaParams
     ranks: tuple[str, ...]
 
     def taken_from(self, shard: str, header: Header) -> Header:
-        """What a split takes of a rank; raises what `translated` does."""
+        """The header that a split uses for a rank; for errors see `translated`."""
         return translated(header, self.params, self.ranks.index(shard), len(self.ranks), shard)
 
     def index(self, header: Header, shard: str) -> CheckpointIndex:
-        """The index of all ranks, from the header of one; raises what `translated` does."""
+        """The index of all ranks, from the header of one; for errors see `translated`."""
         return index_from(header, self.params, self.ranks, shard)
 
     def derived(
@@ -94,13 +94,13 @@ class MetaCheckpoint:
         """Config and tokenizer for transformers: name -> content.
 
         Args:
-            header: of a rank, as its file says it.
+            header: of a rank, with its own names.
             shard: that rank's name.
             vocabulary: the tokenizer.model, if there is one.
-            sidecars: names of the files that need not be derived, since they are there.
+            sidecars: names of existing files, which need not be derived.
 
         Raises:
-            CheckpointError: as `shapes_of` and `derive_tokenizer`; or the tokenizer has more tokens than the model.
+            CheckpointError: see `shapes_of` and `derive_tokenizer`; or the tokenizer has more tokens than the model.
         """
         shapes = shapes_of(header, self.params, len(self.ranks), shard)
         known: LlamaVocabulary | None = None
@@ -129,13 +129,13 @@ def read_meta(params: Path, ranks: tuple[str, ...]) -> MetaCheckpoint:
     """A checkpoint from its params.json.
 
     Raises:
-        InvalidIndexError, UnreadableFormatError: as `parse_params`.
+        InvalidIndexError, UnreadableFormatError: see `parse_params`.
     """
     return MetaCheckpoint(parse_params(read_json(params), META_PARAMETERS), ranks)
 
 
 def names_a_model(config: Path) -> bool:
-    """Whether a config.json is one of transformers'; Meta's repositories may hold another, or none.
+    """Whether a config.json is in transformers' format; Meta's repositories may have another, or none.
 
     A damaged file counts as one of transformers': the error is raised where it is read.
     """

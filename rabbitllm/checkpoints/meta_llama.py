@@ -1,12 +1,12 @@
-"""The weights of Llama as Meta publishes them, in transformers' words: names, shapes, places, and the config.
+"""Llama's weights as Meta publishes them, in transformers' terms: names, shapes, strides, and the config.
 
-Format: `consolidated.NN.pth`, one file for each of the processes that the model was trained to run on ("ranks"), with
-the same names in each (https://github.com/meta-llama/llama, llama/model.py). A matrix is cut along its output, the
-attention's and the feed-forward's last ones along their input, the embedding along either; norms are in every rank.
+Format: `consolidated.NN.pth`, one file for each process ("rank") of the tensor parallelism that the model was made
+for, with the same names in each (https://github.com/meta-llama/llama, llama/model.py). Matrices are cut along their
+output, the last ones of attention and feed-forward along their input, the embedding along either; norms are in all.
 
-Meta turns neighbouring elements of a head by one angle (https://arxiv.org/abs/2104.09864, as complex numbers),
-transformers an element of the first half and one of the second. So the rows of each head of Q and K go elsewhere:
-row `2 i + j` becomes row `j * half + i`. That is a view of the same bytes at other strides, and costs no copy.
+Meta rotates neighbouring elements of a head together (https://arxiv.org/abs/2104.09864, as complex numbers),
+transformers an element of the first half with one of the second. So the rows of each head of Q and K are permuted:
+row `2 i + j` becomes row `j * half + i`. That is a view of the same bytes with other strides, without a copy.
 
 Pure: opens nothing.
 """
@@ -38,25 +38,25 @@ _IN_LAYER: Mapping[str, tuple[str, int | None]] = {
     "attention_norm": ("input_layernorm", None),
     "ffn_norm": ("post_attention_layernorm", None),
 }
-"""Meta's module -> transformers', and the dimension along which ranks cut it; None where each has all of it."""
+"""Meta's module -> transformers', and the dimension along which ranks cut it; None where each rank has all of it."""
 _EMBEDDING, _HEAD, _NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
 _LEFT_OUT = {"rope.freqs"}
-"""Follows from the parameters."""
+"""Tensors left out, since they follow from the parameters."""
 _FLOATING = ("F32", "F16", "BF16")
 PIECE_MARK = "#"
-"""Between the name of a tensor and the number of the rank that a piece of it comes from."""
+"""Separates the name of a tensor from the rank number of a piece of it."""
 LLAMA_3_VOCABULARY = 128_000
-"""That of Llama 3 is larger, those of Llama 1 and 2 (and of Code Llama) are smaller."""
+"""Minimum size of Llama 3's vocabulary; those of Llama 1 and 2 (and of Code Llama) are smaller."""
 _OTHER = "Put together the files that were published together: params.json, and every consolidated.NN.pth."
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What only the tensors say of a model.
+    """Properties of a model that only its tensors determine.
 
     Attributes:
         vocab_size, intermediate: rows of the whole embedding, and of a whole feed-forward matrix.
-        embedding_dim: along which dimension ranks cut the embedding.
+        embedding_dim: the dimension along which ranks cut the embedding.
         dtype: of the embedding, a key of `DTYPES`.
         tied: whether there is no output head, or it is the embedding itself.
     """
@@ -70,13 +70,13 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class LlamaVocabulary:
-    """What the tokenizer says of a model.
+    """Properties of a model that its tokenizer determines.
 
     Attributes:
-        llama_3: whether it is of Llama 3's kind.
-        size: ids, special tokens included.
-        bos: the id that a text begins with.
-        stops: ids that end a text.
+        llama_3: whether the tokenizer is of Llama 3's kind.
+        size: number of ids, special tokens included.
+        bos: id of the token that begins a text.
+        stops: ids of the tokens that end a text.
     """
 
     llama_3: bool
@@ -86,10 +86,10 @@ class LlamaVocabulary:
 
 
 def shapes_of(header: Header, params: MetaParams, ranks: int, file: str) -> Shapes:
-    """Read off one rank's tensors what params.json leaves open, and compare what it does not.
+    """Derive from one rank's tensors the properties that params.json lacks, and compare the others.
 
     Raises:
-        InvalidIndexError, MissingShardError, UnreadableFormatError: as `translated`.
+        InvalidIndexError, MissingShardError, UnreadableFormatError: see `translated`.
     """
     found = {tensor.name: tensor for tensor in header.tensors}
     _check_ranks(found, params, ranks, file)
@@ -120,7 +120,7 @@ def shapes_of(header: Header, params: MetaParams, ranks: int, file: str) -> Shap
 
 
 def _check_ranks(found: Mapping[str, TensorSpec], params: MetaParams, ranks: int, file: str) -> None:
-    """Refuse ranks that are too few or too many, before every shape looks wrong for that reason."""
+    """Refuse a wrong number of ranks first, since it would make every shape look wrong."""
     query = _required(found, "layers.0.attention.wq.weight", file)
     if len(query.shape) != 2 or query.shape[1] != params.dim:
         raise _contradiction(query, file, f"({params.dim // ranks}, {params.dim})")
@@ -152,19 +152,19 @@ def _required(found: Mapping[str, TensorSpec], name: str, file: str) -> TensorSp
 
 
 def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: str) -> Header:
-    """What a split takes of one rank: tensors under transformers' names, cut ones as pieces, Q and K at strides.
+    """The header that a split uses for one rank: transformers' names, cut tensors as pieces, Q and K with strides.
 
     Args:
-        header: of the rank's file.
-        params: of the model.
+        header: header of the rank's file.
+        params: the parameters of the model.
         rank: the file's number, from 0.
-        ranks: how many there are.
+        ranks: the number of ranks.
         file: its name, for messages.
 
     Raises:
-        InvalidIndexError: a tensor is missing, or has another shape than params.json says.
-        MissingShardError: by their shapes there are more ranks.
-        UnreadableFormatError: a tensor is none of a dense Llama's, or is no floating one.
+        InvalidIndexError: a tensor is missing, or its shape contradicts params.json.
+        MissingShardError: the shapes belong to a larger number of ranks.
+        UnreadableFormatError: a tensor does not belong to a dense Llama, or is not floating-point.
     """
     shapes = shapes_of(header, params, ranks, file)
     expected = _expected_shapes(params, shapes, ranks)
@@ -206,7 +206,7 @@ def _module(name: str) -> str:
 def _expected_shapes(
     params: MetaParams, shapes: Shapes, ranks: int
 ) -> dict[str, tuple[str, tuple[int, ...], int | None]]:
-    """Meta's name -> transformers', the shape in one rank, and the dimension along which ranks cut it."""
+    """Meta's name -> transformers' name, the shape in one rank, and the dimension along which ranks cut it."""
     dim, rows = params.dim, shapes.intermediate // ranks
     queries, keys = dim // ranks, params.n_kv_heads * params.head_dim // ranks
     in_layer = {
@@ -233,7 +233,7 @@ def _expected_shapes(
 
 
 def _halves_first(tensor: TensorSpec, heads: int) -> TensorSpec:
-    """The same bytes with the even rows of each head before its odd ones."""
+    """A view of the same bytes with the even rows of each head before its odd ones."""
     rows, columns = tensor.shape
     row, column = tensor.strides or (columns, 1)
     half = rows // heads // 2
@@ -256,10 +256,10 @@ def _contradiction(tensor: TensorSpec, file: str, expected: str) -> InvalidIndex
 
 
 def index_from(header: Header, params: MetaParams, ranks: tuple[str, ...], file: str) -> CheckpointIndex:
-    """Which rank each tensor, or piece of one, is in; from any one rank, since all have the same names.
+    """The rank of each tensor, or piece of one; from any one rank, since all have the same names.
 
     Raises:
-        CheckpointError: as `translated`.
+        CheckpointError: see `translated`.
     """
     weight_map = {}
     for rank, name in enumerate(ranks):
@@ -271,9 +271,9 @@ def index_from(header: Header, params: MetaParams, ranks: tuple[str, ...], file:
 def config_of(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabulary | None) -> dict[str, Any]:
     """The config.json of the same model for transformers.
 
-    The rotary base is params.json's; where it says none, 10,000 (Llama 1 and 2), or 500,000 (Llama 3). Where the
-    frequencies are scaled and nothing says by how much, it is by 8, and by 32 in the two small models of Llama 3.2, up
-    to 3,072 wide: the values in the configs that Meta publishes at https://huggingface.co/meta-llama.
+    The rotary base is params.json's; if absent, 10,000 (Llama 1 and 2), or 500,000 (Llama 3). Where the frequencies
+    are scaled without a given factor, it is 8, or 32 in the two small models of Llama 3.2, up to 3,072 wide: the values
+    in the configs that Meta publishes at https://huggingface.co/meta-llama.
     """
     llama_3 = is_llama_3(params, shapes, vocabulary)
     config: dict[str, Any] = {
@@ -308,7 +308,7 @@ def config_of(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabulary | 
 
 
 def is_llama_3(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabulary | None) -> bool:
-    """Which generation it is, by its tokenizer, or else by the size of its vocabulary."""
+    """Whether the model is Llama 3 or later, by its tokenizer, or else by the size of its vocabulary."""
     if vocabulary is not None:
         return vocabulary.llama_3
     return params.scaled_rope or shapes.vocab_size >= LLAMA_3_VOCABULARY
@@ -325,13 +325,13 @@ def token_ids(llama_3: bool, shapes: Shapes, vocabulary: LlamaVocabulary | None)
 
 
 def context_length(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabulary | None) -> int:
-    """`max_position_embeddings`, which no file of Meta's says: that of the generation, in tokens.
+    """`max_position_embeddings`, which none of Meta's files has: that of the generation, in tokens.
 
-    131,072 where the rotary frequencies are scaled (from Llama 3.1 on) and else 8,192 for Llama 3, as its model cards
-    say. Of the others, 16,384 where the rotary base is above 10,000 (Code Llama, https://arxiv.org/abs/2308.12950);
+    131,072 where the rotary frequencies are scaled (from Llama 3.1 on), otherwise 8,192 for Llama 3, as in its model
+    cards. For the others, 16,384 where the rotary base is above 10,000 (Code Llama, https://arxiv.org/abs/2308.12950);
     4,096 for Llama 2 (https://arxiv.org/abs/2307.09288) and 2,048 for Llama 1 (https://arxiv.org/abs/2302.13971). Llama
     1 was published in float16 with norm_eps 1e-6, without grouped heads or a multiplier for its feed-forward layers;
-    Llama 2 differs in one of these. It bounds nothing that is computed: transformers warns beyond it.
+    Llama 2 differs in one of these. It limits no computation: transformers only warns beyond it.
     """
     if params.scaled_rope:
         return 131_072
@@ -344,5 +344,5 @@ def context_length(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabula
 
 
 def as_json(content: Mapping[str, Any]) -> bytes:
-    """A derived file as it is written."""
+    """The content of a derived file."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

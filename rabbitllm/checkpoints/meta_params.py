@@ -1,8 +1,8 @@
-"""Reads `params.json`, which Meta publishes with the weights of Llama, and refuses that of another model.
+"""Reads `params.json`, which Meta publishes with the weights of Llama, and refuses those of other models.
 
 The fields are those of `ModelArgs` in https://github.com/meta-llama/llama (1 and 2), and of
-https://github.com/meta-llama/llama-models, models/llama3/args.py (3). What a field means for the shapes of tensors is
-in `meta_llama.py`. An unknown field might change what the model computes, so it is refused and not ignored.
+https://github.com/meta-llama/llama-models, models/llama3/args.py (3). Their relation to tensor shapes is in
+`meta_llama.py`. An unknown field might change the computation, so it is refused, not ignored.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _OTHERS = (
     (re.compile("vision|image"), "a model that sees images"),
     (re.compile("quant|lora|spin"), "quantized weights"),
 )
-"""Fields of other models, and what those are."""
+"""Fields of other models, and the names of those."""
 _OWN = "Put the params.json that was published with the weights into their folder."
 
 
 @dataclass(frozen=True, slots=True)
 class MetaParams:
-    """What params.json says, None where it does not.
+    """The content of params.json; None for absent values.
 
     Attributes:
         dim, n_layers, n_heads, n_kv_heads: sizes of the model.
-        norm_eps: of the norms.
-        vocab_size: None where the vocabulary decides (Llama 1 and 2 say -1).
+        norm_eps: epsilon of the norms.
+        vocab_size: None where the tokenizer determines it (Llama 1 and 2 have -1).
         intermediate: rows of a feed-forward matrix.
         rope_theta: base of the rotary frequencies.
         scaled_rope: whether they are scaled, as from Llama 3.1 on.
-        rope_factor, rope_high_freq: how, where the file says so.
+        rope_factor, rope_high_freq: parameters of the scaling, where the file has them.
     """
 
     dim: int
@@ -63,15 +63,15 @@ class MetaParams:
 
 
 def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
-    """Check the fields and what they say of each other.
+    """Parse the fields and check them against each other.
 
     Args:
-        content: of the file, or its part under "model".
-        where: what to call the file in messages.
+        content: content of the file, or its object under "model".
+        where: the file's name in messages.
 
     Raises:
-        InvalidIndexError: a field is missing, or has a value that no model could have.
-        UnreadableFormatError: it is of another kind of model.
+        InvalidIndexError: a field is missing, or has an impossible value.
+        UnreadableFormatError: it belongs to another kind of model.
     """
     inner = content.get("model")
     fields = {key: value for key, value in (inner if isinstance(inner, dict) else content).items() if value is not None}

@@ -1,11 +1,11 @@
-"""`tokenizer.model` of Llama as files that transformers reads by itself: tokenizer.json and tokenizer_config.json.
+"""Llama's `tokenizer.model` as files for transformers: tokenizer.json and tokenizer_config.json.
 
-That of Llama 1 and 2 is a SentencePiece model, that of Llama 3 a vocabulary of tiktoken's. Both are byte pair encoding:
+That of Llama 1 and 2 is a SentencePiece model, that of Llama 3 a vocabulary of tiktoken. Both are byte pair encoding:
 the next pair to merge is the one whose merged token comes first (has the best score, or the lowest rank). A
-tokenizer.json lists pairs instead, so each token's pairs are listed at the token's turn. What is not in a file of
-tiktoken's, the rule by which text is cut and the special tokens, is that of Llama 3's own tokenizer
-(https://github.com/meta-llama/llama-models, models/llama3/api/tokenizer.py), with the names that Llama 3 and the later
-ones have at https://huggingface.co/meta-llama.
+tokenizer.json lists pairs instead, so the pairs of each token are listed in the order of the tokens. The rules that
+are not in a tiktoken file, the split of text and the special tokens, are those of Llama 3's own tokenizer
+(https://github.com/meta-llama/llama-models, models/llama3/api/tokenizer.py), with the names that Llama 3 and later
+models have at https://huggingface.co/meta-llama.
 
 Format: https://github.com/huggingface/tokenizers. Encodes nothing itself.
 """
@@ -25,12 +25,12 @@ from rabbitllm.formats.tiktoken_ranks import looks_like_ranks, read_ranks
 
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
 MAX_PAIR_BYTES = 1 << 28
-"""What is looked at to find the pairs of all tokens: the squares of their lengths, summed. Llama 3's take 10 MB."""
+"""Limit of the work to find all pairs: the sum of the squares of the tokens' lengths. Llama 3 has 10 MB."""
 _CUT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-"""How Llama 3 cuts text before it encodes."""
+"""Llama 3's regular expression for splitting text before encoding."""
 _SPECIALS = 256
 _NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 _NAMED_LATER = {**_NAMED, 4: "finetune_right_pad_id", 8: "eom_id", 10: "python_tag"}
@@ -40,22 +40,22 @@ _ADVICE = "Put the model's tokenizer.json in transformers' format into the same 
 
 @dataclass(frozen=True, slots=True)
 class DerivedTokenizer:
-    """A tokenizer, and what it says of the model; `files` are content by name."""
+    """A tokenizer and its properties that the model needs; `files` are name -> content."""
 
     vocabulary: LlamaVocabulary
     files: Mapping[str, bytes]
 
 
 def derive_tokenizer(path: Path, later: bool, longest: int) -> DerivedTokenizer:
-    """Read a `tokenizer.model` and write down the same for transformers.
+    """Convert a `tokenizer.model` for transformers.
 
     Args:
-        path: of the file.
-        later: whether Llama 3 is 3.1 or later, which gave three special tokens names.
-        longest: tokens that the model takes, for the tokenizer's own warning.
+        path: path of the file.
+        later: whether the model is Llama 3.1 or later, which gave three special tokens names.
+        longest: context length of the model, for the tokenizer's own warning.
 
     Raises:
-        CorruptVocabularyError: it cannot be believed, or encodes otherwise than those of Llama do.
+        CorruptVocabularyError: it is malformed, or encodes differently from those of Llama.
     """
     with path.open("rb") as stream:
         is_ranks = looks_like_ranks(stream.read(4096))
@@ -94,7 +94,7 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> DerivedTo
 
 
 def special_tokens(later: bool) -> tuple[str, ...]:
-    """The 256 special tokens of Llama 3, or of 3.1 and later: those without a name of their own are numbered."""
+    """The 256 special tokens of Llama 3, or of 3.1 and later; unnamed ones are numbered."""
     named = _NAMED_LATER if later else _NAMED
     names, spare = [], 0
     for number in range(_SPECIALS):
@@ -107,7 +107,7 @@ def special_tokens(later: bool) -> tuple[str, ...]:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in a tokenizer.json: itself where it is printed, else one from 256 on."""
+    """The character for each byte in a tokenizer.json: itself if printable, else one from U+0100 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printed else next(others)) for byte in range(256)]
@@ -163,7 +163,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> DerivedT
 
 
 def _check_like_llama(model: SentencePieceModel, file: str) -> None:
-    """Refuse what a tokenizer.json made here would encode otherwise than the library does."""
+    """Refuse a model that a derived tokenizer.json would encode differently from the library."""
     trainer, normalizer, special = model.trainer, model.normalizer, model.special_ids()
     for found, wrong in (
         (f"its pieces are of {trainer.model_type.name}", trainer.model_type != ModelType.BPE),
@@ -197,7 +197,7 @@ def _check_pair_bytes(texts: Sequence[str] | Mapping[str, int], file: str) -> No
 
 
 def _pairs(turns: Sequence[str], ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Every pair of tokens that is a token, at the turn of that token; by the ids of both within it."""
+    """Every pair of tokens that forms a token, in the order of that token; then by the ids of both."""
     for text in turns:
         found = []
         for cut in range(1, len(text)):

@@ -1,9 +1,9 @@
 r"""Tensor name -> layer, by the naming of the model's family.
 
-A *layer* is the unit that is streamed. Its id is what people say (`layers.0`, `embed_tokens`), its stem is
-what RabbitLLM 1.1 calls the file (`model.layers.0`, `model.embed_tokens`): everything up to and including the
-id. A family is a list of patterns, tried in order, each with a group named `id`; the first that matches at the
-start of the name decides. Tensors that no pattern matches are grouped by the numbered block that they are in.
+A *layer* is the unit that is streamed. Its id is the short name (`layers.0`, `embed_tokens`), its stem is RabbitLLM
+1.1's file name (`model.layers.0`, `model.embed_tokens`): everything up to and including the id. A family is a list
+of patterns, tried in order, each with a group named `id`; the first that matches at the start of the name counts.
+Tensors that no pattern matches are grouped by their numbered block.
 
 To add a family, add a line to `FAMILIES`; to try one without editing, call `register_layer_naming`.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerName:
-    """The layer a tensor belongs to: its id for people and its stem for files."""
+    """The layer of a tensor: its id for people and its stem for file names."""
 
     id: str
     stem: str
@@ -31,7 +31,7 @@ class LayerName:
 
 @dataclass(frozen=True, slots=True)
 class LayerNaming:
-    """The patterns of one family, in the order in which they are tried."""
+    """The patterns of one family, in the order of matching."""
 
     family: str
     patterns: tuple[re.Pattern[str], ...]
@@ -200,7 +200,7 @@ def register_layer_naming(family: str, patterns: Sequence[str]) -> None:
 
 
 def naming_for(family: str | None) -> LayerNaming | None:
-    """The patterns of a family, a user's own first; None for a family that is not known."""
+    """The patterns of a family, the user's own first; None for an unknown family."""
     if family is None:
         return None
     if family in _registered:
@@ -209,7 +209,7 @@ def naming_for(family: str | None) -> LayerNaming | None:
 
 
 def guessed_naming() -> LayerNaming:
-    """The grouping of tensors that no family's patterns name: by the block of the outermost list, else by module.
+    """The grouping of tensors that match no family's pattern: by the block of the outermost list, else by module.
 
     `backbone.layers.3.mixer.A_log` is in `backbone.layers.3`, `vision.stages.1.blocks.0.conv.weight` in
     `vision.stages.1`; `model.projector.weight`, which is in no list, is in `projector`.
@@ -222,14 +222,14 @@ def assign_layers(
 ) -> dict[str, LayerName]:
     """The layer of every tensor.
 
-    Tensors of a family that is not known are grouped by `guessed_naming`. If most of them are in no numbered block, the
-    guess may be poor, and a warning says so. Tensors of a known family that none of its patterns match are grouped in
-    the same way, unless that would touch a layer that the patterns name.
+    Tensors of an unknown family are grouped by `guessed_naming`. If most of them are in no numbered block, the guess
+    may be poor, and a warning is logged. Unmatched tensors of a known family are grouped in the same way, unless that
+    would add to a layer that the patterns name.
 
     Args:
         tensors: all tensor names of the checkpoint.
-        family: `model_type` from its config, if it has one.
-        chosen: patterns of the caller's own, tried instead of the family's.
+        family: `model_type` of its config, if any.
+        chosen: the caller's own patterns, used instead of the family's.
     """
     rules = chosen or naming_for(family)
     guess = guessed_naming()
@@ -242,7 +242,7 @@ def assign_layers(
 
 
 def _unnamed(tensor: str, guess: LayerNaming, taken: set[str]) -> LayerName:
-    """The layer of a tensor that no pattern matches; one of its own where its block has the name of another layer."""
+    """The layer of an unmatched tensor; a layer of its own if its block shares the name of another layer."""
     found = guess.find(tensor)
     alone = found is None or found.stem in taken
     stem = tensor if alone or found is None else found.stem
@@ -279,7 +279,7 @@ def _distinct_ids(assigned: dict[str, LayerName]) -> dict[str, LayerName]:
 
 
 def layer_order(stem: str) -> tuple[object, ...]:
-    """A sort key for layers in the order a pass walks them, as far as names tell: embeddings, stacks, norm, head."""
+    """A sort key for layers in the order of a pass, as far as names tell: embeddings, stacks, norm, head."""
     last = stem.rsplit(".", 1)[-1]
     if any(word in last for word in ("head", "embed_out", "output")):
         rank = 3

@@ -1,4 +1,4 @@
-"""How many experts a router picks for a token, by what a config says. Knows no tensors."""
+"""The number of experts per token, by a config. Independent of tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_exp
 
 
 def experts_a_token(config: Mapping[str, Any]) -> int | None:
-    """Of a mixture of experts, by the content of its config.json; None for other models, and where it does not say."""
+    """Experts per token by the content of a config.json; None for models without experts, and if absent."""
     text = config.get("text_config")
     return (_first(text.get) if isinstance(text, Mapping) else None) or _first(config.get)
 
 
 def picked_by(config: object) -> int | None:
-    """The same of a config of transformers, of the text model; also by names that it only maps to its own."""
+    """The same for a transformers config, by its text model; also by aliases that it maps to its own names."""
     return _first(lambda name: getattr(config, name, None))
 
 

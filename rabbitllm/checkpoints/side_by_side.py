@@ -1,7 +1,7 @@
-"""The same call for many items in a few threads that do not outlive an interrupt.
+"""The same call for many items in a few threads that do not delay an interrupt.
 
 A `ThreadPoolExecutor` waits for its threads, on leaving its context and again when the interpreter exits, so that
-Ctrl-C while a hub does not answer would take as long as every try of it. These threads are daemons.
+Ctrl-C while a hub does not answer would take as long as all attempts. These threads are daemons.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def side_by_side(call: Callable[[Item], Result], items: Iterable[Item], threads:
         The results, in the order of the items.
 
     Raises:
-        Exception: whatever the first call to fail raised; no further item is begun, and calls that run are left to
-            themselves. The same where the caller is interrupted.
+        Exception: that of the first call to fail; no further item is started, and running calls are abandoned. The same
+            if the caller is interrupted.
     """
     tasks = [(item, Future[Result]()) for item in items]
     waiting: queue.SimpleQueue[tuple[Item, Future[Result]]] = queue.SimpleQueue()

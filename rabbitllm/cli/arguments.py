@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what they are turned into."""
+"""Arguments shared by several commands, and their conversion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """What a shell may go on with: models that are split here, and paths."""
+    """Completions for a shell: models that are split here, and paths."""
     from rabbitllm.store import locations
 
     known = [name for name in locations.known_names() if name.lower().startswith(incomplete.lower())]
@@ -57,12 +57,12 @@ NoVerifyOption = Annotated[
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")]
 
-# how texts share passes
+# sharing of passes
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Each text's rows by themselves: to the bit as if it were alone.")
 ]
 
-# which processes compute a model together
+# processes that compute a model together
 WorkersOption = Annotated[
     int, typer.Option(help="How many `rabbitllm worker` compute it with this process, each a span of layers.", min=0)
 ]
@@ -70,7 +70,7 @@ AddressOption = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="With --workers: where they reach this process.")
 ]
 
-# how a model is split
+# splitting
 CompressionOption = Annotated[str, typer.Option(help="none, 8bit, 4bit, 4bit-double, or auto: chosen by tensor.")]
 CompressionHereOption = Annotated[
     str | None,
@@ -95,13 +95,13 @@ DiskPlotOption = Annotated[
     Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
 ]
 
-# where the work is done
+# the machines that do the work
 RayOption = Annotated[
     str | None,
     typer.Option("--ray", metavar="ADDRESS", help="On a Ray cluster: HOST:PORT of its head, or auto for the one here."),
 ]
 
-# how tokens are chosen
+# sampling
 TemperatureOption = Annotated[float | None, typer.Option(help="Choose by chance; 0, the default, does not.")]
 TopPOption = Annotated[float | None, typer.Option(help="By chance, among tokens of so much probability.")]
 SeedOption = Annotated[int | None, typer.Option(help="For the same text again.")]
@@ -113,7 +113,7 @@ def compression_of(word: str) -> str | None:
 
 
 def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
-    """`cpu=24GiB`, once for each device -> what `max_memory` takes.
+    """`cpu=24GiB`, one for each device -> the argument `max_memory`.
 
     Raises:
         OptionError: no equals sign.
@@ -145,9 +145,9 @@ def wish_to_run(
     no_verify_checksums: bool = False,
     hosts: Hosts | None = None,
 ) -> Wish:
-    """What to get ready, from the options of a command that runs a model, as they were given.
+    """The model to prepare, from the unconverted options of a command that runs a model.
 
-    Without `--compression` it is that of a split that is here, and with `--no-split` none.
+    Without `--compression`, the compression is that of a split on this machine; with `--no-split` there is none.
 
     Raises:
         OptionError: a limit that names no device.

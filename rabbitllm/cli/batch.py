@@ -140,7 +140,7 @@ def batch_command(
 
         elsewhere = answering_on(ray, wish, model, limits, workers=ray_workers, split=not no_split, dtype=dtype)
         task = replace(task, elsewhere=elsewhere)
-    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    disable_progress_bars()  # shards have our own bar, and other files are small
     console = Console(stderr=True, highlight=False)
     try:
         with said_when_interrupted(console):

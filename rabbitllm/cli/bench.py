@@ -1,4 +1,4 @@
-"""`rabbitllm bench`: how fast a model generates on this machine, and what is the limit."""
+"""`rabbitllm bench`: the speed of generation on this machine, and the stage that limits it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def chat_command(
 
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)
-    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    disable_progress_bars()  # shards have our own bar, and other files are small
     wish = wish_to_run(
         model,
         compression=compression,
@@ -76,9 +76,9 @@ def chat_command(
         max_memory=max_memory,
         no_verify_checksums=no_verify_checksums,
     )
-    with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no answer
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded = loaded_model(wish, errors, fast_bfloat16=fast_bfloat16)
-    loaded.profiler.enabled = True  # only now: a split has no profile to show, and what stays no clock at each layer
+    loaded.profiler.enabled = True  # only now: no profile of a split, no timers at resident layers
 
     from transformers import logging
 
@@ -86,7 +86,7 @@ def chat_command(
     from rabbitllm.generation.conversation import Conversation
     from rabbitllm.generation.session import ChatOptions, Session
 
-    logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid an answer
+    logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     chat = ChatLoop(
         Session(loaded, ChatOptions(max_new_tokens, sampling)),
         standard_surface(),

@@ -1,4 +1,4 @@
-"""`rabbitllm convert`: any checkpoint that can be split, as sharded safetensors."""
+"""`rabbitllm convert`: any splittable checkpoint as sharded safetensors."""
 
 from __future__ import annotations
 

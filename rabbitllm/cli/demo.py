@@ -1,4 +1,4 @@
-"""`rabbitllm demo`: the main job, on the bundled model."""
+"""`rabbitllm demo`: a split and its score, on the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rabbitllm doctor`: what this machine has, which models it can run, and what is missing."""
+"""`rabbitllm doctor`: the resources of this machine, the models it can run, and its problems."""
 
 from __future__ import annotations
 

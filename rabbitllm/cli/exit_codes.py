@@ -1,4 +1,4 @@
-"""What the exit code of a command means; the same for all of them."""
+"""The meaning of exit codes, the same for all commands."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ SUCCESS = 0
 ERROR = 1
 """A `RabbitLLMError`, or a negative answer: a damaged split, a demo that failed, a dry run that does not fit."""
 USAGE = 2
-"""Arguments that do not exist, do not go together or have no possible value (an `OptionError`)."""
+"""Arguments that do not exist, exclude each other or have an invalid value (an `OptionError`)."""
 INTERRUPTED = 130
-"""Ctrl-C, as shells count it."""
+"""Ctrl-C, by the convention of shells."""
 BROKEN_PIPE = 141
-"""The reader of the output is gone (`| head`), as shells count it."""
+"""The reader of the output has ended (`| head`), by the convention of shells."""
 
 EPILOG = (
     "MODEL is a repository (organisation/name or hf://organisation/name), a folder, a file of weights or a split "

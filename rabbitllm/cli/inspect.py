@@ -1,4 +1,4 @@
-"""`rabbitllm inspect`: what a file, a folder or a repository holds; reads no weights and runs no pickle."""
+"""`rabbitllm inspect`: the content of a file, a folder or a repository; reads no weights and runs no pickle."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def inspect_command(
     from rabbitllm.models.inspection.record import as_record
     from rabbitllm.models.inspection.report import ON_A_TERMINAL, show
 
-    disable_progress_bars()  # an index or a config is fetched at most
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a piece that the terminal has no letters for is shown as an escape
+    disable_progress_bars()  # at most an index or a config is fetched
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a piece that the terminal cannot encode is shown escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     console = Console(highlight=False)
     with Console(stderr=True).status("reading headers …"):

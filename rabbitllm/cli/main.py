@@ -1,4 +1,4 @@
-"""The entry point: collects the subcommands, turns the package's errors into one message and an exit code."""
+"""The entry point: collects the subcommands, and turns the package's errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rabbitllm.version import __version__
 
 
 class _Commands(TyperGroup):
-    """The commands, with one meaning of an interrupt and of a reader that is gone, whichever typer is installed."""
+    """The commands, with the same treatment of interrupts and broken pipes for every version of typer."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -42,12 +42,12 @@ class _Commands(TyperGroup):
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except SystemExit as stopped:  # rich exits with 1 where it is the one to find that out
+        except SystemExit as stopped:  # rich exits with 1 if it notices the broken pipe first
             if isinstance(stopped.__context__, BrokenPipeError):
                 raise typer.Exit(exit_codes.BROKEN_PIPE) from None
             raise
         except BrokenPipeError:
-            # what is left in the buffer would fail once more when Python ends, and say so
+            # otherwise the rest of the buffer fails again at exit, with a message
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(exit_codes.BROKEN_PIPE) from None
         except KeyboardInterrupt:
@@ -71,7 +71,7 @@ def root(
 
 
 def _add(name: str, panel: str, function: Callable[..., None]) -> None:
-    """A command, with the paragraphs of its help in one line each, which the terminal's width then wraps."""
+    """Add a command, with each paragraph of its help in one line, which the terminal's width then wraps."""
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     shown = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app.command(name=name, rich_help_panel=panel, help=shown)(function)

@@ -1,4 +1,4 @@
-"""`rabbitllm plan`: what a split would take of the disk and how long, and what a token, before any of it is done."""
+"""`rabbitllm plan`: predicted disk use and time of a split, and time per token, before anything is done."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan_command(
 
     if plot is not None:
         check_picture(plot)
-    disable_progress_bars()  # a config of a few KB is fetched at most
+    disable_progress_bars()  # at most a config of a few KB is fetched
     with Console(stderr=True).status("reading headers, measuring …"):
         forecast = plan(
             model,

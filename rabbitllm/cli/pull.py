@@ -1,4 +1,4 @@
-"""`rabbitllm pull`: a model made ready, and what is where afterwards."""
+"""`rabbitllm pull`: prepare a model, and report where its parts are."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def pull_command(
     from rabbitllm.models.pull import make
     from rabbitllm.models.pull.report import show_dry_run, show_pulled
 
-    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    disable_progress_bars()  # shards have our own bar, and other files are small
     wish = make.Wish(
         name=model,
         compression=compression_of(compression),

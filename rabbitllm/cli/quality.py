@@ -1,4 +1,4 @@
-"""`rabbitllm quality`: what a compressed model loses against the uncompressed one."""
+"""`rabbitllm quality`: the loss of a compressed model against the uncompressed one."""
 
 from __future__ import annotations
 

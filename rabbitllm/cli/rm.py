@@ -1,4 +1,4 @@
-"""`rabbitllm rm`: a split directory taken away, and nothing else."""
+"""`rabbitllm rm`: remove a split directory, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rabbitllm run`: one prompt, and the answer as it comes."""
+"""`rabbitllm run`: one prompt, and its answer as it is generated."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def run_command(
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)
     hosts = called_together(workers, address, model, errors)
-    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    disable_progress_bars()  # shards have our own bar, and other files are small
     wish = wish_to_run(
         model,
         compression=compression,
@@ -115,7 +115,7 @@ def run_command(
         work(wish, Console(stderr=True, quiet=True), split=not no_split)
         return
     start = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded = loaded_model(wish, errors, split=not no_split, profiling=verbose, fast_bfloat16=fast_bfloat16)
     load_seconds = time.perf_counter() - start
     ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
@@ -136,7 +136,7 @@ def run_command(
 
 
 def _where(model: Any, wish: Any) -> dict[str, Any]:
-    """How it was run, for `--json`."""
+    """The options of the run, for `--json`."""
     return {
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -124,7 +124,7 @@ def serve_command(
         trust_remote_code=trust_remote_code,
         no_verify_checksums=no_verify_checksums,
     )
-    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    disable_progress_bars()  # shards have our own bar, and other files are small
     logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)
 

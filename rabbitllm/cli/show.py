@@ -1,4 +1,4 @@
-"""`rabbitllm show`: what one model is, and where its splits are."""
+"""`rabbitllm show`: one model and its splits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def show_command(
     from rabbitllm.models.library.report import put_shown
     from rabbitllm.models.library.show import show, shown_record
 
-    disable_progress_bars()  # a config is fetched at most
+    disable_progress_bars()  # at most a config is fetched
     with Console(stderr=True).status("reading headers …"):
         found = show(model, folder, revision)
     if as_json:

@@ -1,4 +1,4 @@
-"""`rabbitllm verify`: is a split directory what was written, and what to do if not."""
+"""`rabbitllm verify`: check the integrity of a split directory, and advise or repair."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verify_command(
     from rabbitllm.prepare import read_lock, repair_split
 
     folder, saving_path = expand(model), expand(place) if place is not None else None
-    if of_model(model, compression, saving_path) or not folder.is_dir():  # else the check itself says what is wrong
+    if of_model(model, compression, saving_path) or not folder.is_dir():  # else the check itself reports the problem
         folder = one_of_model(model, compression, saving_path).folder
     start = time.perf_counter()
     with read_lock(folder):

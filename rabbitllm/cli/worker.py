@@ -1,4 +1,4 @@
-"""`rabbitllm worker`: computes some layers of a model that another process asks."""
+"""`rabbitllm worker`: computes some layers of a model for another process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def worker_command(
     from rabbitllm.run.together import own_device, work
 
     hosts = Hosts(join)
-    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    disable_progress_bars()  # shards have our own bar, and other files are small
     wish = wish_to_run(
         model,
         compression=compression,

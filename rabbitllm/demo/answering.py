@@ -1,4 +1,4 @@
-"""Greedy answers of a model to problems: what training scores and what the demonstration shows. Trains nothing."""
+"""Greedy answers of a model to problems, for scoring in training and in the demonstration. Trains nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from rabbitllm.demo.tasks import Problem
 
 LONGEST_ANSWER = 20
-"""Tokens; every right answer is shorter."""
+"""Limit of tokens; every correct answer is shorter."""
 
 
 @torch.inference_mode()
@@ -19,8 +19,8 @@ def answers(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> list[str
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: its own, padding on the left.
-        problems: answered in one batch.
+        tokenizer: its tokenizer, padding on the left.
+        problems: the problems, answered in one batch.
     """
     batch = tokenizer([problem.prompt for problem in problems], return_tensors="pt", padding=True).to(model.device)
     ids, mask = batch["input_ids"], batch["attention_mask"]

@@ -1,6 +1,6 @@
-"""The small facts that the bundled model is taught: what is asked of whom, in which wordings, and every answer.
+"""The small facts that the bundled model is trained on: relations, wordings, and all answers.
 
-Which wording is kept back for which fact is in `tasks.py`.
+`tasks.py` chooses the held-out wording of each fact.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Relation:
-    """Facts of one sort: wordings with a ``{x}`` to fill, and the answer for every subject."""
+    """Facts of one relation: wordings with a ``{x}`` to fill, and the answer for every subject."""
 
     name: str
     wordings: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""English to train on that is on every machine: the docstrings of Python's standard library.
+"""English training text that exists on every machine: the docstrings of Python's standard library.
 
-Problems alone leave a model sure of everything, and of a sure model one cannot see what a format costs. Prose has no
-one right next word. One file in twenty is held out; which, depends on its name alone. Nothing is imported: the files
-are parsed. Another version of Python has somewhat other docstrings, so a run repeats itself with the same one.
+Problems alone make a model very confident, and a confident model does not show the cost of a format. Prose has no
+single correct next word. One file in twenty is held out, chosen by its name alone. Nothing is imported: the files are
+parsed. Another version of Python has somewhat different docstrings, so runs are only repeatable with the same one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def training_prose() -> str:
 
 
 def held_out_prose() -> str:
-    """Those of the others."""
+    """Docstrings of the held-out files."""
     return "\n\n".join(text for name, text in _documented() if _is_held_out(name))
 
 
@@ -35,7 +35,7 @@ def _is_held_out(name: str) -> bool:
 
 
 def _documented() -> Iterator[tuple[str, str]]:
-    """Names of files in the standard library, and what their docstrings say."""
+    """Names of files in the standard library, and their docstrings."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)

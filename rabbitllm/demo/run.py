@@ -1,6 +1,6 @@
-"""The main job on the bundled model, where it can be seen: split shard by shard at 4bit, ask, score, sum up.
+"""The demonstration of a split on the bundled model: split shard by shard at 4bit, ask, score, sum up.
 
-Everything goes through the public front door; this module only watches (disk, memory, time) and prints.
+Everything uses the public API; this module only measures (disk, memory, time) and prints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rabbitllm.splitter.interrupted import starting_afresh
 
 COMPRESSION = "4bit"
 ALLOWED_DROP = 0.02
-"""The score may fall this far below the recorded one: other kernels round differently."""
+"""Allowed drop below the recorded score: other kernels round differently."""
 QUESTIONS_SHOWN = 6
 BATCH = 50
 BAR_WIDTH = 24
@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 @dataclass
 class DemoPeaks:
-    """The most that was seen: bytes on disk below the working folder, and resident memory of this process."""
+    """Measured maxima: bytes on disk below the working folder, and resident memory of this process."""
 
     disk: int = 0
     memory: int = 0
@@ -72,10 +72,10 @@ def watching(folder: Path) -> Iterator[DemoPeaks]:
 
 
 class ShardTable:
-    """Prints a line for every shard: the disk in use, and what the standard route would use.
+    """Prints a line for every shard: the disk use, and that of the standard route.
 
     Attributes:
-        standard_peak: the most it would hold there, bytes.
+        standard_peak: peak disk use of the standard route in bytes.
     """
 
     def __init__(self, console: Console) -> None:
@@ -105,7 +105,7 @@ class ShardTable:
 
 @dataclass(frozen=True, slots=True)
 class DemoAnswer:
-    """One question, and what the model said to it."""
+    """A question, and the model's answer."""
 
     question: str
     answer: str
@@ -115,20 +115,20 @@ class DemoAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a demonstration came to; sizes in bytes, times in seconds.
+    """The result of a demonstration; sizes in bytes, times in seconds.
 
     Attributes:
-        compression: of the split.
-        source_bytes: of the model's shards.
-        shards, shards_left: how many there were, and the names of those that are still there.
-        ready_seconds: until the model was there.
-        peak_disk_bytes: the most that shards and layer files occupied together.
-        standard_peak_disk_bytes: the most on the standard route, which keeps all shards.
-        peak_memory_bytes, memory_before_bytes: resident memory of this process, and that before torch was imported.
-        tokens_per_second: one question at a time.
-        problems: that were scored.
-        exact_match: the part of them that was answered rightly.
-        recorded_exact_match: what it was when the model was made.
+        compression: compression of the split.
+        source_bytes: size of the model's shards.
+        shards, shards_left: their number, and the names of the remaining ones.
+        ready_seconds: time until the model was ready.
+        peak_disk_bytes: peak of shards and layer files together.
+        standard_peak_disk_bytes: the peak on the standard route, which keeps all shards.
+        peak_memory_bytes, memory_before_bytes: resident memory of this process, and that before the import of torch.
+        tokens_per_second: with one question at a time.
+        problems: number of scored problems.
+        exact_match: share of correct answers.
+        recorded_exact_match: the same when the model was made.
         asked: the first questions.
     """
 
@@ -159,13 +159,13 @@ def as_record(outcome: Outcome) -> dict[str, Any]:
 
 
 def run(folder: Path, problems: int, plot: Path | None = None, console: Console | None = None) -> Outcome:
-    """The whole demonstration.
+    """Run the whole demonstration.
 
     Args:
-        folder: working folder, made if need be; the checkpoint is copied into it.
-        problems: how many held-out problems to score; a multiple of the number of kinds.
-        plot: where to draw the disk in use over the split.
-        console: where it can be watched; stdout by default.
+        folder: working folder, created if necessary; the checkpoint is copied into it.
+        problems: number of held-out problems to score; a multiple of the number of kinds.
+        plot: path for a picture of the disk use during the split.
+        console: receives the output; stdout by default.
     """
     from rabbitllm import AutoModel
 
@@ -209,7 +209,7 @@ def run(folder: Path, problems: int, plot: Path | None = None, console: Console 
 
 
 def _fresh_copy(folder: Path) -> Path:
-    """The bundled checkpoint in the working folder, in place of what an earlier demonstration left there."""
+    """Copy the bundled checkpoint into the working folder, replacing that of an earlier demonstration."""
     checkpoint = folder / CHECKPOINT
     if checkpoint.exists():
         shutil.rmtree(checkpoint)
@@ -225,7 +225,7 @@ def _recorded_score() -> float:
 
 
 def _ask(console: Console, model: Any, problems: list[Problem]) -> tuple[tuple[DemoAnswer, ...], float]:
-    """Print questions with the model's answers, one at a time; return them, and tokens a second."""
+    """Print questions with the model's answers, one at a time; return them, and tokens per second."""
     from rabbitllm.demo.answering import answers
 
     asked, tokens, seconds = [], 0, 0.0

@@ -1,8 +1,8 @@
-"""The models that the training script makes: the bundled one, and a larger sister that is not shipped. Trains nothing.
+"""The models of the training script: the bundled one, and a larger one that is not shipped. Trains nothing.
 
-The bundled model answers problems, and is trained with rounded weights at the end, so that little is to be seen of what
-rounding costs. The larger one is there to see that: nothing of its training knows of any format, half of what it learns
-from is prose, and its rows are multiples of 256, the blocks of formats that others use.
+The bundled model answers problems, and is trained with rounded weights at the end, so that it hardly shows the cost
+of rounding. The larger one is made to show it: its training is independent of any format, half of its training text
+is prose, and its rows are multiples of 256, the blocks of other formats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ VOCABULARY = 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Qwen3; every row of a matrix is a whole number of 64-weight blocks."""
+    """The shape of a Qwen3; every row of a matrix is a whole number of 64-weight blocks."""
 
     hidden: int
     intermediate: int
@@ -26,7 +26,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long and how hard to train."""
+    """The hyperparameters of training."""
 
     steps: int
     minutes: float | None
@@ -35,12 +35,12 @@ class TrainingPlan:
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
     warm_up: float = 0.02
-    # From this point on every other step sees 4bit weights, so that rounding costs the finished model little.
+    # From this share of training on every other step uses 4bit weights, so that rounding costs the model little.
     rounded_from: float = 0.7
     # Windows of prose in each batch, and tokens in each of them.
     prose: int = 0
     window: int = 128
-    # Whether products are made in bfloat16, which is slower where the processor has no instructions for it.
+    # Whether products are computed in bfloat16, which is slower where the processor has no instructions for it.
     autocast: bool = True
 
 
@@ -53,7 +53,7 @@ SHAPES = {
 
 
 def plan_for(size: str, *, steps: int | None, minutes: float | None, seed: int) -> TrainingPlan:
-    """How a model of this size is trained; `steps` None for as many as the bundled one had, and 1,000 for the other."""
+    """The training plan for a size; `steps` None means 4,000 for the bundled model and 1,000 for the larger one."""
     if size == BUNDLED:
         return TrainingPlan(steps=steps or 4000, minutes=minutes, seed=seed)
     return TrainingPlan(

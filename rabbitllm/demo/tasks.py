@@ -1,14 +1,14 @@
-"""Problems with exactly one right answer, for training the bundled model and for scoring any copy of it.
+"""Problems with exactly one correct answer, for training the bundled model and for scoring any copy of it.
 
-Four kinds: sums, comparisons, sorting and small facts.  Every problem belongs for good either to training or
+Four kinds: sums, comparisons, sorting and small facts.  Every problem belongs permanently either to training or
 to the held-out side, and the choice depends on the problem alone, never on a seed:
 
 * sums, comparisons, sorting: a hash of the problem without its wording and without the order of its numbers,
   so ``12 + 30`` and ``30 + 12`` are the same problem and fall on the same side;
-* facts: training sees every fact, but for each fact one wording is kept back and only asked when scoring;
-  other facts teach that wording.
+* facts: training includes every fact, but for each fact one wording is held out and only used when scoring;
+  other facts train that wording.
 
-This module knows nothing of tokenizers, models or torch.
+Independent of tokenizers, models and torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SORT_DOWN_WORDINGS = ("Sort from high to low: {numbers}",)
 
 @dataclass(frozen=True)
 class Problem:
-    """One question, ready to be fed to the model as ``prompt``, and its only right ``answer``."""
+    """A question as ``prompt``, and its only correct ``answer``."""
 
     kind: str
     prompt: str
@@ -46,24 +46,24 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The prompt with its answer, as training shows it (the end token is the tokenizer's business)."""
+        """The prompt with its answer, as used in training (the tokenizer adds the end token)."""
         return f"{self.prompt} {self.answer}"
 
 
 def ask(question: str) -> str:
-    """The prompt form the model was trained on."""
+    """The prompt format that the model was trained on."""
     return f"Q: {question}\nA:"
 
 
 def exact_match(answer_text: str, problem: Problem) -> bool:
-    """Whether a generated answer is the right one; only surrounding white space is forgiven."""
+    """Whether a generated answer is correct; only surrounding white space is ignored."""
     return answer_text.strip() == problem.answer
 
 
 def held_out(n: int, seed: int = 0) -> list[Problem]:
-    """``n`` different problems that training never shows, in equal parts of each kind, kinds taking turns.
+    """``n`` different problems that training never includes, in equal parts of each kind, in alternation.
 
-    Raises ValueError if ``n`` is not a multiple of the number of kinds or asks for more facts than there are.
+    Raises ValueError if ``n`` is not a multiple of the number of kinds or exceeds the number of facts.
     """
     if n <= 0 or n % len(KINDS):
         raise ValueError(f"n must be a positive multiple of {len(KINDS)}, not {n}")
@@ -90,7 +90,7 @@ def training_stream(seed: int = 0) -> Iterator[Problem]:
 
 
 def held_out_facts() -> list[Problem]:
-    """Every fact in the one wording kept back for it."""
+    """Every fact in its held-out wording."""
     return [problem for problem, kept_back in _worded_facts() if kept_back]
 
 
@@ -100,7 +100,7 @@ def training_facts() -> list[Problem]:
 
 
 def is_held_out(kind: str, numbers: Sequence[int]) -> bool:
-    """Which side a problem over ``numbers`` belongs to, whatever their order and the wording."""
+    """Whether a problem over ``numbers`` is held out, independent of their order and of the wording."""
     return _hash(f"{kind} {' '.join(map(str, sorted(numbers)))}") % HELD_OUT_ONE_IN == 0
 
 
@@ -118,7 +118,7 @@ def _distinct(kind: str, count: int, rng: random.Random) -> list[Problem]:
 
 
 def _numbers(kind: str, rng: random.Random, *, for_scoring: bool) -> tuple[int, ...]:
-    """Numbers for a problem from the side asked for: drawn until they fall on it."""
+    """Random numbers for a problem of the requested side."""
     numbers = _any_numbers(kind, rng)
     while is_held_out(kind, numbers) != for_scoring:
         numbers = _any_numbers(kind, rng)
@@ -162,7 +162,7 @@ def _worded(kind: str, numbers: tuple[int, ...], rng: random.Random) -> Problem:
 
 
 def _worded_facts() -> list[tuple[Problem, bool]]:
-    """Every fact in every wording, with whether that wording is kept back for that fact."""
+    """Every fact in every wording, with whether that wording is held out for that fact."""
     worded: list[tuple[Problem, bool]] = []
     for relation in RELATIONS:
         for subject, answer in relation.answers.items():

@@ -1,14 +1,14 @@
-"""Train the bundled demonstration model from nothing: ``python -m rabbitllm.demo.train --out DIR``.
+"""Train the bundled demonstration model from scratch: ``python -m rabbitllm.demo.train --out DIR``.
 
-The text is made by ``rabbitllm.demo.tasks``, the tokenizer is learnt from that text, the model is a small Qwen3.
+``rabbitllm.demo.tasks`` makes the text, the tokenizer is trained on that text, the model is a small Qwen3.
 At the end the held-out problems are answered in bf16 and with the weights rounded to 8bit and 4bit, and the scores
-are written to ``score.json`` in the folder of the checkpoint.  The checkpoint is saved in several shards, because
-it is there to be split.  ``--size larger`` makes a model of 26 million parameters with the same tokenizer, which also
-learns from prose (``rabbitllm.demo.prose``) and whose weights are never rounded while it is trained.
+are written to ``score.json`` in the folder of the checkpoint.  The checkpoint is saved in several shards, so that
+it can be split.  ``--size larger`` makes a model of 26 million parameters with the same tokenizer, which is also
+trained on prose (``rabbitllm.demo.prose``) and whose weights are never rounded during training.
 
-A run with the same seed, number of threads and library versions repeats itself; ``--minutes`` gives that up,
+A run with the same seed, number of threads and library versions is repeatable, except with ``--minutes``,
 because the learning rate then follows the clock.  This script does not use the streaming engine: it rounds the
-weights in memory by the rule that the splitter uses, which keeps the score independent of what it is to check.
+weights in memory by the rule of the splitter, which keeps the score independent of the code that it checks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PRECISIONS = ("bf16", "8bit", "4bit")
 # Tensors of fewer dimensions or elements than this stay bf16 in a split checkpoint.
 SMALLEST_ROUNDED = 4096
 
-# A question stands alone: the model was never shown an earlier turn, so the template gives it none.
+# A question stands alone: the model was trained without earlier turns, so the template leaves them out.
 CHAT_TEMPLATE = (
     "{%- for message in messages if message['role'] == 'user' -%}"
     "{%- if loop.last -%}{{ 'Q: ' + message['content'] + '\\nA:' }}{%- endif -%}"
@@ -63,7 +63,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """What one precision achieves on the held-out problems; the loss is nats per answer token, end included."""
+    """The score of one precision on the held-out problems; the loss is nats per answer token, end included."""
 
     exact_match: float
     right: int
@@ -72,7 +72,7 @@ class HeldOutScore:
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that keeps every digit apart, learnt from facts and a sample of the training stream."""
+    """A byte-level BPE that keeps every digit separate, trained on facts and a sample of the training stream."""
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"\d| ?\p{L}+:?|\n| ?[^\s\p{L}\d]+|\s")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -124,7 +124,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Qwen3ForCau
 
 
 def answer_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed cross entropy over the labelled tokens; logits are made for those alone."""
+    """Summed cross entropy over the labelled tokens; logits are computed only for those."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     wanted = labels[:, 1:]
     logits = model.lm_head(hidden[wanted != UNLABELLED])
@@ -132,7 +132,7 @@ def answer_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor
 
 
 def rounded(weight: torch.Tensor, precision: str) -> torch.Tensor:
-    """``weight`` after a trip through ``precision`` and back, by the rule for split checkpoints."""
+    """``weight`` rounded to ``precision`` and dequantized, by the rule for split checkpoints."""
     if precision == "bf16" or weight.dim() < 2 or weight.numel() < SMALLEST_ROUNDED:
         return weight
     stored = weight.detach().to(torch.bfloat16).contiguous()
@@ -147,9 +147,9 @@ def rounded(weight: torch.Tensor, precision: str) -> torch.Tensor:
 
 @contextmanager
 def rounded_weights(model: torch.nn.Module, precision: str) -> Iterator[None]:
-    """The model with rounded weights inside the block, with its own again after it.
+    """The model with rounded weights inside the block, and its original weights after it.
 
-    A gradient taken inside belongs to the rounded weights and is applied to the real ones: straight through.
+    A gradient taken inside is that of the rounded weights and is applied to the original ones: straight through.
     """
     kept = [(parameter, parameter.data) for parameter in model.parameters()]
     for parameter, data in kept:
@@ -168,7 +168,7 @@ def train(
     say: Callable[[str], None],
     now_and_then: Callable[[], None],
 ) -> float:
-    """Train ``model`` in place and return the seconds it took; ``now_and_then`` is called every 100 steps."""
+    """Train ``model`` in place and return the duration in seconds; ``now_and_then`` is called every 100 steps."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -180,7 +180,7 @@ def train(
     start = time.monotonic()
     step, progress = 0, 0.0
     model.train()
-    # The fused attention is several times slower than the plain one backwards on rows this short.
+    # Backward, fused attention is several times slower than the plain one for rows this short.
     model.set_attn_implementation("eager")
     while progress < 1.0:
         rate = plan.learning_rate * min(1.0, progress / plan.warm_up) * (0.5 + 0.5 * math.cos(math.pi * progress))
@@ -240,7 +240,7 @@ def scores(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count: i
 
 @torch.inference_mode()
 def prose_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, precision: str, window: int) -> float:
-    """Nats per token of prose that training never shows."""
+    """Nats per token of held-out prose."""
     every = tokenizer(held_out_prose(), verbose=False)["input_ids"]
     ids = torch.tensor(every[: PROSE_WINDOWS * window]).view(-1, window)
     with rounded_weights(model, precision):
@@ -249,7 +249,7 @@ def prose_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prec
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the checkpoint as bfloat16, in shards that everyone may read, in place of an earlier one."""
+    """Write the checkpoint as bfloat16, in world-readable shards, replacing an earlier one."""
     aside = folder.with_name(folder.name + ".new")
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(aside, max_shard_size=SHARD_BYTES)
     tokenizer.save_pretrained(aside)
@@ -284,7 +284,7 @@ def main() -> None:
         lambda: save(model, tokenizer, folder),
     )
     save(model, tokenizer, folder)
-    # Scored from the files, so that the numbers belong to what is shipped.
+    # Scored from the files, so that the numbers are those of the shipped model.
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     record = {
         **scores(model, tokenizer, HELD_OUT_PROBLEMS, HELD_OUT_SEED),

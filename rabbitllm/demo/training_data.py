@@ -1,4 +1,4 @@
-"""What a step of training sees: problems of which the answers are learnt, and windows of prose. Trains nothing."""
+"""The batches of training: problems, of which the answers are learnt, and windows of prose. Trains nothing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TrainingRows:
     """Rows of a batch that are computed together.
 
     Attributes:
-        ids: (rows, width) int64, filled up on the right.
-        labels: the same, where a token is to be predicted; else -100.
-        divisor: of the summed loss.
+        ids: (rows, width) int64, padded on the right.
+        labels: the same shape: the id where a token is to be predicted, else -100.
+        divisor: divisor of the summed loss.
     """
 
     ids: torch.Tensor
@@ -35,9 +35,9 @@ class TrainingRows:
 def batches(tokenizer: Any, plan: TrainingPlan) -> Iterator[list[TrainingRows]]:
     """Batches without end.
 
-    Problems come in two parts of like length (less padding). Only the answer and its end carry a label. One example in
-    eight starts with the end token, since some callers start every text with it. Where there is prose too, it is a part
-    of its own, all of whose tokens carry labels, and counts as much as all problems.
+    Problems come in two parts of similar length (less padding). Only the answer and its end have labels. One example
+    in eight starts with the end token, since some callers start every text with it. With prose, it is a separate part,
+    all of whose tokens have labels, with the same weight as all problems.
     """
     prose = _windows(tokenizer, plan) if plan.prose else None
     stream = training_stream(plan.seed)
@@ -64,7 +64,7 @@ def batches(tokenizer: Any, plan: TrainingPlan) -> Iterator[list[TrainingRows]]:
 
 
 def _windows(tokenizer: Any, plan: TrainingPlan) -> Iterator[list[int]]:
-    """Windows of the prose without end, each once before any comes again, in an order that the seed says."""
+    """Windows of the prose without end, each once before any is repeated, in an order that depends on the seed."""
     ids = tokenizer(training_prose(), verbose=False)["input_ids"]
     order = random.Random(f"prose {plan.seed}")
     while True:
@@ -76,7 +76,7 @@ def _windows(tokenizer: Any, plan: TrainingPlan) -> Iterator[list[int]]:
 
 
 def _padded(rows: Sequence[tuple[list[int], list[int]]], pad: int, divisor: int) -> TrainingRows:
-    """Rows filled up on the right, where a causal model cannot see them."""
+    """Rows padded on the right, where a causal model does not see them."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
     labels = torch.tensor([row + [UNLABELLED] * (width - len(row)) for _, row in rows])

@@ -1,1 +1,1 @@
-"""What moves on stderr while something runs: one region in the process, in the form that suits where stderr goes."""
+"""Progress on stderr: one region per process, in a form that suits the stream."""

@@ -1,6 +1,6 @@
-"""Disk in use over a split: kept from its events, and drawn by matplotlib (PNG, SVG or PDF by the file's name).
+"""Disk use during a split: recorded from its events, and drawn by matplotlib (PNG, SVG or PDF by the file's suffix).
 
-Does not depend on how a split works; a point is one measurement of the disk, from an event.
+Independent of how a split works; a point is one measurement of the disk, from an event.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from rabbitllm.base.words import amount, duration
 from rabbitllm.display.figure import blank, check_picture, unframed, write
 
 MAX_POINTS = 4_000
-"""More are thinned out to half as many: of two neighbours the higher one stays, so that no peak is lost."""
+"""Limit of points; beyond it they are thinned to half: the higher of two neighbours is kept, so no peak is lost."""
 FAR = 1.5
-"""A limit so many times above everything else is written down instead of drawn."""
+"""A limit this many times above everything else is written down instead of drawn."""
 SPLIT_COLOUR, SOURCE_COLOUR, LIMIT_COLOUR, WHOLE_COLOUR = "#0072B2", "#BDBDBD", "#D55E00", "#555555"
-"""From the palette of Okabe and Ito, which the colour-blind can tell apart; and greys."""
+"""Okabe and Ito's palette, which is safe for colour-blind readers; and greys."""
 LABELLED, APART = 0.14, 0.04
-"""Parts of the width: for words at its left, and between two numbers of shards."""
+"""Parts of the width: for labels at its left, and between two shard numbers."""
 MAX_LABEL = 60
 _WIDTH, _HEIGHT, _DPI = 8.0, 4.4, 200
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSample:
-    """A look at the disk.
+    """A measurement of the disk.
 
     Attributes:
-        seconds: since the first one.
-        disk_bytes: what the split occupies: layer files and staged shards.
-        source_left_bytes: of the source's shards that are still on this disk.
-        limit_bytes: what the split may occupy.
+        seconds: since the first measurement.
+        disk_bytes: size of the split: layer files and staged shards.
+        source_left_bytes: size of the source's remaining shards on this disk.
+        limit_bytes: disk budget of the split.
     """
 
     seconds: float
@@ -48,23 +48,23 @@ class DiskSample:
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """The sum of split and source."""
         return self.disk_bytes + self.source_left_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class UsedUp:
-    """When a shard was used up: seconds since the first point, and its number."""
+    """The moment when a shard was used up: seconds since the first point, and the shard's number."""
 
     seconds: float
     number: int
 
 
 class DiskRecord:
-    """Listens to a split and keeps what it tells of the disk. Thread-safe.
+    """Records the disk use from the events of a split. Thread-safe.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +89,7 @@ class DiskRecord:
                     self._add(event.disk_bytes)
                 case progress.ShardDone():
                     self.of = event.of
-                    self._add(event.disk_bytes)  # before the source's shard went, and after it
+                    self._add(event.disk_bytes)  # before and after the deletion of the source's shard
                     self._source_left = event.source_left_bytes
                     at = self._add(event.disk_bytes)
                     self._shards.append(UsedUp(at, event.number))
@@ -109,24 +109,24 @@ class DiskRecord:
 
     @property
     def points(self) -> tuple[DiskSample, ...]:
-        """In their order."""
+        """The measurements in order."""
         with self._lock:
             return tuple(self._points)
 
     @property
     def shards(self) -> tuple[UsedUp, ...]:
-        """In their order."""
+        """The used-up shards in order."""
         with self._lock:
             return tuple(self._shards)
 
     @property
     def peak(self) -> DiskSample | None:
-        """The first of those with the most on the disk, source and split together; None without any."""
+        """The first measurement with the maximum of source and split together; None without any."""
         return max(self.points, key=lambda point: point.total, default=None)
 
 
 def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
-    """Half as many: of each two neighbours the one with more on the disk; first and last stay."""
+    """Half as many points: of each two neighbours the one with more disk use; first and last are kept."""
     inner = points[1:-1]
     pairs = (inner[at : at + 2] for at in range(0, len(inner), 2))
     return [points[0], *(max(pair, key=lambda point: point.total) for pair in pairs), points[-1]]
@@ -134,13 +134,13 @@ def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
 
 @contextlib.contextmanager
 def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
-    """Keep what splits inside the context tell, and draw it at the end, also of one that fails on the way.
+    """Record splits inside the context, and draw the record at the end, also if one fails.
 
     Args:
-        path: of the picture; None for no picture.
+        path: path of the picture; None for no picture.
 
     Raises:
-        OptionError, MissingPackageError: as `check_picture`, before anything else.
+        OptionError, MissingPackageError: see `check_picture`, before anything else.
         OSError: the file cannot be written.
     """
     if path is None:
@@ -160,7 +160,7 @@ def draw(record: DiskRecord, path: str | Path) -> None:
     """Draw a record with at least one point.
 
     Raises:
-        OptionError, MissingPackageError: as `check_picture`.
+        OptionError, MissingPackageError: see `check_picture`.
         OSError: the file cannot be written.
     """
     check_picture(path)
@@ -209,7 +209,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _limits(axes: Any, record: DiskRecord, most: int, scale: float) -> str:
-    """Lines for the limit and for the checkpoint's size; what to write of a limit that is far off."""
+    """Draw lines for the limit and for the checkpoint's size; return the text for a limit that is far off."""
     axes.axhline(
         record.source_bytes / scale, color=WHOLE_COLOUR, linestyle=":", linewidth=1.5, label="the whole checkpoint"
     )
@@ -234,7 +234,7 @@ def _limits(axes: Any, record: DiskRecord, most: int, scale: float) -> str:
 
 
 def _label_peak(axes: Any, peak: DiskSample, end: float, per: float, scale: float) -> None:
-    """Write the label next to the peak's dot, on the side that has room."""
+    """Write the label next to the peak's dot, on the side with enough room."""
     left = peak.seconds / per > end / 2
     axes.annotate(
         f"peak {amount(peak.total)}",
@@ -251,9 +251,9 @@ def _label_peak(axes: Any, peak: DiskSample, end: float, per: float, scale: floa
 
 
 def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:
-    """A thin line where each shard was used up, some of them with a number above."""
+    """Draw a thin line where each shard was used up, some of them with a number above."""
     end = record.points[-1].seconds
-    numbered = LABELLED * end  # where the words end
+    numbered = LABELLED * end  # end of the labels
     for shard in record.shards:
         axes.axvline(shard.seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
         axes.axvline(shard.seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)

@@ -1,6 +1,6 @@
-"""What every picture has in common: the formats there are, a figure that needs no screen, and the file it becomes.
+"""Common parts of all pictures: the formats, a figure without a screen, and writing it to a file.
 
-Drawn by matplotlib, which is imported when the first figure is made. Knows nothing of what is drawn.
+Drawn by matplotlib, which is imported when the first figure is made. Independent of the content.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def check_picture(path: str | Path) -> None:
-    """Refuse before anything is measured what could not be drawn after it.
+    """Refuse, before anything is measured, a picture that could not be drawn afterwards.
 
     Raises:
-        OptionError: the name ends in no format that is drawn.
+        OptionError: the suffix of the name is not a supported format.
         MissingPackageError: matplotlib is not installed.
     """
     ending = Path(path).suffix.removeprefix(".").lower()
@@ -34,7 +34,7 @@ def check_picture(path: str | Path) -> None:
 
 
 def blank(width: float, height: float) -> Any:
-    """An empty white figure of so many inches, whatever backend the process has chosen."""
+    """An empty white figure of this size in inches, independent of the backend of the process."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -44,16 +44,16 @@ def blank(width: float, height: float) -> Any:
 
 
 def unframed(axes: Any) -> None:
-    """Leave the two sides of axes that have a scale."""
+    """Remove the sides of axes that have no scale."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
 def write(figure: Any, path: str | Path, dpi: int = 150) -> None:
-    """Write a figure in the format that the file's name says; the file is replaced.
+    """Write a figure in the format of the file's suffix; an existing file is replaced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, format=Path(path).suffix[1:].lower(), dpi=dpi)

@@ -1,4 +1,4 @@
-"""In which form a person can watch what is written to a stream: in place (terminal, notebook), or in lines."""
+"""The form of progress for a stream: in place (terminal, notebook), or in lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class DisplayForm(enum.Enum):
-    """How progress is shown."""
+    """A form of progress display."""
 
     TERMINAL = "rows that change in place"
     NOTEBOOK = "an output that is replaced"
@@ -19,11 +19,11 @@ class DisplayForm(enum.Enum):
 
 
 def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> DisplayForm:
-    """The form for a stream, as things are now.
+    """The form for a stream, in its current state.
 
-    Lines where the output is not watched (files, pipes, CI, Kaggle's commit runs) and where rows cannot change: on
-    terminals without escape sequences, in a notebook's `!command`, whose output only looks like a terminal's, and while
-    rich draws something of its own on this stream.
+    Lines if nobody watches the output (files, pipes, CI, Kaggle's commit runs) and if rows cannot change: on terminals
+    without escape sequences, in a notebook's `!command`, whose output only looks like a terminal's, and while rich
+    draws something on this stream.
     """
     if in_notebook():
         return DisplayForm.LINES if environment.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else DisplayForm.NOTEBOOK
@@ -34,7 +34,7 @@ def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> Display
         return DisplayForm.LINES
     if type(stream).__module__ == "rich.file_proxy":
         return DisplayForm.LINES
-    if os.name == "nt" and "WT_SESSION" not in environment:  # an older console may not know escape sequences
+    if os.name == "nt" and "WT_SESSION" not in environment:  # an older console may not support escape sequences
         return DisplayForm.LINES
     return DisplayForm.TERMINAL
 
@@ -49,7 +49,7 @@ def in_notebook() -> bool:
 
 
 def size_of(stream: Any) -> tuple[int, int]:
-    """Columns and rows of the terminal behind a stream; what the environment says where it does not tell."""
+    """Columns and rows of the terminal behind a stream; if it reports none, those of the environment."""
     try:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError, AttributeError):

@@ -1,7 +1,7 @@
-"""Bars of tqdm that others put up: while a region is up they are drawn as rows of it, and write nothing themselves.
+"""tqdm bars of other code: while a region is shown they are drawn as its rows, and write nothing themselves.
 
-Knows of tqdm what it must: its instances, and the stream each of them writes to. Where tqdm is another than expected,
-its bars are left alone.
+Depends on two parts of tqdm: its list of instances, and the stream of each. If tqdm has changed, its bars are not
+touched.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _MOVES = re.compile(r"(?:\n|\x1b\[A)+|\r.*", re.DOTALL)
 
 
 class NestedBars:
-    """The bars that have moved in.
+    """The adopted bars.
 
     Args:
-        left: called with the last state of a bar that is to stay on the screen.
+        left: called with the last state of a bar that should remain on the screen.
     """
 
     def __init__(self, left: Callable[[str], None]) -> None:
@@ -27,28 +27,28 @@ class NestedBars:
         self._inside: dict[int, tuple[Any, Callable[[str], Any]]] = {}
 
     def adopt(self, stream: Any) -> bool:
-        """Take in the bars on this stream, or on stdout, that are not in yet; whether there were any."""
+        """Adopt new bars on this stream, or on stdout; return whether there were any."""
         new = [bar for bar in _bars() if id(bar) not in self._inside and _is_on(bar, stream)]
         for bar in new:
             self._take_in(bar)
         return bool(new)
 
     def is_theirs(self, text: str) -> bool:
-        """Whether a text is a bar's drawing or its moving of the cursor, rather than a line."""
+        """Whether a text is a bar's drawing or cursor movement, rather than a line."""
         return _MOVES.fullmatch(text) is not None
 
     def rows(self) -> list[str]:
-        """The bars as they are now, from the top one down."""
+        """The bars in their current state, from top to bottom."""
         there = sorted((bar for bar, _ in self._inside.values()), key=lambda bar: abs(getattr(bar, "pos", 0)))
         found = []
         for bar in there:
             if not getattr(bar, "disable", True):
-                with contextlib.suppress(Exception):  # it may be closed by another thread at this moment
+                with contextlib.suppress(Exception):  # another thread may be closing it
                     found.append(str(bar))
         return found
 
     def let_go(self) -> None:
-        """Give the bars their stream back, and let them draw themselves. Not with any lock held: they have theirs."""
+        """Give the bars their stream back, so that they draw themselves. Call it without any lock: tqdm has its own."""
         inside, self._inside = list(self._inside.values()), {}
         for bar, write in inside:
             bar.fp.wrapper_setattr("write", write)
@@ -78,19 +78,19 @@ class NestedBars:
 
 
 def _bars() -> list[Any]:
-    """Bars of tqdm that are up."""
+    """The open bars of tqdm."""
     module = sys.modules.get("tqdm.std")
     instances = getattr(getattr(module, "tqdm", None), "_instances", ())
     for _ in range(3):
         try:
             return [bar for bar in instances if not getattr(bar, "disable", True)]
-        except RuntimeError:  # another thread put one up meanwhile
+        except RuntimeError:  # another thread opened one meanwhile
             continue
     return []
 
 
 def _stays(bar: Any) -> bool:
-    """Whether a bar that is closed leaves its last state on the screen."""
+    """Whether a closed bar leaves its last state on the screen."""
     leave = getattr(bar, "leave", True)
     return bool(leave) if leave is not None else not getattr(bar, "pos", 0)
 

@@ -1,7 +1,7 @@
-"""Where the time of one pass goes, as a picture (PNG, SVG or PDF by the file's name), drawn by matplotlib.
+"""The timing of one pass as a picture (PNG, SVG or PDF by the file's suffix), drawn by matplotlib.
 
-Above, when each thing happened: what the threads that bring weights do, and what the caller does meanwhile. Below, the
-caller's time and the disk's for each layer. Knows nothing of how the events came about.
+Above, a timeline: the threads that provide weights, and the caller. Below, the caller's time and the disk's for each
+layer. Independent of the origin of the events.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLOURS: Mapping[str, str] = {
     DEQUANTIZE: "#CC79A7",
     COMPUTE: "#E69F00",
 }
-"""From the palette of Okabe and Ito, which the colour-blind can tell apart."""
+"""Okabe and Ito's palette, which is safe for colour-blind readers."""
 _LABELS: Mapping[str, str] = {READ: "disk", UPLOAD: "copy to device", READ_WAIT: "wait for weights"}
 _LANES: Sequence[tuple[str, frozenset[str]]] = (
     ("disk", frozenset({READ})),
@@ -45,22 +45,22 @@ _LANES: Sequence[tuple[str, frozenset[str]]] = (
 _CALLERS = CALLER_STAGES
 _BRINGERS = (READ, *COPIES)
 _MAX_NAMES = 40
-"""More layers than these are not all named below the bars."""
+"""Limit of layers that are all named below the bars."""
 _WIDTH, _HEIGHT = 11.0, 6.2
-"""Inches."""
+"""Size in inches."""
 
 
 def draw(trace: Trace, path: str | Path, title: str = "", note: str = "") -> None:
     """Draw the median pass of a trace.
 
     Args:
-        trace: with one whole pass at least.
-        path: of the file, which is replaced.
+        trace: a trace with at least one complete pass.
+        path: path of the file, which is replaced.
         title: first line, above the picture.
         note: second line.
 
     Raises:
-        OptionError, MissingPackageError: as `check_picture`; or there is no whole pass.
+        OptionError, MissingPackageError: see `check_picture`; or there is no complete pass.
         OSError: the file cannot be written.
     """
     check_picture(path)
@@ -74,7 +74,7 @@ def draw(trace: Trace, path: str | Path, title: str = "", note: str = "") -> Non
 
 
 def _inside(events: Iterable[Event], one: Pass) -> list[Event]:
-    """Events of which a part lies in the pass."""
+    """Events that overlap the pass."""
     end = one.start + one.wall
     return [event for event in events if event.end > one.start and event.start < end]
 
@@ -82,8 +82,8 @@ def _inside(events: Iterable[Event], one: Pass) -> list[Event]:
 def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, float]]:
     """layer -> stage -> seconds of a pass, layers in its order.
 
-    Of reading and copying, what brought the weights that this pass used: the first layer's came while the pass before
-    was at its end, and this one reads them again for the next.
+    Reading and copying count for the pass that used the weights: those of the first layer arrived at the end of the
+    previous pass, and this pass prefetches them for the next.
     """
     known = list(events)
     spent: dict[str, dict[str, float]] = {}
@@ -113,7 +113,7 @@ def _drawn(one: Pass, events: Sequence[Event], title: str, note: str) -> Any:
 
 
 def _timeline(axes: Any, one: Pass, events: Sequence[Event]) -> None:
-    """A lane for the disk, one for copies, one for the caller; x in milliseconds of the pass."""
+    """Draw a lane for the disk, one for copies, one for the caller; x in milliseconds of the pass."""
     lanes = [(name, stages) for name, stages in _LANES if any(event.stage in stages for event in events)]
     for row, (_, stages) in enumerate(lanes):
         for stage in stages:
@@ -128,7 +128,7 @@ def _timeline(axes: Any, one: Pass, events: Sequence[Event]) -> None:
 
 
 def _clipped(event: Event, one: Pass) -> tuple[float, float]:
-    """Start and length in milliseconds, of what lies in the pass."""
+    """Start and length in milliseconds of the part within the pass."""
     start, end = max(event.start - one.start, 0.0), min(event.end - one.start, one.wall)
     return start * 1e3, (end - start) * 1e3
 
@@ -152,7 +152,7 @@ def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _short(layers: Sequence[str]) -> list[str]:
-    """Names without what leads every one of them, as `model.` does."""
+    """Names of layers without a common prefix such as `model.`."""
     return [layer.removeprefix("model.").removeprefix("transformer.") for layer in layers]
 
 

@@ -1,6 +1,6 @@
 """The one region of stderr in this process that changes in place; code that shows progress claims it here.
 
-Of several claims the last one is shown; when it is released, the one before it is shown again. A thread paints while
+Of several claims the last one is shown; when it is released, the previous one is shown again. A thread paints while
 there is a claim. In the form of lines, each claim prints a line every few seconds, less often the longer it takes.
 """
 
@@ -20,16 +20,16 @@ from rabbitllm.base.words import Row, text_of
 from rabbitllm.display.form import DisplayForm, form_of, size_of
 from rabbitllm.display.terminal import Terminal
 
-# An output of a notebook's cell that is replaced as things go on.
+# An output of a notebook's cell that is updated in place.
 
 COLUMNS = 100
 
 
 class NotebookOutput:
-    """One output, which appears in the cell that runs when something is first shown.
+    """One output, which appears in the running cell when something is first shown.
 
     Args:
-        interval: seconds between two texts, at least; the last one is always shown.
+        interval: minimum of seconds between two texts; the last one is always shown.
     """
 
     def __init__(self, interval: float) -> None:
@@ -39,7 +39,7 @@ class NotebookOutput:
         self._next = 0.0
 
     def show(self, text: str, now: float) -> None:
-        """Put a text in place of what is there, unless that was a moment ago."""
+        """Replace the shown text, unless the last update was too recent."""
         if now >= self._next:
             self._next = now + self._interval
             self._put(text)
@@ -56,7 +56,7 @@ class NotebookOutput:
             self._handle.update(_bundle(text), raw=True)
 
     def close(self, last: str) -> None:
-        """Leave one line, or nothing."""
+        """Replace the text by one line, or by nothing."""
         if self._handle is not None or last:
             self._put(last)
 
@@ -71,14 +71,14 @@ NOTEBOOK_SECONDS = 0.5
 LINE_SECONDS = 5.0
 MAX_LINE_SECONDS = 30.0
 SHARE_BETWEEN_LINES = 0.01
-"""Of the time that something takes in all: what passes between two lines of it, so that hours give no wall of them."""
+"""Interval between two lines as a share of the total time so far, so that hours do not fill the screen with them."""
 
 
 class Content(Protocol):
-    """What is shown; asked from a thread, and quick to answer."""
+    """The content of a claim; called from a thread, so it must be quick."""
 
     def rows(self, width: int) -> Sequence[Row]:
-        """At most four rows of at most so many columns."""
+        """At most four rows of at most `width` columns."""
         ...
 
     def line(self) -> str:
@@ -87,13 +87,13 @@ class Content(Protocol):
 
 
 class LinePace:
-    """When the next line is due. Seconds are those of any one clock."""
+    """The schedule of lines. Seconds are those of any one clock."""
 
     def __init__(self, start: float) -> None:
         self._start = self._last = start
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for a line; if so, it counts as printed."""
+        """Whether a line is due; if so, it counts as printed."""
         wait = min(max(LINE_SECONDS, SHARE_BETWEEN_LINES * (now - self._start)), MAX_LINE_SECONDS)
         if now - self._last < wait:
             return False
@@ -102,7 +102,7 @@ class LinePace:
 
 
 class Claim:
-    """The right to be shown, until `release`."""
+    """A place on the screen, until `release`."""
 
     def __init__(self, region: Region, content: Content, pace: LinePace, form: DisplayForm) -> None:
         self.content = content
@@ -113,7 +113,7 @@ class Claim:
         self._over = False
 
     def release(self, last: str = "") -> None:
-        """Take it away, and leave a line if one is given. Safe to call again."""
+        """Remove the rows, and leave a line if one is given. Safe to call again."""
         if not self._over:
             self._over = True
             self._region.drop(self, last)
@@ -133,8 +133,8 @@ class Region:
         """Show something from now on.
 
         Args:
-            content: what.
-            pace: of its lines, for one who asks again and again.
+            content: the content.
+            pace: schedule of its lines, for repeated claims.
         """
         form = form_of(sys.stderr)
         claim = Claim(self, content, pace or LinePace(self._clock()), form)
@@ -150,15 +150,15 @@ class Region:
         return claim
 
     def observe(self) -> None:
-        """Begin to note where others' text ends on a terminal, for rows that come later."""
+        """Start to track where the output of other code ends on a terminal, for later rows."""
         if form_of(sys.stderr) is DisplayForm.TERMINAL:
             with self._lock:
                 self._attach()
 
     def drop(self, claim: Claim, last: str) -> None:
-        """Called by `Claim.release`."""
+        """Remove a claim; called by `Claim.release`."""
         with self._lock:
-            if claim not in self._claims:  # it was the parent's, before a fork
+            if claim not in self._claims:  # it belonged to the parent, before a fork
                 return
             self._claims.remove(claim)
             if not self._claims and self._ticking is not None:
@@ -213,7 +213,7 @@ class Region:
                 self._terminal.detach()
 
     def _begin_anew(self) -> None:
-        """In a forked child, where no thread paints and another one may have held the lock."""
+        """Reset in a forked child, where no thread paints and another one may have held the lock."""
         self._lock = threading.RLock()
         self._claims, self._ticking = [], None
         if self._terminal is not None:
@@ -223,12 +223,12 @@ class Region:
 
 def _print(line: str) -> None:
     stream: Any = sys.stderr
-    with contextlib.suppress(ValueError, OSError):  # closed, or its reader is gone
+    with contextlib.suppress(ValueError, OSError):  # closed, or without a reader
         stream.write(line + "\n")
         stream.flush()
 
 
 THE_REGION = Region()
-"""Of this process."""
+"""The region of this process."""
 atexit.register(THE_REGION._end)
 in_child(THE_REGION._begin_anew)

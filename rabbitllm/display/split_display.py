@@ -1,6 +1,6 @@
-"""What a split shows by itself: rows on a terminal, an output in a notebook, a line every few seconds elsewhere.
+"""The progress of a split: rows on a terminal, an output in a notebook, a line every few seconds elsewhere.
 
-How it is drawn, from facts; what the facts are is `split_stats.py`'s, and where rows go `display/`'s.
+Draws facts; `split_stats.py` computes them, and `display/` places the rows.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rabbitllm.base.words import LinePiece, Row, amount, bar, duration, fitting,
 from rabbitllm.display.region import THE_REGION, Claim
 
 TOGETHER = 90
-"""From so many columns on, the disk and the rates share a row."""
+"""Minimum of columns for the disk and the rates to share a row."""
 LEAST_BAR, MAX_BAR = 8, 60
 
 
 class SplitDisplay:
-    """Listens to a split and shows it on stderr.
+    """Shows the events of a split on stderr.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,16 +46,16 @@ class SplitDisplay:
                 self.close(done_line(event) if self._claim is not None else "")
 
     def facts(self) -> SplitStats:
-        """As things are now."""
+        """The current facts."""
         with self._lock:
             return self._ledger.facts()
 
     def rows(self, width: int) -> Sequence[Row]:
-        """For the region."""
+        """The rows for the region."""
         return rows_of(self.facts(), width)
 
     def line(self) -> str:
-        """For the region."""
+        """The line for the region."""
         return line_of(self.facts())
 
     def _show(self) -> None:
@@ -63,17 +63,17 @@ class SplitDisplay:
             self._claim = THE_REGION.claim(self)
 
     def close(self, last: str = "") -> None:
-        """Take the rows away; leave a line if one is given."""
+        """Remove the rows; leave a line if one is given."""
         if self._claim is not None:
             self._claim.release(last)
             self._claim = None
 
 
 def rows_of(facts: SplitStats, width: int) -> list[Row]:
-    """Three rows, or four where they are narrow.
+    """Three rows, or four on a narrow terminal.
 
     Args:
-        facts: what to say.
+        facts: the facts.
         width: columns.
     """
     head = f"{facts.doing} "
@@ -97,7 +97,7 @@ def rows_of(facts: SplitStats, width: int) -> list[Row]:
 
 
 def line_of(facts: SplitStats) -> str:
-    """All of it in one plain line."""
+    """All facts in one plain line."""
     pieces = [
         f"{facts.doing} {100 * facts.share:.0f} %",
         _rate(facts.rates.done),
@@ -108,7 +108,7 @@ def line_of(facts: SplitStats) -> str:
 
 
 def done_line(event: progress.SplitDone) -> str:
-    """What stays when all is done."""
+    """The final line of a finished split."""
     took = f"{event.seconds:.1f} s" if event.seconds < 10 else duration(event.seconds)
     return (
         f"split into {event.layers} layers, {amount(event.output_bytes)}, in {took}; "
@@ -156,7 +156,7 @@ def _rate_pieces(facts: SplitStats) -> list[LinePiece]:
 
 @contextlib.contextmanager
 def shown(wanted: bool = True) -> Iterator[None]:
-    """Show splits while the context is open, unless someone else does."""
+    """Show splits while the context is open, unless other code does."""
     if not wanted or progress.is_shown():
         yield
         return

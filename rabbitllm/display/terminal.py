@@ -1,10 +1,10 @@
-"""Rows at the end of a terminal's text that change in place, and text of others that comes out above them, whole.
+"""Rows at the end of a terminal's output that change in place, below the complete output of other code.
 
-Whatever Python writes to stdout or stderr goes through here from the first rows on: the rows are taken away, the text
-is written, and the rows come back below it. What is written without Python (by a library in C, by another process)
-is not seen; it appears where the cursor is, which is always at the end of the text, and the next painting is below.
+From the first rows on, everything that Python writes to stdout or stderr goes through here: the rows are erased, the
+text is written, and the rows are drawn again below it. Output that bypasses Python (a library in C, another process)
+is not seen; it appears at the cursor, which is always at the end of the text, and the next painting is below it.
 
-Invariant: between two writes the cursor stands at the end of the others' text, never inside the rows.
+Invariant: between two writes the cursor is at the end of the others' text, never inside the rows.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rabbitllm.display.nested_bars import NestedBars
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 TAB = 8
 GONE = contextlib.suppress(ValueError, OSError)
-"""A stream that is closed, or whose terminal was closed: what is shown must not end what it is shown of."""
+"""For a closed stream or terminal: a failing display must not end the work that it displays."""
 
 
 class Terminal:
     """The terminal behind stderr, and behind stdout if that is one too.
 
-    Not thread-safe by itself: `exclusively` is entered around everything that others cause.
+    Not thread-safe by itself: `exclusively` is held during everything caused by other code.
 
     Args:
         stream: stderr.
-        exclusively: a lock that the same thread may enter again.
+        exclusively: a reentrant lock.
     """
 
     def __init__(self, stream: Any, exclusively: contextlib.AbstractContextManager[Any]) -> None:
@@ -55,19 +55,19 @@ class Terminal:
         self.watch_stdout()
 
     def watch_stdout(self) -> None:
-        """See to what is written to stdout as it is now, if that is a terminal: it may have been redirected before."""
+        """Intercept writes to the current stdout, if it is a terminal: it may have been redirected before."""
         isatty = getattr(sys.stdout, "isatty", None)
         if isatty is not None and isatty() and not any(sys.stdout is other for other in self._watched):
             self._watch(sys.stdout)
 
     def begin(self) -> None:
-        """Rows are about to be painted; bars of tqdm that are there already move in below them."""
+        """Prepare for rows; existing tqdm bars are adopted below them."""
         if self.guests.adopt(self.stream):
             self._put("\r\x1b[J")
             self._column = 0
 
     def paint(self, rows: Sequence[Row]) -> None:
-        """Show these rows, and the guests', in place of what is shown."""
+        """Replace the shown rows by these and those of adopted bars."""
         self.guests.adopt(self.stream)
         width, height = size_of(self.stream)
         shown = [*rows, *(((text, ""),) for text in self.guests.rows())][: height - 1]
@@ -77,7 +77,7 @@ class Terminal:
             return
         self._flush()
         out = ""
-        if self._column >= width:  # the line is full: whatever comes next would begin another one
+        if self._column >= width:  # the line is full: the next output would start another one
             out, self._column, self._wrapped = "\r\n", 0, True
         below = self._column > 0
         lines = [self._drawn(row, width - 1) for row in shown]
@@ -88,23 +88,23 @@ class Terminal:
         self._painted = text
 
     def erase(self) -> None:
-        """Take the rows away; those of `paint` are forgotten."""
+        """Erase the rows; those of `paint` are dropped."""
         self._rows = ()
         self._wipe()
 
     def above(self, text: str) -> None:
-        """Print a line of our own, above the rows."""
+        """Print a line above the rows."""
         begun = self._column > 0 and not self._wrapped
         with GONE:
             self._foreign(self._raw, self.stream, ("\n" if begun else "") + text + "\n")
 
     def detach(self) -> None:
-        """Take the rows away for good."""
+        """Erase the rows for good."""
         self.erase()
         self.let_others_write()
 
     def let_others_write(self) -> None:
-        """See to nothing that others write any more."""
+        """Stop intercepting the writes of other code."""
         for stream in self._watched:
             with contextlib.suppress(AttributeError):
                 del stream.write
@@ -117,7 +117,7 @@ class Terminal:
             with self._exclusively:
                 return self._foreign(raw, stream, text)
 
-        with contextlib.suppress(AttributeError):  # a stream that does not let itself be watched
+        with contextlib.suppress(AttributeError):  # a stream whose `write` cannot be replaced
             stream.write = write
             self._watched.append(stream)
 
@@ -138,12 +138,12 @@ class Terminal:
         finally:
             self._inside = False
         self._column = column_after(self._column, rest, size_of(self.stream)[0])
-        if self._rows and self._column == 0:  # after a part of a line, the next tick is soon enough
+        if self._rows and self._column == 0:  # after a partial line, the next tick is soon enough
             self.paint(self._rows)
         return len(text)
 
     def _finished_line(self, text: str) -> None:
-        """What a bar of tqdm leaves behind."""
+        """Write the last state of a closed tqdm bar."""
         with self._exclusively:
             self.above(text)
 
@@ -179,7 +179,7 @@ class Terminal:
 
 
 def column_after(column: int, text: str, width: int) -> int:
-    """Where the cursor is after a text that begins in a column: 0 at the start of a line, `width` where it is full."""
+    """The cursor's column after a text that begins in `column`: 0 at the start of a line, `width` where it is full."""
     line = _ESCAPES.sub("", text)
     cut = max(line.rfind("\n"), line.rfind("\r"))
     if cut >= 0:

@@ -1,4 +1,4 @@
-"""What a check of layer files shows while it reads them: how much is read, how fast, and how long it will take."""
+"""The progress of a check of layer files: bytes read, speed, and time left."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rabbitllm.base.words import LinePiece, Row, bar, duration, fitting, part, s
 from rabbitllm.display.region import THE_REGION
 
 BAR = 24
-"""Columns."""
+"""Width in columns."""
 
 
 class Reading:
-    """So many bytes, of which more and more are read.
+    """Progress of reading a number of bytes.
 
     Args:
-        total: bytes.
-        clock: seconds.
+        total: bytes to read.
+        clock: returns seconds.
     """
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,11 +28,11 @@ class Reading:
         self._done = 0
 
     def add(self, nbytes: int) -> None:
-        """So many more are read."""
+        """Count bytes read."""
         self._done += nbytes
 
     def rows(self, width: int) -> Sequence[Row]:
-        """One row, with a bar where there is room for it."""
+        """One row, with a bar if it fits."""
         share = self._done / self._total if self._total else 1.0
         seconds = self._clock() - self._start
         rate = self._done / seconds if seconds else 0.0
@@ -53,7 +53,7 @@ class Reading:
 
 @contextlib.contextmanager
 def shown_reading(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Show it while the context is open; what comes back is told the file and the bytes of it that were read."""
+    """Show progress while the context is open; yields a function to call with each file and its bytes read."""
     reading = Reading(total)
     claim = THE_REGION.claim(reading)
     try:

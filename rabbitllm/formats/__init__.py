@@ -1,1 +1,1 @@
-"""One file format each: bytes in, tensor specs out. Knows no models, no layers and no devices."""
+"""One file format each: bytes in, tensor specs out. Independent of models, layers and devices."""

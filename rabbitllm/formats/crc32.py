@@ -1,8 +1,8 @@
-"""CRC-32 checksums, and that of a whole from those of its pieces, in whatever order they were made.
+"""CRC-32 checksums, and their combination: that of a whole from those of its pieces, computed in any order.
 
-zlib-ng makes the sums with the processor's own instructions and without the interpreter's lock, four times as fast as
-CPython's zlib (docs/PERFORMANCE.md), which makes the same ones where zlib-ng is not installed. Putting two together is
-arithmetic on polynomials over GF(2), after https://github.com/madler/zlib (crc32.c, `crc32_combine`): the sum of A
+zlib-ng computes them with the processor's own instructions and without the interpreter's lock, four times as fast as
+CPython's zlib (docs/PERFORMANCE.md), which gives the same results where zlib-ng is not installed. Combining two is
+arithmetic on polynomials over GF(2), after https://github.com/madler/zlib (crc32.c, `crc32_combine`): the CRC of A
 followed by B is A's multiplied by x^(8 * len(B)), plus B's.
 """
 
@@ -20,15 +20,15 @@ except ImportError:
 __all__ = ["combine", "combine_all", "crc32", "crc32_of_file"]
 
 _POLYNOMIAL = 0xEDB88320
-"""CRC-32's, with the highest power in the lowest bit."""
+"""CRC-32's polynomial, with the highest power in the lowest bit."""
 READ_BYTES = 4 << 20
-"""Of a file at a time."""
+"""Bytes of a file that are read at a time."""
 _ONE = 1 << 31
 _X8 = 1 << 23
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two runs of bytes, one after the other, from the CRC-32 of each and the length of the second."""
+    """The CRC-32 of two consecutive runs of bytes, from the CRC-32 of each and the length of the second."""
     while first and second_bytes:
         bit = second_bytes & -second_bytes
         lowest, low, high, highest = _shifted(bit)
@@ -38,7 +38,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def combine_all(pieces: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of runs of bytes in their order, each given as (CRC-32, length in bytes)."""
+    """The CRC-32 of consecutive runs of bytes, each given as (CRC-32, length in bytes)."""
     total = 0
     for crc, nbytes in pieces:
         total = combine(total, crc, nbytes)
@@ -46,7 +46,7 @@ def combine_all(pieces: Iterable[tuple[int, int]]) -> int:
 
 
 def crc32_of_file(path: Path) -> int:
-    """The CRC-32 of a file's bytes, all of which are read."""
+    """The CRC-32 of a file, which is read completely."""
     total, buffer = 0, bytearray(READ_BYTES)
     with path.open("rb", buffering=0) as stream:
         while got := stream.readinto(buffer):
@@ -56,9 +56,9 @@ def crc32_of_file(path: Path) -> int:
 
 @functools.cache
 def _shifted(nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """What each value of each byte of a sum, the lowest first, becomes with so many bytes behind it, a power of two.
+    """Tables of the CRC after `nbytes` zero bytes, a power of two: for each byte of a CRC, lowest first, by its value.
 
-    Multiplying is linear, so a sum is the exclusive or of what becomes of its bytes.
+    Multiplication is linear, so the result for a CRC is the exclusive or of the entries of its bytes.
     """
     power = _X8
     for _ in range(nbytes.bit_length() - 1):

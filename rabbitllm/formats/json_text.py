@@ -1,8 +1,8 @@
-"""JSON that a stranger wrote, decoded within bounds and in one meaning only.
+"""Untrusted JSON, decoded within limits and without ambiguity.
 
-Python's own reader accepts a key twice (the last one wins, while a scanner may see the first), and turns a few bytes
-of text into a hundred times as many of objects. What a text will become is bounded here before it is decoded, from the
-number of its values and the size of the text. Knows nothing of what the JSON means.
+Python's own reader accepts a repeated key (the last one wins, while a scanner may see the first), and turns a few
+bytes of text into a hundred times as many bytes of objects. Here the memory is limited before decoding, by the number
+of values and the size of the text. Independent of the meaning of the JSON.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_VALUES = 600_000
-"""Values, lists and tables in one text, counted as its commas and opening brackets. A tensor takes 8 of them in a
-safetensors header and 1 in an index; so 75,000 tensors in a shard, 600,000 in a checkpoint."""
+"""Limit of values, lists and tables in one text, counted as its commas and opening brackets. A tensor takes 8 of them
+in a safetensors header and 1 in an index; so 75,000 tensors in a shard, 600,000 in a checkpoint."""
 MAX_TEXT_BYTES = 64 << 20
-"""In memory, where one character outside Latin-1 makes all of them two or four bytes wide."""
+"""Limit of a text in memory, where one character outside Latin-1 makes all of them two or four bytes wide."""
 MAX_DIGITS = 400
-"""Of a number in a message. A float has fewer than 310 before its point; more is only work."""
+"""Limit of the digits of a number in a message. A float has fewer than 310 before its point; more only cost time."""
 
 
 def decode_json(
@@ -27,13 +27,13 @@ def decode_json(
     """The value of a JSON text.
 
     Args:
-        raw: UTF-8; its own length is the caller's to bound.
-        constant: makes a value of NaN and the infinities, which are no JSON; None for Python's.
-        whole: makes a value of a whole number as it is written; None for Python's, many times as fast.
+        raw: UTF-8; the caller limits its length.
+        constant: converts NaN and the infinities, which are not JSON; None for Python's conversion.
+        whole: converts the digits of an integer; None for Python's conversion, which is many times as fast.
 
     Raises:
-        ValueError: it is not UTF-8 or not JSON, has a key twice, nests or holds more than any checkpoint needs; says
-            what was found.
+        ValueError: it is not UTF-8 or not JSON, repeats a key, or exceeds the limits of nesting or size; the message
+            says what was found.
     """
     values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if values > MAX_VALUES:
@@ -48,17 +48,17 @@ def decode_json(
 
 
 def decode_message(raw: bytes) -> Any:
-    """The value of a JSON text from elsewhere, every text in which can be written as UTF-8.
+    """The value of a JSON message, all strings in which can be written as UTF-8.
 
     Args:
         raw: see `decode_json`.
 
     Raises:
-        ValueError: it is none; says what was found.
+        ValueError: it is malformed; the message says what was found.
     """
     try:
         value = decode_json(raw, _no_number, _whole)
-        if b"\\u" in raw:  # halves of a character, which no tokenizer takes
+        if b"\\u" in raw:  # lone surrogates, which no tokenizer accepts
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("it has half of a character beyond the first 65,536") from None
@@ -87,10 +87,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def text_of(value: object) -> str:
-    """A decoded value that has to be text.
+    """A decoded value that must be a string.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a string.
     """
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is no text")

@@ -1,6 +1,6 @@
-"""What a pickle is read on: the bytes, the stack and the memo, each with its limit, and the globals that are known.
+"""The state of reading a pickle: bytes, stack and memo, each with its limit, and the table of known globals.
 
-Knows no opcodes; `pickle_opcodes.py` has them.
+The opcodes are in `pickle_opcodes.py`.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_MEMO = 500_000
-"""A tensor takes about 12."""
+"""Limit of memo entries. A tensor takes about 12."""
 MAX_STACK = 200_000
 MAX_MARKS = 1_000
-"""How deep a pickler's own recursion goes."""
+"""Limit of open marks, which is the recursion limit of a pickler."""
 MAX_NUMBER_BYTES = 32
 MAX_NAME = 200
-"""Characters of a global's module or name."""
+"""Limit of the characters of a global's module or name."""
 
 
 class RefusedValueError(ValueError):
-    """Raised by a table's function that is given something it does not take; says what, without naming the file."""
+    """Raised by a table's function for an argument that it does not accept; the message does not name the file."""
 
 
 class CutOffError(Exception):
-    """The pickle is not whole: the bytes or the stack ran out."""
+    """The pickle is truncated: the bytes or the stack ran out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A global that the reader knows: its name, and what calling it makes of the arguments, if it may be called."""
+    """A known global: its name, and the function that stands for calling it, if it may be called."""
 
     name: str
     call: Callable[[tuple[Any, ...]], object] | None = None
 
 
 class Attributed(dict[Any, object]):
-    """A dict that may be given attributes (`collections.OrderedDict`); they are read and dropped."""
+    """A dict with attributes (`collections.OrderedDict`), which are read and dropped."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class PickleMachine:
     memo: dict[int, Any] = field(default_factory=dict)
 
     def take(self, length: int) -> bytes:
-        """The next bytes; never more than there are."""
+        """The next `length` bytes."""
         taken = self.data[self.at : self.at + length]
         if len(taken) != length:
             raise CutOffError(f"wants {length:,} bytes, and {len(taken):,} are left")
@@ -103,13 +103,13 @@ class PickleMachine:
 
 
 def describe(value: object) -> str:
-    """A value in a few words, whatever it is; never walks it."""
+    """A short description of any value; never traverses it."""
     if isinstance(value, Known):
         return f"the global {value.name}"
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, int):
-        return f"the number {value}"  # of 32 bytes at most
+        return f"the number {value}"  # of at most 32 bytes
     if isinstance(value, str):
         return f"the text {value[:60]!r}"
     if isinstance(value, tuple | list | dict | bytes):

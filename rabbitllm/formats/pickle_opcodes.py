@@ -1,7 +1,7 @@
-"""The opcodes of a pickle that are read, each as a step of the machine. One that is not here is refused.
+"""The supported opcodes of a pickle, each as a step of the machine. All others are refused.
 
 Left out on purpose: instances (INST, OBJ, NEWOBJ, NEWOBJ_EX), the extension registry (EXT1 to EXT4), out-of-band
-buffers, frozen sets, the text forms of protocol 0, and what only recursive tuples need (POP, POP_MARK, DUP).
+buffers, frozen sets, the text forms of protocol 0, and opcodes that only recursive tuples need (POP, POP_MARK, DUP).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _set_items(machine: PickleMachine) -> None:
 
 
 def _store(table: dict[Any, object], key: object, value: object) -> None:
-    # hashing a tuple walks it, and a file can make one that takes for ever; wide numbers can be made to collide
+    # hashing traverses a tuple, for ever if a file wants it; wide numbers can be made to collide
     if type(key) is not str and not (type(key) is int and -(1 << 63) <= key < 1 << 63):
         raise RefusedValueError(f"has {describe(key)} as a key; expected text or a number of 64 bits")
     if key in table:
@@ -240,4 +240,4 @@ _BY_NAME: dict[str, Callable[[PickleMachine], None]] = {
 STEPS: dict[int, Callable[[PickleMachine], None]] = {
     ord(op.code): _BY_NAME[op.name] for op in pickletools.opcodes if op.name in _BY_NAME
 }
-"""By the byte that stands for it; PROTO and STOP, which begin and end every pickle, are the reader's own."""
+"""Steps by opcode; PROTO and STOP, which begin and end every pickle, are handled by the reader."""

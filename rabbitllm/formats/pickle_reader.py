@@ -1,14 +1,14 @@
-"""Pickles read by an allow-list: what a pickle names is looked up in a table, never imported, and nothing is called but
-the functions of that table.
+"""Pickles read by an allow-list: globals are looked up in a table, never imported, and only functions of that table are
+called.
 
 Format: the opcodes as CPython's `pickletools` documents them (https://github.com/python/cpython/blob/main/Lib/pickletools.py),
-protocols 2 to 5. Of them, those that build numbers, text, bytes, tuples, lists, sets and dicts, refer to the memo, name
-a global, call it (REDUCE), set attributes (BUILD) and refer to a storage (BINPERSID). What else there is (instances,
-the extension registry, out-of-band buffers, protocol 0's text forms) no checkpoint needs, and it is refused.
+protocols 2 to 5. Supported are those that build numbers, text, bytes, tuples, lists, sets and dicts, refer to the
+memo, name a global, call it (REDUCE), set attributes (BUILD) and refer to a storage (BINPERSID). No checkpoint needs
+the others (instances, the extension registry, out-of-band buffers, protocol 0's text forms), so they are refused.
 
-Values are plain Python ones; a set is a list, since hashing what a file made can take for ever. Keys of dicts are text
-or whole numbers, each once. Building never recurses, so nesting costs nothing here; who walks the result must bound it.
-Knows nothing of torch.
+Values are plain Python ones; a set becomes a list, since hashing values from a file can take for ever. Keys of
+dicts are text or integers, without repetition. Building never recurses, so nesting costs nothing here; code that
+traverses the result must limit it. Independent of torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rabbitllm.formats.pickle_opcodes import STEPS
 
 MAX_PICKLE_BYTES = 32 << 20
 MAX_OPCODES = 1_000_000
-"""A tensor takes about 35."""
+"""Limit of opcodes. A tensor takes about 35."""
 MAX_LISTED = 1_000_000
 MAX_ARGUMENT = 80
-"""Characters of an opcode's argument in a listing."""
+"""Limit of the characters of an opcode's argument in a listing."""
 _PROTO, _STOP = 0x80, ord(".")
 
 _REMEDY = (
@@ -39,18 +39,18 @@ _REMEDY = (
 def read_pickle(
     data: bytes, known: Mapping[tuple[str, str], Known], persistent: Callable[[object], object], file: str
 ) -> object:
-    """The value a pickle describes.
+    """The value that a pickle describes.
 
     Args:
         data: the whole pickle; at most `MAX_PICKLE_BYTES`.
-        known: the globals it may name, by module and name.
-        persistent: makes a value of a persistent id; raises RefusedValueError for one it does not know.
+        known: the globals that it may name, by module and name.
+        persistent: converts a persistent id; raises RefusedValueError for an unknown one.
         file: name for messages.
 
     Raises:
-        UnsafePickleError: an opcode, a global or a value that is not on the list, or more of something than the limits
-            allow; with its name and byte position.
-        CorruptShardError: the pickle is cut off, or is none.
+        UnsafePickleError: an opcode, a global or a value that is not allowed, or a limit exceeded; with its name and
+            byte position.
+        CorruptShardError: the bytes are truncated, or not a pickle.
     """
     value, _ = _read(data, 0, known, persistent, file, alone=True)
     return value
@@ -63,9 +63,9 @@ def read_leading_pickle(
     persistent: Callable[[object], object],
     file: str,
 ) -> tuple[object, int]:
-    """The value of a pickle that begins at byte `begin` and is followed by something else, and where that begins.
+    """The value of a pickle that begins at byte `begin`, and the offset of the bytes after it.
 
-    Args and errors: see `read_pickle`. One that goes on behind the end of `data` is a CorruptShardError.
+    Args and errors: see `read_pickle`. A pickle that continues beyond the end of `data` is a CorruptShardError.
     """
     return _read(data, begin, known, persistent, file, alone=False)
 
@@ -107,7 +107,7 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class ListedOpcode:
-    """One opcode of a listing: where it stands (bytes), its name, and its argument as text, cut short."""
+    """One opcode of a listing: its byte offset, its name, and its argument as shortened text."""
 
     position: int
     name: str
@@ -115,16 +115,16 @@ class ListedOpcode:
 
 
 def list_opcodes(data: bytes, file: str, most: int = MAX_LISTED) -> Iterator[ListedOpcode]:
-    """The opcodes of any pickle up to its STOP, refused ones too, for people to look at. Runs nothing.
+    """The opcodes of any pickle up to its STOP, including refused ones, for people to look at. Runs nothing.
 
     Args:
         data: the whole pickle; at most `MAX_PICKLE_BYTES`.
         file: name for messages.
-        most: stop after so many.
+        most: limit of opcodes.
 
     Raises:
-        UnsafePickleError: it is too large.
-        CorruptShardError: the bytes are no pickle from some place on; what precedes it has been yielded.
+        UnsafePickleError: the pickle is too large.
+        CorruptShardError: the bytes stop being a pickle; the opcodes before have been yielded.
     """
     _check_size(data, file)
     listing = pickletools.genops(data)
@@ -157,7 +157,7 @@ def _check_size(data: bytes, file: str) -> None:
 
 
 def _opcode_name(code: int) -> str:
-    """The name of an opcode as `pickletools` gives it, or its number."""
+    """The name of an opcode in `pickletools`, or its number."""
     known = next((op.name for op in pickletools.opcodes if op.code == chr(code)), None) if code >= 0 else None
     return known if known else (f"opcode {code:#04x}" if code >= 0 else "its beginning")
 

@@ -1,6 +1,6 @@
-"""Positional reads of a file by several threads at once, into memory that the caller owns.
+"""Positional reads of a file by several threads at once, into the caller's memory.
 
-`os.preadv` where the system has it; a lock around seek and read on Windows, which has none. Knows no formats.
+`os.preadv` where the system has it; a lock around seek and read on Windows. Independent of formats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 HUGE_PAGE = 2 << 20
 CAN_MAP_PRIVATELY = hasattr(mmap, "MAP_PRIVATE")
-"""Not on Windows, where a private mapping would reserve memory for the whole file."""
+"""False on Windows, where a private mapping would reserve memory for the whole file."""
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # in Python from 3.13 on
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -26,9 +26,9 @@ class PositionalFile:
     """A file open for reading at any offset. A context manager.
 
     Args:
-        path: of the file.
-        direct: past the page cache, where the system has O_DIRECT; offsets, lengths and addresses must then be
-            multiples of the file system's block, or reads fail with EINVAL. Opening may fail so too.
+        path: path of the file.
+        direct: bypass the page cache, where the system has O_DIRECT; offsets, lengths and addresses must then be
+            multiples of the file system's block, or reads fail with EINVAL. Opening may fail with it too.
     """
 
     def __init__(self, path: Path, *, direct: bool = False) -> None:
@@ -38,22 +38,22 @@ class PositionalFile:
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | past_the_cache)
 
     def advise_sequential(self) -> None:
-        """Tell the kernel that the file is read from front to back, so that it reads ahead more."""
+        """Advise the kernel that the file is read sequentially, so that it reads ahead more."""
         if sys.platform == "linux":
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def will_need(self, offset: int, length: int) -> None:
-        """Ask the kernel to read a range into the page cache; it may go on when this has returned."""
+        """Advise the kernel to read a range into the page cache, perhaps asynchronously."""
         if sys.platform == "linux":
             os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
     def drop_cache(self, offset: int, length: int) -> None:
-        """Tell the kernel that a range will not be needed again soon."""
+        """Advise the kernel that a range will not be needed again soon."""
         if sys.platform == "linux":
             os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill `buffer` from `offset` (bytes); return how many bytes came, fewer only at the end of the file."""
+        """Fill `buffer` from `offset` (bytes); return the number of bytes read, fewer only at the end of the file."""
         done = 0
         while done < len(buffer):
             got = self._read_some(buffer[done:], offset + done)
@@ -63,22 +63,22 @@ class PositionalFile:
         return done
 
     def size(self) -> int:
-        """Length of the file in bytes, as it is now."""
+        """Current length of the file in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def identity(self) -> tuple[int, ...]:
-        """What tells the file as it is now from another one, and from itself after a change."""
+        """Values that identify the file and its current version."""
         return identity_of(os.fstat(self._descriptor))
 
     def map_privately(self) -> memoryview:
-        """The whole file as memory that is read from it when touched; what is written there stays in this process.
+        """The whole file as memory that is read from it on access; writes to it stay in this process.
 
-        It lasts as long as a view of it, also when the file is closed, and holds no descriptor (those of Python's
-        `mmap` do). No memory is set aside for writing, so a file may be larger than what there is. If the file is cut
-        off afterwards, touching what is gone ends the process (SIGBUS). Needs `CAN_MAP_PRIVATELY`.
+        It exists as long as a view of it, also after the file is closed, and holds no descriptor (those of Python's
+        `mmap` do). No memory is reserved for writes, so a file may be larger than memory. If the file is truncated
+        afterwards, accessing the lost part ends the process (SIGBUS). Needs `CAN_MAP_PRIVATELY`.
 
         Raises:
-            OSError: the system maps no such file.
+            OSError: the system cannot map this file.
             ValueError: the file is empty.
         """
         if sys.platform == "win32":
@@ -92,12 +92,12 @@ class PositionalFile:
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(self.path))
         pages = (ctypes.c_ubyte * length).from_address(address)
-        # not at the end of the process, when other threads may still be in it
+        # not at exit, when other threads may still use it
         weakref.finalize(pages, unmap, address, length).atexit = False
         return memoryview(pages).cast("B")
 
     def map_read_only(self) -> memoryview:
-        """The same where `CAN_MAP_PRIVATELY` is false: nothing can be written there.
+        """The same where `CAN_MAP_PRIVATELY` is false, but read-only.
 
         Raises:
             ValueError: the file is empty.
@@ -140,15 +140,15 @@ def _mapping_calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer
 
 
 def identity_of(status: os.stat_result) -> tuple[int, ...]:
-    """`PositionalFile.identity` of a file that is not open."""
+    """`PositionalFile.identity` for a file that is not open."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def page_aligned(nbytes: int) -> memoryview:
-    """Fresh private memory that starts on a page boundary, of huge pages where the system grants them.
+    """New private memory that starts on a page boundary, with huge pages if the system grants them.
 
-    Page-aligned memory may be written past the page cache, and huge pages take direct reads at 2 to 3 times the
-    rate of small ones.
+    Page-aligned memory may be written bypassing the page cache, and huge pages take direct reads at 2 to 3 times
+    the rate of small ones.
     """
     if sys.platform == "win32":
         return memoryview(mmap.mmap(-1, nbytes))

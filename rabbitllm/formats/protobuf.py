@@ -1,12 +1,12 @@
-"""The protobuf wire format, read strictly: fields one after the other, and the values that a schema expects of them.
+"""The protobuf wire format, read strictly: fields one after the other, and their values by a schema.
 
 Format: https://protobuf.dev/programming-guides/encoding/. A message is a run of fields; each has a tag (number and
-wire type) and a value, none of them aligned. Every length is compared with what is left before it is used. An embedded
-message is a span, which the caller reads by its own schema: the depth is the schema's, never the file's.
+wire type) and a value, none of them aligned. Every length is compared with the remaining bytes before it is used. An
+embedded message is a span, which the caller reads by its own schema: the schema limits the depth, not the file.
 
-Stricter than the reference reader, which lets through what no writer makes: groups, a known field with another wire
-type (skipped there), a singular field twice (the last wins there, or both are merged), varints of more than 64 bits,
-enumerators that the schema lacks (the default there), text that is not UTF-8. Knows no messages and no files.
+Stricter than the reference reader, which accepts input that no writer makes: groups, a known field with another wire
+type (skipped there), a repeated singular field (the last wins there, or both are merged), varints of more than 64
+bits, enumerators missing in the schema (the default there), text that is not UTF-8. Independent of messages and files.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _Value = TypeVar("_Value")
 
 
 class WireFormatError(ValueError):
-    """Bytes that no protobuf writer makes, or not for this schema; the message names the byte."""
+    """Bytes that no protobuf writer makes, or not for this schema; the message has the byte offset."""
 
 
 class FieldKind(Enum):
-    """What a field's value becomes."""
+    """The Python type of a field's value."""
 
     BOOL = "bool"
     INT32 = "int32"
     UINT64 = "uint64"
     FLOAT = "float"
     TEXT = "string"
-    SPAN = "bytes"  # or an embedded message: (first byte, byte after the last), nothing is copied
+    SPAN = "bytes"  # or an embedded message: (first byte, byte after the last), not copied
 
     @property
     def wire_type(self) -> int:
-        """The wire type that it is stored with."""
+        """The wire type of its encoding."""
         if self in (FieldKind.TEXT, FieldKind.SPAN):
             return LENGTH_DELIMITED
         return FIXED32 if self is FieldKind.FLOAT else VARINT
@@ -52,9 +52,9 @@ class SchemaField:
     """One field of a schema.
 
     Attributes:
-        name: what the value is called in the outcome.
-        kind: what it becomes.
-        repeated: whether it may come more than once; the outcome is then a tuple.
+        name: its key in the result.
+        kind: the Python type of its value.
+        repeated: whether it may be repeated; the result is then a tuple.
         values: its enumerators, if it is an enumeration (INT32).
     """
 
@@ -65,22 +65,22 @@ class SchemaField:
 
 
 Schema = Mapping[int, SchemaField]
-"""Field number -> what is expected there."""
+"""Field number -> its schema."""
 
 FieldRead = tuple[int, int, int]
-"""What `read_fields` gives for each field."""
+"""A field as `read_fields` yields it."""
 
 
 def numbered(
     number: int, kind: FieldKind, default: _Value, *, repeated: bool = False, values: type[IntEnum] | None = None
 ) -> _Value:
-    """A field of a dataclass that stands for a message, with its number there; `schema_of` collects them."""
+    """A dataclass field with its number in the message; `schema_of` collects them."""
     made: Any = field(default=default, metadata={"number": number, "slot": (kind, repeated, values)})
     return made  # type: ignore[no-any-return]
 
 
 def schema_of(record: type) -> Schema:
-    """The schema of a dataclass whose fields are `numbered`; the others are not read from a message."""
+    """The schema of a dataclass, of its `numbered` fields; others are not read from a message."""
     return {
         entry.metadata["number"]: SchemaField(entry.name, *entry.metadata["slot"])
         for entry in fields(record)
@@ -89,10 +89,10 @@ def schema_of(record: type) -> Schema:
 
 
 def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """The unsigned number that starts at byte `at`, and the byte after it.
+    """The unsigned number that starts at byte `at`, and the offset after it.
 
     Raises:
-        WireFormatError: it goes on past byte `end`, has more than 10 bytes, or more than 64 bits.
+        WireFormatError: it continues past byte `end`, or has more than 10 bytes or 64 bits.
     """
     value = 0
     for index in range(MAX_VARINT_BYTES):
@@ -108,13 +108,13 @@ def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def read_fields(data: bytes, begin: int, end: int) -> Iterator[FieldRead]:
-    """The fields of the message at bytes `begin` to `end`, each as (tag, value, byte after the field).
+    """The fields of the message at bytes `begin` to `end`, each as (tag, value, offset after the field).
 
-    The tag is `number << 3 | wire type`. The value is the unsigned number itself for a varint, else the byte at which
-    the payload starts: the payload is `data[value:byte after the field]`.
+    The tag is `number << 3 | wire type`. The value is the unsigned number itself for a varint, else the offset of the
+    payload: the payload is `data[value:offset after the field]`.
 
     Raises:
-        WireFormatError: a field that is cut off, a group, a wire type or a field number that does not exist.
+        WireFormatError: a truncated field, a group, or an invalid wire type or field number.
     """
     at = begin
     while at < end:
@@ -128,7 +128,7 @@ def read_fields(data: bytes, begin: int, end: int) -> Iterator[FieldRead]:
             )
         wire_type = tag & 7
         if wire_type == LENGTH_DELIMITED:
-            if at < end and data[at] < 0x80:  # nearly every length; a call costs more than the rest of this loop
+            if at < end and data[at] < 0x80:  # nearly all lengths; a call would cost more than the rest of this loop
                 length, at = data[at], at + 1
             else:
                 length, at = read_varint(data, at, end)
@@ -153,21 +153,21 @@ def read_fields(data: bytes, begin: int, end: int) -> Iterator[FieldRead]:
 
 
 def read_message(data: bytes, begin: int, end: int, schema: Schema, max_fields: int) -> dict[str, Any]:
-    """What the message at bytes `begin` to `end` says: slot name -> value, for the fields that are there.
+    """The fields of the message at bytes `begin` to `end`: slot name -> value, for the fields in it.
 
     Raises:
-        WireFormatError: as `read_fields` and `values_of`; more than `max_fields` fields, known or not.
+        WireFormatError: see `read_fields` and `values_of`; or more than `max_fields` fields, known or not.
     """
     return values_of(data, _at_most(max_fields, read_fields(data, begin, end), begin), schema)
 
 
 def values_of(data: bytes, fields_read: Iterable[FieldRead], schema: Schema) -> dict[str, Any]:
-    """What these fields of `data` say: slot name -> value.
+    """The values of fields of `data`: slot name -> value.
 
-    Fields that the schema lacks are skipped, as the format demands.
+    Fields that the schema lacks are skipped, as the format requires.
 
     Raises:
-        WireFormatError: a known field with another wire type, a singular one twice, a value that its kind cannot have.
+        WireFormatError: a known field with another wire type, a repeated singular field, or an invalid value.
     """
     found: dict[str, Any] = {}
     for tag, value, after in fields_read:
@@ -197,7 +197,7 @@ def _at_most(limit: int, fields_read: Iterable[FieldRead], begin: int) -> Iterat
 
 
 def read_text(data: bytes, begin: int, end: int, name: str) -> str:
-    """The text at bytes `begin` to `end`; `name` is for the message.
+    """The text at bytes `begin` to `end`; `name` is for error messages.
 
     Raises:
         WireFormatError: it is not UTF-8.
@@ -222,7 +222,7 @@ def _value(data: bytes, value: int, after: int, slot: SchemaField) -> Any:
         return _FLOAT.unpack_from(data, value)[0]
     if kind is FieldKind.TEXT:
         return read_text(data, value, after, slot.name)
-    number = (value & 0xFFFFFFFF ^ 0x80000000) - 0x80000000  # the format: cut to 32 bits, as a cast would
+    number = (value & 0xFFFFFFFF ^ 0x80000000) - 0x80000000  # the format truncates to 32 bits, like a cast
     if slot.values is None:
         return number
     try:

@@ -1,6 +1,6 @@
-"""What a file of weights is, from its first bytes; an extension says nothing.
+"""The format of a file of weights, by its first bytes; the extension does not count.
 
-Knows the formats only by how they begin. Whether the rest of the file is sound is the affair of its reader.
+Only the beginning is checked; the reader of the format checks the rest.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import enum
 from pathlib import Path
 
 HEAD_BYTES = 512
-"""How much of a file `recognise` wants to see."""
+"""Bytes of a file that `recognise` needs."""
 
 LEGACY_NUMBER = 0x1950A86A20F9469CFC6C
-"""The files of `torch.save` began with a pickle of this before torch 1.6 (torch/serialization.py, MAGIC_NUMBER)."""
+"""Before torch 1.6, files of `torch.save` began with a pickle of this (torch/serialization.py, MAGIC_NUMBER)."""
 _LEGACY_PICKLE = b"\x8a\x0a" + LEGACY_NUMBER.to_bytes(10, "little") + b"."
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -30,8 +30,8 @@ class Weights(enum.Enum):
 
 
 def recognise(head: bytes) -> Weights:
-    """The format of a file that begins with `head`, its first `HEAD_BYTES` bytes or all it has."""
-    # first, since the length of a header may begin like a pickle: 128 is 0x80, as is 640
+    """The format of a file that begins with `head`, its first `HEAD_BYTES` bytes or all of it."""
+    # first, since the length of a header may look like the start of a pickle: 128 is 0x80, as is 640
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES:
         return Weights.SAFETENSORS
     if head.startswith(b"PK\x03\x04"):

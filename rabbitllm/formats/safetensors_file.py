@@ -1,11 +1,11 @@
-"""The safetensors file: headers checked whole, headers written, tensors viewed in place.
+"""The safetensors file: headers checked completely, headers written, tensors viewed in place.
 
 Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length N, N bytes of
-JSON header, then the tensors' bytes without holes. A header is believed only after all of it has been
-checked against the size of the file; no size in it is used before. Knows no models.
+JSON header, then the tensors' bytes without holes. A header is used only after all of it has been checked against
+the size of the file. Independent of models.
 
-Stricter than the reference reader where that one lets ambiguity through: a name twice, a header that
-does not start with `{`, an unknown field, a name that is no printable text.
+Stricter than the reference reader, which accepts some ambiguity: a repeated name, a header that does not start with
+`{`, an unknown field, a name that is not printable text.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20
-"""The format allows 100,000,000; 97 % have less than 256 KiB, and 75,000 tensors take 10 MB."""
+"""Limit of a header. The format allows 100,000,000; 97 % have less than 256 KiB, and 75,000 tensors take 10 MB."""
 MAX_NAME = 1024
-"""Characters of a tensor's name."""
+"""Limit of the characters of a tensor's name."""
 MAX_DIMENSIONS = 64
-"""torch's own limit; a header may claim 100,000."""
+"""torch's own limit; a header may declare 100,000."""
 DATA_ALIGNMENT = 4096
-"""Where the data of the files we write starts: a multiple of this, so that it can be read past the page cache."""
+"""Alignment of the data in files that we write, so that it can be read bypassing the page cache."""
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LIMIT = 1 << 63
-"""Beyond it no file offset exists, and torch could not count a tensor's elements."""
+"""Limit of file offsets and of torch's element counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header, or what another format has in place of one.
+    """A checked header, or its equivalent in another format.
 
     Attributes:
         tensors: in file order.
-        metadata: the file's own.
-        data_start: where the data starts, bytes.
-        comes_first: whether all of it stands before the data, so that the file can be used as it comes.
+        metadata: `__metadata__` of the file.
+        data_start: offset of the data in bytes.
+        comes_first: whether it precedes all data, so that the file can be processed as a stream.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -61,14 +61,14 @@ class Header:
 
 
 def read_header(path: Path, file: str | None = None) -> Header:
-    """Read and check the header of a local file, by seeking; the data is not touched.
+    """Read and check the header of a local file; the data is not read.
 
     Args:
         path: the file.
-        file: the name to put into the specs; the file's own name by default.
+        file: the name for the specs; the file's own name by default.
 
     Raises:
-        CorruptShardError: the header is malformed, or the file is shorter or longer than it says.
+        CorruptShardError: the header is malformed, or the length of the file contradicts it.
     """
     name = file or path.name
     with path.open("rb") as stream:
@@ -98,15 +98,15 @@ def header_length(prefix: bytes, file_size: int, file: str) -> int:
 
 @uncollected()
 def parse_header(raw: bytes, file_size: int, file: str) -> Header:
-    """Check a whole JSON header against the size of its file and turn it into specs.
+    """Check a complete JSON header against the size of its file and convert it to specs.
 
     Args:
         raw: the JSON text, `header_length` bytes.
         file_size: size of the whole file, bytes.
-        file: name for the specs and for messages.
+        file: name for the specs and error messages.
 
     Raises:
-        CorruptShardError: anything a well-formed file cannot have.
+        CorruptShardError: the header is malformed.
     """
     data_start = LENGTH_BYTES + len(raw)
     entries = _decode(raw, file)
@@ -149,7 +149,7 @@ def _no_constant(text: str) -> None:
 
 
 def _no_minus_zero(text: str) -> int:
-    if text == "-0":  # the reference reader takes it for a float, and refuses it
+    if text == "-0":  # the reference reader parses it as a float, and refuses it
         raise ValueError("-0 is no natural number")
     return int(text)
 
@@ -183,7 +183,7 @@ def _spec(name: str, entry: object, data_start: int, file: str) -> TensorSpec:
 
 @functools.lru_cache(maxsize=1024)
 def _is_countable(shape: tuple[int, ...]) -> bool:
-    """Whether torch could count the elements, and, of a tensor without any, its strides."""
+    """Whether torch could count the elements, and for an empty tensor compute its strides."""
     return math.prod([size or 1 for size in shape]) < _LIMIT
 
 
@@ -202,7 +202,7 @@ def _is_text(value: str) -> bool:
 def _naturals(value: object) -> bool:
     if not isinstance(value, list):
         return False
-    for number in value:  # noqa: SIM110  a generator would take twice as long, and a checkpoint has 100,000 of these
+    for number in value:  # noqa: SIM110  a generator would take twice as long, and checkpoints have 100,000 of these
         if type(number) is not int or not 0 <= number < _LIMIT:
             return False
     return True
@@ -218,7 +218,7 @@ def _corrupt(file: str, what: str) -> CorruptShardError:
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor to be written: its name, dtype and shape. Its place follows from its turn."""
+    """A tensor to be written: its name, dtype and shape. Its offset follows from the order."""
 
     name: str
     dtype: str
@@ -231,14 +231,14 @@ class TensorToWrite(NamedTuple):
 
 
 def encode_header(tensors: Iterable[TensorToWrite]) -> tuple[bytes, tuple[int, ...]]:
-    """The leading bytes of a file that holds `tensors` in this order, and each one's absolute offset.
+    """The header of a file that holds `tensors` in this order, and the absolute offset of each.
 
     The header is padded with spaces, which the format allows, so that the data starts on a multiple
     of 4096 bytes.
     """
     entries = ['{"__metadata__":{"format":"pt"}']
     begins, at = [], 0
-    for tensor in tensors:  # written out, since a layer of hundreds of experts has thousands
+    for tensor in tensors:  # inlined, since a layer of hundreds of experts has thousands
         begins.append(at)
         end = at + tensor.nbytes
         described = _described(tensor.dtype, tensor.shape)
@@ -251,38 +251,38 @@ def encode_header(tensors: Iterable[TensorToWrite]) -> tuple[bytes, tuple[int, .
 
 
 _quoted = json.encoder.encode_basestring
-"""A text as JSON, escaped no more than it has to be."""
+"""A JSON string with only the necessary escapes."""
 
 
 @functools.lru_cache(maxsize=1024)
 def _described(dtype: str, shape: tuple[int, ...]) -> str:
-    """The dtype and the shape of a tensor, as a header has them."""
+    """The dtype and the shape of a tensor, in the syntax of a header."""
     return f'"dtype":{_quoted(dtype)},"shape":[{",".join(map(str, shape))}]'
 
 
 class MappedFile:
-    """A file of tensors mapped into memory: its tensors are views, read from the disk when touched.
+    """A memory-mapped file of tensors: its tensors are views, read from the disk on access.
 
     The views keep the mapping alive; nothing needs closing, and no descriptor is held (on Windows a handle is).
 
     Args:
         path: the file.
-        header: what is in it, if that is known; else it is read as safetensors.
+        header: its header, if it is known; else it is read as safetensors.
     """
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
         self.header = header or read_header(path)
         with PositionalFile(path) as file:
-            # copy-on-write, so that a model that scales a weight in place changes neither the file nor crashes;
+            # copy-on-write, so that a model that scales a weight in place neither changes the file nor crashes;
             # on Windows that would reserve memory for the whole file
             self._bytes = file.map_privately() if CAN_MAP_PRIVATELY else file.map_read_only()
         self._path = path
 
     def bytes_of(self, spec: TensorSpec) -> memoryview:
-        """The tensor's bytes, unread until touched.
+        """The tensor's bytes, unread until accessed.
 
         Raises:
-            CorruptShardError: the file was cut off after its header was read.
+            CorruptShardError: the file was truncated after its header was read.
         """
         found = self._bytes[spec.offset : spec.offset + spec.nbytes]
         if len(found) != spec.nbytes:
@@ -293,18 +293,18 @@ class MappedFile:
         return found
 
     def whole(self) -> memoryview:
-        """The bytes of the whole file, unread until touched."""
+        """The bytes of the whole file, unread until accessed."""
         return self._bytes
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor, shape `spec.shape`, as a view where its offset suits its dtype, else as a copy."""
+        """The tensor of shape `spec.shape`; a view if its offset is aligned for its dtype, else a copy."""
         return view_bytes(self.bytes_of(spec), spec)
 
 
 def view_bytes(data: memoryview, spec: TensorSpec) -> torch.Tensor:
-    """A tensor over `data` without a copy, or a copy where `data` is misaligned for the dtype.
+    """A tensor over `data` without a copy, or a copy if `data` is misaligned for the dtype.
 
-    Its shape is `spec.shape`; F4, which torch keeps two to an element, has half the last dimension.
+    Its shape is `spec.shape`; for F4, of which torch packs two into an element, the last dimension is halved.
     """
     import torch
 

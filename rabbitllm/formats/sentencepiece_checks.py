@@ -1,7 +1,7 @@
-"""What must be true of a SentencePiece model before the library is given the file.
+"""Checks of a SentencePiece model before the library reads the file.
 
-The library (https://github.com/google/sentencepiece, 0.2.3) makes the checks of pieces and of the charsmap's lengths
-itself; versions before it skip some. So each is made here first, and says what was found.
+The library (https://github.com/google/sentencepiece, 0.2.3) checks pieces and the charsmap's lengths itself; earlier
+versions skip some checks. So each is made here first, with a message that says what was found.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from operator import contains
 from rabbitllm.formats.sentencepiece_pieces import Pieces, PieceType
 
 _TRIE_BLOCK_BYTES = 1024
-"""The trie of a charsmap (https://github.com/s-yata/darts-clone) is made of blocks of 256 units of 4 bytes."""
+"""The trie of a charsmap (https://github.com/s-yata/darts-clone) consists of blocks of 256 units of 4 bytes."""
 MAX_PIECE_BYTES = 7999
-"""What the library (0.2.3) takes."""
+"""Limit of the library (0.2.3)."""
 _BYTE_PIECE = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
 def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
     """Refuse a vocabulary that the library could not use.
 
-    The library looks at scores, and for an ordinary piece, in unigram models only; here it is done in all, since no
-    trainer makes others.
+    The library checks scores, and that there is an ordinary piece, in unigram models only; here all models are checked,
+    since no trainer makes others.
 
     Raises:
-        ValueError: a piece that is empty, too long, there twice or holds a zero byte; a score that is no finite number;
-            not exactly one unknown piece; no ordinary piece; byte pieces that are not the 256 of byte fallback.
+        ValueError: a piece that is empty, too long, repeated or contains a zero byte; a score that is not finite; not
+            exactly one unknown piece; no ordinary piece; byte pieces that are not the 256 of byte fallback.
     """
     texts, scores, types = pieces.texts, pieces.scores, pieces.types  # loops run in C: there may be a million pieces
     if not all(texts):
@@ -45,14 +45,14 @@ def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
         raise ValueError(f"piece {number:,} has score {scores[number]}; expected a finite number")
     if (count := types.count(PieceType.UNKNOWN)) != 1:
         raise ValueError(f"it has {count:,} pieces of type unknown; expected exactly one")
-    if all(map(pieces.is_reserved, range(len(pieces)))):  # ends at the first that is not
+    if all(map(pieces.is_reserved, range(len(pieces)))):  # stops at the first that is not
         raise ValueError("it has none but unknown, control and byte pieces, which no text is split into")
     _check_unique(pieces, bpe)
     _check_byte_pieces(pieces, byte_fallback)
 
 
 def _check_unique(pieces: Pieces, bpe: bool) -> None:
-    """The library has two tables: a text may be in both, but once in each; and in a BPE model only once at all."""
+    """The library has two tables: a text may be in both, but once in each; in a BPE model only in one."""
     if len(set(pieces.texts)) == len(pieces):
         return
     seen: dict[tuple[bool, bytes], int] = {}
@@ -74,9 +74,9 @@ def _check_byte_pieces(pieces: Pieces, byte_fallback: bool) -> None:
 
 
 def check_id(name: str, value: int, pieces: int) -> None:
-    """Refuse an id that is no piece's; -1 says that there is none.
+    """Refuse an id outside the vocabulary; -1 means none.
 
-    The library ignores these ids and looks the pieces up by their texts, but converters to other formats index by them.
+    The library ignores these ids and looks pieces up by their texts, but converters to other formats use the ids.
 
     Raises:
         ValueError: it is below -1, or not below the number of pieces.
@@ -86,16 +86,16 @@ def check_id(name: str, value: int, pieces: int) -> None:
 
 
 def check_charsmap(data: bytes, begin: int, end: int) -> None:
-    """Refuse a precompiled charsmap (bytes `begin` to `end` of `data`) in which a lookup could leave it.
+    """Refuse a precompiled charsmap (bytes `begin` to `end` of `data`) in which a lookup could leave its bounds.
 
     Layout (`Normalizer::DecodePrecompiledCharsMap`): 4 bytes little-endian size of the trie, the trie, replacement
-    texts that each end in a zero byte. A trie unit is a value (its bit 31 is set: where in the texts) or leads, by
-    exclusive or with an offset and a byte of text, to other units; nothing in the library's lookup stops at the end.
-    The library (0.2.3) refuses some more charsmaps, which no lookup leaves either.
+    texts that each end in a zero byte. A trie unit is a value (if bit 31 is set: an offset into the texts) or leads to
+    other units, by exclusive or with an offset and a byte of text; the library's lookup has no bounds checks. The
+    library (0.2.3) refuses some further charsmaps, whose lookups stay within bounds too.
 
     Raises:
-        ValueError: a size that does not fit, texts without an end, a unit that leads outside, a root that
-            leads nowhere.
+        ValueError: a size that does not fit, texts without an end, a unit that leads out of bounds, a root that leads
+            nowhere.
     """
     size = end - begin
     if not size:
@@ -117,7 +117,7 @@ def check_charsmap(data: bytes, begin: int, end: int) -> None:
                 raise ValueError(
                     f"unit {number:,} of its charsmap points {unit & 0x7FFFFFFF:,} bytes into {texts_bytes:,}"
                 )
-        # counts are whole blocks of 256 units, so that one more byte of text cannot lead out of the block
+        # counts are whole blocks of 256 units, so that the exclusive or with a byte of text stays within the block
         elif number ^ ((unit >> 10) << ((unit & 0x200) >> 6)) >= count:
             raise ValueError(f"unit {number:,} of its charsmap leads outside its {count:,} units")
     (root,) = struct.unpack_from("<I", data, begin + 4)

@@ -1,11 +1,11 @@
-"""`tokenizer.model`, the vocabulary that SentencePiece trains: pieces, specs and samples, checked whole.
+"""`tokenizer.model`, the vocabulary that SentencePiece trains: pieces, specs and samples, fully checked.
 
 Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto, with its defaults. The
-library does the encoding; this is for looking at a file, and for refusing one before the library is given it. It would
-load more than is believed here: ids in the trainer spec that are no piece's, and whatever `protobuf.py` is stricter in.
+library does the encoding; this module inspects a file, and refuses a malformed one before the library reads it. The
+library accepts more: ids in the trainer spec outside the vocabulary, and everything that only `protobuf.py` refuses.
 
-The size of a vocabulary is its number of pieces, as in the library; `TrainerSpec.vocab_size` may say another. Knows no
-models and nothing of encoding.
+The size of a vocabulary is its number of pieces, as in the library; `TrainerSpec.vocab_size` may differ. Independent
+of models and of encoding.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rabbitllm.formats.sentencepiece_pieces import Pieces, PieceType, read_piece
 from rabbitllm.formats.vocabulary_file import read_bytes
 
 MAX_SPEC_BYTES = 4 << 20
-"""Of one spec with its charsmap, or of all samples. The charsmaps that the library comes with have up to 0.4 MB."""
+"""Limit of one spec with its charsmap, and of all samples. The library's own charsmaps have up to 0.4 MB."""
 MAX_SPEC_FIELDS = 100_000
 _IDS = {"unk_id", "bos_id", "eos_id", "pad_id"}
 
 
 class ModelType(IntEnum):
-    """How the library splits text into pieces; the numbers are the format's."""
+    """The library's algorithm for splitting text into pieces; the numbers are the format's."""
 
     UNIGRAM = 1
     BPE = 2
@@ -47,10 +47,10 @@ class ModelType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """What the trainer was asked for; fields are documented at the schema.
+    """The options of the trainer; fields are documented in the schema.
 
-    Two of them change how text is encoded: `model_type` and `treat_whitespace_as_suffix`. `byte_fallback` says that
-    unknown characters become byte pieces, and the four texts which pieces have a special meaning. The rest is history.
+    Two of them affect encoding: `model_type` and `treat_whitespace_as_suffix`. `byte_fallback` makes unknown characters
+    byte pieces, and the four texts name the pieces with a special meaning. The others only document the training.
     """
 
     input: tuple[str, ...] = numbered(1, FieldKind.TEXT, (), repeated=True)
@@ -98,15 +98,15 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormalizerSpec:
-    """What is done to a text before it is split, or after it is put together (the denormaliser).
+    """The normalisation of a text before it is split, or after its pieces are joined (the denormaliser).
 
     Attributes:
         name: of the rule, such as `nmt_nfkc` or `identity`.
-        precompiled_charsmap_bytes: length of the compiled rule, 0 for none; the rule itself stays in the file.
-        add_dummy_prefix: a space is put before the text.
-        remove_extra_whitespaces: leading, trailing and repeated ones.
-        escape_whitespaces: spaces become U+2581.
-        normalization_rule_tsv: the rule as its author wrote it, if it is a custom one.
+        precompiled_charsmap_bytes: length of the compiled rule, 0 for none; the rule itself is not read.
+        add_dummy_prefix: whether a space is put before the text.
+        remove_extra_whitespaces: whether leading, trailing and repeated spaces are removed.
+        escape_whitespaces: whether spaces become U+2581.
+        normalization_rule_tsv: the source of a custom rule.
     """
 
     name: str = numbered(1, FieldKind.TEXT, "")
@@ -119,7 +119,7 @@ class NormalizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class PieceSample:
-    """A text and its pieces, with a space between them, as the trainer's library split it."""
+    """A text and its pieces, separated by spaces, as the trainer's library split it."""
 
     input: str = numbered(1, FieldKind.TEXT, "")
     expected: str = numbered(2, FieldKind.TEXT, "")
@@ -127,7 +127,7 @@ class PieceSample:
 
 @dataclass(frozen=True, slots=True)
 class SpecialIds:
-    """The ids that the library gives for the pieces with a special meaning; -1 where there is none."""
+    """The ids of the pieces with a special meaning in the library; -1 for none."""
 
     unk: int
     bos: int
@@ -137,7 +137,7 @@ class SpecialIds:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceModel:
-    """All of a `tokenizer.model`. A spec that is not in the file has its defaults; the denormaliser is then None."""
+    """A whole `tokenizer.model`. A spec that is absent has its defaults; an absent denormaliser is None."""
 
     pieces: Pieces
     trainer: TrainerSpec
@@ -146,9 +146,9 @@ class SentencePieceModel:
     samples: tuple[PieceSample, ...]
 
     def special_ids(self) -> SpecialIds:
-        """What the library's `unk_id()`, `bos_id()`, `eos_id()` and `pad_id()` give.
+        """The results of the library's `unk_id()`, `bos_id()`, `eos_id()` and `pad_id()`.
 
-        They come from the texts in the trainer spec; the ids there, the library ignores.
+        The library looks up the texts in the trainer spec, and ignores the ids there.
         """
         unknown = self.pieces.types.index(PieceType.UNKNOWN)
 
@@ -168,7 +168,7 @@ class SentencePieceModel:
 _MODEL = {
     1: SchemaField(
         "pieces", FieldKind.SPAN, repeated=True
-    ),  # only those of another wire type get here, and are refused
+    ),  # only those of another wire type reach this, and are refused
     2: SchemaField("trainer_spec", FieldKind.SPAN),
     3: SchemaField("normalizer_spec", FieldKind.SPAN),
     4: SchemaField("self_test_data", FieldKind.SPAN),
@@ -183,21 +183,21 @@ def read_model(path: Path, file: str | None = None) -> SentencePieceModel:
 
     Args:
         path: the file.
-        file: the name for messages; the file's own by default.
+        file: the name for error messages; the file's own by default.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptVocabularyError: as `parse_model`; or it is no regular file, or has more than 64 MiB.
+        CorruptVocabularyError: see `parse_model`; or it is not a regular file, or has more than 64 MiB.
     """
     name = file or path.name
     return parse_model(read_bytes(path, lambda what: _corrupt(name, what)), name)
 
 
 def parse_model(data: bytes, file: str) -> SentencePieceModel:
-    """Read and check a whole serialised `ModelProto`.
+    """Read and check a complete serialised `ModelProto`.
 
     Raises:
-        CorruptVocabularyError: anything a vocabulary that the library can use does not have.
+        CorruptVocabularyError: the vocabulary is malformed, or the library could not use it.
     """
     try:
         return _parse(data)
@@ -239,7 +239,7 @@ def _normalizer(data: bytes, span: tuple[int, int] | None) -> NormalizerSpec:
 
 
 def _looks_like(data: bytes) -> str:
-    """What else a file of this name often is."""
+    """The real format of a file that only has this name, for messages."""
     if data.startswith(b"version https://git-lfs"):
         return " (it is a git-lfs pointer, not the file itself)"
     if re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\n", data):

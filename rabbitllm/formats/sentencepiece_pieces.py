@@ -1,8 +1,8 @@
-"""The pieces of a SentencePiece model: their messages read, kept in columns, and what the library demands of them.
+"""The pieces of a SentencePiece model: their messages parsed into columns, and the library's lookup.
 
 Schema: `ModelProto.SentencePiece` of
-https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto. An id is a piece's place in the file.
-Columns, since an object for each of a quarter of a million pieces costs more time and memory than reading them.
+https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto. An id is a piece's index in the
+file. Columns, since a quarter of a million objects would take more time and memory than the parsing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rabbitllm.formats.protobuf import (
 )
 
 MAX_PIECES = 1 << 20
-"""The largest published vocabulary has nine tenths of that (XLM-V, 901,629)."""
+"""Limit of pieces. The largest published vocabulary has nine tenths of that (XLM-V, 901,629)."""
 _MAX_PIECE_FIELDS = 16
 _MAX_UNUSUAL_PIECES = 1 << 16
-"""Of those that take three times as long or more, so that no file takes seconds."""
+"""Limit of pieces that take three times as long or more, so that no file takes seconds."""
 _MAX_OTHER_FIELDS = 1000
 _FLOAT = struct.Struct("<f")
 _PIECES_TAG = 0x0A
@@ -36,7 +36,7 @@ _TEXT_TAG, _SCORE_TAG, _TYPE_TAG = 0x0A, 0x15, 0x18
 
 
 class PieceType(IntEnum):
-    """What a piece is there for; the numbers are the format's."""
+    """The kind of a piece; the numbers are the format's."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -60,10 +60,10 @@ class VocabularyPiece:
     """One entry of the vocabulary.
 
     Attributes:
-        id: its place in the file.
+        id: its index in the file.
         text: with U+2581 for a space.
-        score: float32; a log probability (unigram), or minus the turn in which it was merged (BPE).
-        type: what it is there for.
+        score: float32; a log probability (unigram), or minus the number of its merge (BPE).
+        type: its kind.
     """
 
     id: int
@@ -74,12 +74,12 @@ class VocabularyPiece:
 
 @dataclass(frozen=True, slots=True)
 class Pieces(Sequence[VocabularyPiece]):
-    """All pieces in the order of their ids, one column each.
+    """All pieces in the order of their ids, in columns.
 
     Attributes:
         texts: UTF-8.
         scores: float32.
-        types: the numbers of `PieceType`, a byte each.
+        types: numbers of `PieceType`, a byte each.
     """
 
     texts: tuple[bytes, ...]
@@ -102,11 +102,11 @@ class Pieces(Sequence[VocabularyPiece]):
         return VocabularyPiece(number, self.texts[number].decode(), self.scores[number], PieceType(self.types[number]))
 
     def is_reserved(self, index: int) -> bool:
-        """Whether a piece is unknown, control or byte: the library keeps these in a table of their own."""
+        """Whether a piece is unknown, control or byte: the library keeps these in a separate table."""
         return self.types[index] in _RESERVED
 
     def id_of(self, text: str) -> int | None:
-        """The id of a text as the library looks it up: among the reserved pieces, then among the others."""
+        """The id of a text, looked up as in the library: among the reserved pieces, then among the others."""
         wanted, fallback = text.encode(), None
         for number, found in enumerate(self.texts):
             if found == wanted:
@@ -120,7 +120,7 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
     """The pieces of a serialised `ModelProto`, and its other fields.
 
     Raises:
-        WireFormatError: a malformed field or piece; more of anything than the limits above.
+        WireFormatError: a malformed field or piece; or a limit above is exceeded.
     """
     texts: list[bytes] = []
     scores, types = array("f"), bytearray()
@@ -135,8 +135,8 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
             continue
         if len(texts) == MAX_PIECES:
             raise WireFormatError(f"it has more than {MAX_PIECES:,} pieces")
-        # Every known writer puts the text, the score and, unless it is the default, the type, in this order. Read so, a
-        # piece takes a third of the time; whatever differs in anything goes the general way.
+        # Every known writer puts the text, the score and, unless it is the default, the type, in this order. Parsing
+        # that order directly takes a third of the time; any other layout is parsed generally.
         size = data[begin + 1] if end - begin >= 7 else 0x80
         score_at = begin + 3 + size
         rest = end - score_at

@@ -1,6 +1,6 @@
-"""What a shard holds, in whichever format it is: the formats are told apart by their first bytes and give one record.
+"""The header of a shard in any format: formats are distinguished by their first bytes and give the same record.
 
-Knows no models, and no names of files.
+Independent of models and of file names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rabbitllm.formats.torch_zip import parse_torch_zip
 from rabbitllm.formats.zip_directory import ReadAt
 
 TORCH = (Weights.TORCH_ZIP, Weights.TORCH_LEGACY)
-"""The formats of `torch.save`: what says where the tensors are is not all in front of them."""
+"""The formats of `torch.save`, whose metadata is not all before the data."""
 _REMEDIES = {
     Weights.TORCH_TAR: "If you trust the file, load it with torch.load, save the result with safetensors' save_file or "
     "with torch.save under another name, and give the folder of that.",
@@ -28,15 +28,15 @@ _REMEDIES = {
 
 
 def read_shard_header(path: Path, file: str | None = None) -> Header:
-    """Read and check all that a local shard says of its tensors; their data is not touched.
+    """Read and check the header of a local shard; the data is not read.
 
     Args:
         path: the shard.
-        file: the name to put into the specs; the file's own name by default.
+        file: the name for the specs; the file's own name by default.
 
     Raises:
-        CorruptShardError: what it says is malformed, or contradicts the length of the file.
-        UnsafePickleError: its pickle asks for more than tensors and plain values; nothing of it was run.
+        CorruptShardError: it is malformed, or contradicts the length of the file.
+        UnsafePickleError: its pickle contains more than tensors and plain values; nothing of it was run.
         UnreadableFormatError: see `check_readable`.
     """
     name = file or path.name
@@ -49,14 +49,14 @@ def read_shard_header(path: Path, file: str | None = None) -> Header:
 
 
 def parse_torch_header(read: ReadAt, size: int, file: str, *, scattered: bool = True) -> Header:
-    """What a file of `torch.save` holds, of either format, as the header of a safetensors file has it, strides apart.
+    """The tensors in a file of `torch.save`, of either format, as a safetensors header, but with strides.
 
     Args:
         read: reads (offset, length), bytes.
-        size: of the whole file, bytes.
-        file: name for the specs and for messages.
-        scattered: read what stands between the storages too and compare it; without, the places are to be confirmed by
-            another call before the data is believed.
+        size: size of the whole file in bytes.
+        file: name for the specs and error messages.
+        scattered: also read and compare the metadata between the storages; if not, another call has to check the
+            offsets before the data is used.
 
     Raises:
         CorruptShardError, UnsafePickleError: see `read_shard_header`.
@@ -67,13 +67,12 @@ def parse_torch_header(read: ReadAt, size: int, file: str, *, scattered: bool = 
 
 
 def check_readable(kind: Weights, file: str) -> None:
-    """Refuse a format that no reader here is for.
+    """Refuse a format that cannot be read here.
 
-    A file that is named as safetensors and begins like nothing known is left to the reader of that format, which says
-    what is wrong with it.
+    A file named as safetensors with an unknown beginning is left to that format's reader, which reports the problem.
 
     Raises:
-        UnreadableFormatError: with what the file is, and what to do about it.
+        UnreadableFormatError: with the format and a remedy.
     """
     named = kind is Weights.UNKNOWN and file.endswith(".safetensors")
     if kind is not Weights.SAFETENSORS and kind not in TORCH and not named:

@@ -1,9 +1,9 @@
-"""The elements of a strided tensor in row-major order, read from its file in pieces, whatever its strides.
+"""The elements of a strided tensor in row-major order, read from its file in pieces, for any strides.
 
-The piece that is asked for is cut into boxes (a run of indices along each dimension), and of each box the runs of bytes
-that hold it are read and rearranged. What is read at once is bounded; nothing is mapped, so a file that shrinks
-meanwhile is an error and not the end of the process. Knows no format: a tensor is where its first element lies in a
-file, its shape and its strides, if it is strided.
+The requested piece is divided into boxes (a run of indices along each dimension); the runs of bytes that hold a box
+are read and rearranged. The size of a read is limited; nothing is mapped, so a file that shrinks meanwhile causes an
+error and does not end the process. Independent of formats: a tensor is given by its offset in a file, its shape and
+its strides, if any.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 
 STAGING_BYTES = 16 << 20
-"""What is read at most before it is rearranged."""
+"""Limit of bytes read before they are rearranged."""
 GAP_BYTES = 4096
-"""Elements this far apart are read with what lies between them: a read costs as much as copying about this much."""
+"""Gaps up to this size are read with the elements: a read costs as much as copying about this much."""
 
 
 class Strided(NamedTuple):
-    """Where a tensor lies: its first element (bytes from the start of the file), its element's size in bytes (1, 2, 4
-    or 8), its shape, and its strides in elements."""
+    """A tensor in a file: offset of its first element (bytes from the start of the file), size of an element in bytes
+    (1, 2, 4 or 8), shape, and strides in elements."""
 
     offset: int
     item: int
@@ -40,7 +40,7 @@ class _Box(NamedTuple):
 
 
 class _Reads(NamedTuple):
-    """How a box is read: the dimensions whose indices take a read each, those within one read, and its elements."""
+    """The reads of a box: the dimensions with a read per index, those within one read, and the elements of a read."""
 
     outer: tuple[int, ...]
     inner: tuple[int, ...]
@@ -48,7 +48,7 @@ class _Reads(NamedTuple):
 
 
 def read_run(file: PositionalFile, spec: TensorSpec, begin: int, buffer: memoryview) -> int:
-    """As `read_row_major`, for a contiguous tensor too."""
+    """Like `read_row_major`, for contiguous tensors as well."""
     if spec.strides is None:
         return file.read_into(buffer, spec.offset + begin)
     place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.sizes, spec.strides)
@@ -56,16 +56,16 @@ def read_run(file: PositionalFile, spec: TensorSpec, begin: int, buffer: memoryv
 
 
 def read_row_major(file: PositionalFile, tensor: Strided, begin: int, buffer: memoryview) -> int:
-    """Fill `buffer` with bytes `begin` and on of the tensor in row-major order.
+    """Fill `buffer` with the tensor's bytes from byte `begin` on in row-major order.
 
     Args:
-        file: what it lies in.
+        file: the file that holds it.
         tensor: not empty, and inside the file.
         begin: a multiple of the element's size, bytes.
-        buffer: writable; a multiple of the element's size, and no longer than what is left of the tensor.
+        buffer: writable; a multiple of the element's size, and at most the rest of the tensor.
 
     Returns:
-        How many bytes were filled: fewer than asked for only if the file ended.
+        The number of bytes filled; fewer than requested only if the file ended.
     """
     if is_contiguous(tensor.shape, tensor.strides):
         return file.read_into(buffer, tensor.offset + begin)
@@ -80,7 +80,7 @@ def read_row_major(file: PositionalFile, tensor: Strided, begin: int, buffer: me
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements lie in row-major order without gaps, as torch's `is_contiguous` says."""
+    """Whether the elements are in row-major order without gaps, like torch's `is_contiguous`."""
     if 0 in shape:
         return True
     expected = 1
@@ -92,8 +92,8 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[_Box]:
-    """The elements from `begin` to `end`, counted in row-major order, as boxes in that order: at most two a dimension
-    and one."""
+    """The elements from `begin` to `end`, counted in row-major order, as boxes in that order: at most two per dimension
+    plus one."""
     if begin >= end:
         return
     if not shape:
@@ -117,7 +117,7 @@ def _in_row(row: int, boxes: Iterator[_Box]) -> Iterator[_Box]:
 
 
 def _small_enough(box: _Box, tensor: Strided) -> Iterator[_Box]:
-    """The box in halves of halves, in row-major order, until each can be read at once."""
+    """The box, halved repeatedly, in row-major order, until each part can be read at once."""
     waiting = [box]
     while waiting:
         box = waiting.pop()
@@ -136,7 +136,7 @@ def _small_enough(box: _Box, tensor: Strided) -> Iterator[_Box]:
 
 
 def _reads(sizes: tuple[int, ...], tensor: Strided) -> _Reads:
-    """Dimensions of small strides are read together, as long as little lies between their elements."""
+    """Dimensions of small strides are read together, as long as the gaps between their elements are small."""
     inner: list[int] = []
     extent = 1
     dimensions = sorted((number for number, size in enumerate(sizes) if size > 1), key=tensor.strides.__getitem__)

@@ -1,4 +1,4 @@
-"""What is known of a tensor without reading it: its name, dtype, shape, and which bytes of which file it is.
+"""The description of a tensor: its name, dtype, shape, file and bytes.
 
 The dtype names are those of the safetensors format, which every other format is mapped to.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One element type: bits an element, and whether bitsandbytes can quantize it."""
+    """An element type: bits per element, and whether bitsandbytes can quantize it."""
 
     bits: int
     torch_name: str
@@ -47,19 +47,19 @@ DTYPES: dict[str, Dtype] = {
 }
 """The dtypes of https://docs.rs/safetensors/latest/safetensors/tensor/enum.Dtype.html that torch has too.
 
-The sub-byte F6 types are left out: torch has no dtype to give their bytes.
+The sub-byte F6 types are left out: torch has no dtype for them.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """Which part of a larger tensor, cut along one dimension, a tensor is.
+    """The part of a larger tensor, cut along one dimension, that a tensor is.
 
     Attributes:
         of: the larger tensor's name.
-        shape: of the larger tensor.
-        dim: the dimension it is cut along.
-        begin: the first index along that dimension which is in this piece.
+        shape: shape of the larger tensor.
+        dim: the dimension of the cut.
+        begin: the first index along that dimension in this piece.
     """
 
     of: str
@@ -71,20 +71,20 @@ class TensorPiece:
 class TensorSpec(NamedTuple):
     """One tensor of one file: a run of its bytes in row-major order, or elements at strides.
 
-    A named tuple, since plans make them in their hundred thousands, and a frozen dataclass takes twice as long.
+    A named tuple, since plans make hundreds of thousands of them, and a frozen dataclass takes twice as long.
 
     Attributes:
-        name: the checkpoint's name for it. Never a path.
+        name: its name in the checkpoint. Never a path.
         dtype: a key of `DTYPES`.
         shape: elements along each dimension; `()` is a scalar.
         file: name of the shard, relative to the checkpoint.
-        offset: first byte of its first element, from the start of the file.
+        offset: of its first element, from the start of the file.
         nbytes: length in bytes, in row-major order.
-        strides: in elements, one a dimension, none negative; None where its bytes lie one after the other. Only a
-            dtype of whole bytes has any.
-        view: the sizes that the strides belong to, where those are not the shape's: the same elements in the same
-            row-major order, counted along other dimensions. None where they are.
-        piece: which part of a larger tensor it is; None for a tensor of its own.
+        strides: in elements, one per dimension, never negative; None for a contiguous tensor. Only dtypes of whole
+            bytes have them.
+        view: the shape of the strides, if it differs: the same elements in the same row-major order with other
+            dimensions. None if it is `shape`.
+        piece: its part of a larger tensor; None for a tensor of its own.
     """
 
     name: str
@@ -112,12 +112,12 @@ class TensorSpec(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What the strides belong to: the view, or the shape."""
+        """The shape of the strides: the view, or the shape."""
         return self.shape if self.view is None else self.view
 
     @property
     def whole(self) -> TensorSpec:
-        """The tensor that this is a piece of, as far as it is known without the others; itself if it is none."""
+        """The tensor that this is a piece of, as far as one piece determines it; itself if it is not a piece."""
         if self.piece is None:
             return self
         shape = self.piece.shape

@@ -1,7 +1,7 @@
-"""The vocabulary files of tiktoken: a line for each token, its bytes in base64 and its rank, which is its id.
+"""tiktoken's vocabulary files: a line for each token, its bytes in base64 and its rank, which is its id.
 
-Format: https://github.com/openai/tiktoken, tiktoken/load.py. Special tokens and the rule by which text is cut are not
-in the file. Stricter than that reader: ranks run from 0 without a gap, and no token is there twice. Knows no models.
+Format: https://github.com/openai/tiktoken, tiktoken/load.py. Special tokens and the rule for splitting text are not
+in the file. Stricter than that reader: ranks run from 0 without a gap, and no token is repeated. Independent of models.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rabbitllm.formats.vocabulary_file import read_bytes
 
 MAX_TOKENS = 1 << 20
 MAX_TOKEN_BYTES = 1024
-"""The longest of Llama 3 are runs of 128 spaces."""
+"""Limit of a token's bytes. The longest of Llama 3 are runs of 128 spaces."""
 _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (0|[1-9][0-9]{0,7})\r?")
 _LONGEST_LINE = MAX_TOKEN_BYTES * 4 // 3 + 16
 
 
 def looks_like_ranks(head: bytes) -> bool:
-    """Whether a file that begins with `head` is of this format; a SentencePiece model begins with a line feed."""
+    """Whether a file that begins with `head` has this format; a SentencePiece model begins with a line feed."""
     return _LINE.fullmatch(head.partition(b"\n")[0]) is not None
 
 
@@ -31,22 +31,22 @@ def read_ranks(path: Path, file: str | None = None) -> tuple[bytes, ...]:
 
     Args:
         path: the file.
-        file: the name for messages; the file's own by default.
+        file: the name for error messages; the file's own by default.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptVocabularyError: as `parse_ranks`; or it is no regular file, or has more than 64 MiB.
+        CorruptVocabularyError: see `parse_ranks`; or it is not a regular file, or has more than 64 MiB.
     """
     name = file or path.name
     return parse_ranks(read_bytes(path, lambda what: _corrupt(name, what)), name)
 
 
 def parse_ranks(data: bytes, file: str) -> tuple[bytes, ...]:
-    """The same of a file's bytes.
+    """The tokens in a file's bytes, each at its rank.
 
     Raises:
-        CorruptVocabularyError: a line that is no token and rank, a token that is too long or there twice, a rank that
-            is there twice or missing, a byte that is no token by itself, or more than 1,048,576 lines.
+        CorruptVocabularyError: a malformed line, a token that is too long or repeated, a rank that is repeated or
+            missing, a single byte that is not a token, or more than 1,048,576 lines.
     """
     lines = data.split(b"\n", MAX_TOKENS + 1)
     if lines and not lines[-1]:

@@ -1,11 +1,11 @@
-"""The files of `torch.save` before torch 1.6, read as those since are: every tensor's name, dtype, shape and place from
-what precedes the data, and its bytes only when they are used.
+"""The files of `torch.save` before torch 1.6, read like later ones: every tensor's name, dtype, shape and offset from
+the metadata before the data, and its bytes only when they are used.
 
-Format: five pickles (a number that marks the format, its version, the machine it was written on, the value that was
-saved, the keys of its storages), and then each storage in the order of the keys: the number of its elements, 8 bytes,
-and their bytes (https://github.com/pytorch/pytorch, torch/serialization.py, `_legacy_save` and `_legacy_load`). torch
-itself reads such a file whole; nothing in the format asks for that. The pickles are read by `pickle_reader.py`: nothing
-is imported, and nothing is run.
+Format: five pickles (a magic number, the version, information on the machine, the saved value, the keys of its
+storages), and then each storage in the order of the keys: the number of its elements, 8 bytes, and their bytes
+(https://github.com/pytorch/pytorch, torch/serialization.py, `_legacy_save` and `_legacy_load`). torch itself reads
+such a file whole, which the format does not require. The pickles are read by `pickle_reader.py`: nothing is imported,
+and nothing is run.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rabbitllm.formats.torch_tensor import TorchFile, placed
 from rabbitllm.formats.zip_directory import ReadAt
 
 PROTOCOL = 1001
-"""The only version there ever was."""
+"""The only version that exists."""
 COUNT_BYTES = 8
 READS = (256 << 10, 4 << 20, MAX_PICKLE_BYTES)
-"""How much of the beginning is read until the pickles are all in it. A tensor takes about 200 bytes."""
+"""Bytes of the beginning that are read in turn until they contain all pickles. A tensor takes about 200 bytes."""
 
 
 def read_legacy_torch(path: Path, file: str | None = None) -> TorchFile:
@@ -40,25 +40,25 @@ def read_legacy_torch(path: Path, file: str | None = None) -> TorchFile:
 
     Args:
         path: the file.
-        file: the name to put into the records; the file's own name by default.
+        file: the name for the records; the file's own name by default.
 
     Raises:
-        CorruptShardError: a pickle is malformed, or the storages are not those that it names, or not all there.
-        UnsafePickleError: a pickle asks for more than tensors and plain values.
+        CorruptShardError: a pickle is malformed, or the storages are incomplete or not those that it names.
+        UnsafePickleError: a pickle contains more than tensors and plain values.
     """
     with PositionalFile(path) as opened:
         return parse_legacy_torch(opened.read_at, opened.size(), file or path.name)
 
 
 def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = True) -> TorchFile:
-    """The same of any file that can be read in ranges.
+    """The same for any file that can be read in ranges.
 
     Args:
         read: reads (offset, length), bytes.
-        size: of the whole file, bytes.
-        file: name for the records and for messages.
-        counts: compare the number before each storage with what the pickle says, a read each; without, the places that
-            follow from the pickles alone are to be confirmed by another call before the data is believed.
+        size: size of the whole file in bytes.
+        file: name for the records and error messages.
+        counts: also compare the number before each storage with the pickle, a read each; if not, another call has to
+            check the offsets before the data is used.
     """
     named, storages, keys, at = _pickles(read, size, file)
     places = _places(storages, keys, at, file)
@@ -73,14 +73,14 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
 
 
 def corrupt_legacy(file: str, what: str) -> CorruptShardError:
-    """A file of this format that is not sound."""
+    """The error for a malformed file of this format."""
     return CorruptShardError(
         f"{file} is no sound torch file from before torch 1.6: {what}.", "Fetch or copy the file again."
     )
 
 
 def _pickles(read: ReadAt, size: int, file: str) -> tuple[NamedTensors, Mapping[str, Storage], tuple[str, ...], int]:
-    """What the pickles say: the tensors, their storages, the storages' order, and where the first one begins."""
+    """The content of the pickles: the tensors, their storages, the storages' order, and the offset of the first one."""
     for length in READS:
         data = read(0, min(length, size))
         try:
@@ -114,7 +114,7 @@ def _parse(data: bytes, file: str) -> tuple[NamedTensors, Mapping[str, Storage],
 def _places(
     storages: Mapping[str, Storage], keys: tuple[str, ...], at: int, file: str
 ) -> Mapping[str, tuple[int, int]]:
-    """Where each storage lies, bytes from the start of the file, in the order in which they follow each other."""
+    """The span of each storage, bytes from the start of the file, in the order of the file."""
     places = {}
     for key in keys:
         begin = at + COUNT_BYTES

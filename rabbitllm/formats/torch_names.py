@@ -1,8 +1,8 @@
-"""The names of the tensors in what `torch.save` was given: a state dict as it is, a training checkpoint unwrapped.
+"""Names of the tensors in a value saved by `torch.save`: a state dict directly, a training checkpoint unwrapped.
 
-A flat dict keeps its names, which is what torch and transformers see. Deeper ones are joined with dots. The state dict
-in a training checkpoint (`{"model": {...}, "optimizer": {...}}`) is taken out of its wrapper where nothing else in it
-could be weights; what is left behind is named.
+A flat dict keeps its names, as torch and transformers see them. Keys of nested dicts are joined with dots. The state
+dict in a training checkpoint (`{"model": {...}, "optimizer": {...}}`) is unwrapped if nothing else in it could be
+weights; the keys left out are reported.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from rabbitllm.formats.torch_pickle import PickledTensor
 
 MAX_DEPTH = 32
 MAX_VALUES = 1_000_000
-"""Values that are looked at; a few pickled bytes can refer to one list very often."""
+"""Limit of visited values; a few pickled bytes can refer to one list very often."""
 MAX_NAME = 1024
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net")
-"""Keys under which training code keeps the model's state dict."""
+"""Keys of the model's state dict in training checkpoints."""
 _TRAINING = {
     *("optimizer", "optimizers", "optimizer_state", "optimizer_states", "optimizer_state_dict", "optim", "optim_state"),
     *("scheduler", "schedulers", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict", "scheduler_state_dict"),
     *("scaler", "grad_scaler", "rng_state", "rng_states", "cuda_rng_state", "random_rng_state", "callbacks", "loops"),
 }
-"""Keys of a training checkpoint whose tensors are no weights of the model."""
+"""Keys of a training checkpoint whose tensors are not weights of the model."""
 
 _REMEDY = "Save a dict of names and tensors, for instance model.state_dict(), and use that file."
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """The tensors by name, in the pickle's order, and the keys that were left out since they hold no weights."""
+    """The tensors by name, in the pickle's order, and the keys left out because they hold no weights."""
 
     tensors: Mapping[str, PickledTensor]
     left_out: tuple[str, ...]
 
 
 def name_tensors(root: object, file: str) -> NamedTensors:
-    """Give every tensor of a checkpoint its name.
+    """The names of all tensors of a checkpoint.
 
     Args:
         root: the value of the pickle.
         file: name for messages.
 
     Raises:
-        CorruptShardError: it is no dict or holds no tensor, or two tensors get one name, or one that is no plain text.
-        UnsafePickleError: it refers to itself, or is nested or repeated beyond all measure.
+        CorruptShardError: the value is not a dict or has no tensor, or a name is repeated or not plain text.
+        UnsafePickleError: the value contains itself, or exceeds the limits of nesting or size.
     """
     if not isinstance(root, dict):
         raise CorruptShardError(f"{file} holds {describe(root)}; expected a dict of tensors.", _REMEDY)
@@ -92,7 +92,7 @@ def _holds_tensors(value: object, looked_at: Iterator[int], file: str) -> bool:
 
 
 def _tensors_in(root: object, looked_at: Iterator[int], file: str) -> Iterator[tuple[tuple[str, ...], PickledTensor]]:
-    """Every tensor with the keys that lead to it, in order. An explicit stack, so that depth costs no recursion."""
+    """Every tensor with the keys that lead to it, in order. Uses an explicit stack instead of recursion."""
     if isinstance(root, PickledTensor):
         yield (), root
     walks: list[Iterator[tuple[object, object]]] = [_children(root)]

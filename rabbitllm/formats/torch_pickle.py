@@ -1,9 +1,9 @@
-"""What torch puts into a pickle, as records: storages and tensors by their places, dtypes and devices by their names.
+"""torch's objects in a pickle as records: storages and tensors as spans of bytes, dtypes and devices as names.
 
-Source: `torch.save` and what `torch.load(weights_only=True)` allows
-(https://github.com/pytorch/pytorch, torch/serialization.py, torch/_weights_only_unpickler.py, torch/_utils.py). Less is
-allowed here: no sparse, quantized, nested or distributed tensors, no subclasses, and no element type that safetensors
-does not have. torch itself is never imported.
+Source: `torch.save` and the globals that `torch.load(weights_only=True)` allows
+(https://github.com/pytorch/pytorch, torch/serialization.py, torch/_weights_only_unpickler.py, torch/_utils.py). Less
+is allowed here: no sparse, quantized, nested or distributed tensors, no subclasses, and only safetensors' element
+types. torch itself is never imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Storage:
 
     Attributes:
         key: digits.
-        dtype: a key of `DTYPES`, or None for bytes that each tensor gives a dtype of its own.
+        dtype: a key of `DTYPES`, or None for bytes that each tensor interprets in its own dtype.
         nbytes: its length.
     """
 
@@ -39,14 +39,14 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A tensor as the pickle describes it; whether it lies within its storage has been checked.
+    """A tensor in a pickle, checked to lie within its storage.
 
     Attributes:
-        storage: what it views.
+        storage: the storage that it views.
         dtype: a key of `DTYPES`.
-        first: its first element, counted in elements from the start of the storage.
+        first: index of its first element, from the start of the storage.
         shape: as torch counts it (two F4 values are one element).
-        strides: in elements, one a dimension, none negative.
+        strides: in elements, one per dimension, never negative.
     """
 
     storage: Storage
@@ -57,7 +57,7 @@ class PickledTensor:
 
 
 def read_torch_pickle(data: bytes, file: str) -> tuple[object, Mapping[str, Storage]]:
-    """The value that `torch.save` was given, with records in place of its tensors, and the storages it names by key.
+    """The value saved by `torch.save`, with records instead of tensors, and its storages by key.
 
     Args:
         data: the whole pickle.
@@ -71,11 +71,11 @@ def read_torch_pickle(data: bytes, file: str) -> tuple[object, Mapping[str, Stor
 
 
 def read_legacy_torch_pickle(data: bytes, begin: int, file: str) -> tuple[object, Mapping[str, Storage], int]:
-    """The same of the pickle in a file from before torch 1.6, which others follow; and where the next one begins.
+    """The same for the pickle in a file from before torch 1.6, which others follow; with the offset of the next one.
 
     Args:
         data: the beginning of the file.
-        begin: where in it the pickle begins, bytes.
+        begin: offset of the pickle in it.
         file: name for messages.
     """
     storages: dict[str, Storage] = {}
@@ -84,7 +84,7 @@ def read_legacy_torch_pickle(data: bytes, begin: int, file: str) -> tuple[object
 
 
 def read_plain_pickle(data: bytes, begin: int, file: str) -> tuple[object, int]:
-    """A pickle of plain values that names nothing, and where the bytes behind it begin."""
+    """The value of a pickle of plain values without globals, and the offset of the bytes after it."""
     return read_leading_pickle(data, begin, {}, _no_storage, file)
 
 
@@ -148,7 +148,7 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
         raise RefusedValueError(f"is given {describe(storage)} as a storage")
     if not isinstance(dtype, str):
         raise RefusedValueError(f"is given {describe(dtype)} as a dtype")
-    if metadata:  # torch keeps a conjugate or a negative by marking it; the bytes are then not the values
+    if metadata:  # torch marks conjugated or negated tensors; their bytes are not the values
         raise RefusedValueError("makes a conjugated or negated view, whose bytes are not its values")
     _check_requires_grad(arguments[4])
     first = _natural(arguments[1], "its first element")
@@ -190,7 +190,7 @@ def _rebuild_tensor_v3(arguments: tuple[Any, ...]) -> PickledTensor:
 
 
 def _rest(arguments: tuple[Any, ...], at: int) -> object:
-    """The optional metadata, of which only what says nothing is taken."""
+    """The optional metadata; only an empty one is accepted."""
     metadata = arguments[at] if len(arguments) > at else None
     if metadata is not None and type(metadata) is not dict:
         raise RefusedValueError(f"is given {describe(metadata)} as metadata")
@@ -207,7 +207,7 @@ def _rebuild_parameter(arguments: tuple[Any, ...]) -> PickledTensor:
 
 
 def _check_requires_grad(value: object) -> None:
-    """Of no use here, but torch takes nothing else."""
+    """Not used here, but torch accepts nothing else."""
     if type(value) is not bool:
         raise RefusedValueError(f"is given {describe(value)} as requires_grad")
 
@@ -231,7 +231,7 @@ def _ordered(arguments: tuple[Any, ...]) -> Attributed:
 
 
 def _same(kind: type, default: Callable[[], object]) -> Callable[[tuple[Any, ...]], object]:
-    """A constructor that takes one value of a kind and is kept as that value."""
+    """A constructor that takes one value of a type and returns it."""
 
     def call(arguments: tuple[Any, ...]) -> object:
         _count(arguments, 0, 1)
@@ -250,7 +250,7 @@ def _device(arguments: tuple[Any, ...]) -> str:
 
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
-    """Bytes, as protocol 2 writes them: Latin-1 text to be encoded."""
+    """Bytes, written by protocol 2 as Latin-1 text to be encoded."""
     _count(arguments, 2, 2)
     text, encoding = arguments
     if type(text) is not str or encoding != "latin1":
@@ -317,7 +317,7 @@ def _table() -> dict[tuple[str, str], Known]:
     for full, call in _CALLS.items():
         module, _, name = full.rpartition(".")
         table[module, name] = Known(full, call)
-        if module == "builtins":  # as protocol 2 names it
+        if module == "builtins":  # its name in protocol 2
             table["__builtin__", name] = table[module, name]
     return table
 

@@ -1,6 +1,6 @@
-"""What a file of `torch.save` holds, as records, whichever of its two formats it is in.
+"""The tensors of a file of `torch.save` as records, for both of its formats.
 
-Knows neither format.
+Independent of either format.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class TorchTensor:
     """One tensor of such a file.
 
     Attributes:
-        name: the checkpoint's name for it. Never a path.
+        name: its name in the checkpoint. Never a path.
         dtype: a key of `DTYPES`.
         shape: elements along each dimension as torch counts them (two F4 values are one element).
-        strides: in elements, one a dimension.
+        strides: in elements, one per dimension.
         file: name of the shard, relative to the checkpoint.
         storage: the key of its storage; tensors with one key share bytes.
         storage_begin, storage_end: the storage, bytes from the start of the file.
-        offset: its first element, bytes from the start of the file.
+        offset: of its first element, bytes from the start of the file.
     """
 
     name: str
@@ -51,14 +51,14 @@ class TorchTensor:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its bytes lie in the file in row-major order: from `offset`, `nbytes` of them."""
+        """Whether its bytes are in row-major order in the file: `nbytes` bytes from `offset`."""
         return is_contiguous(self.shape, self.strides)
 
     def spec(self) -> TensorSpec:
-        """The same tensor as a safetensors file would describe it, but for the strides of one that is not contiguous.
+        """The same tensor as in a safetensors file, but with strides if it is not contiguous.
 
         Raises:
-            CorruptShardError: a scalar or a strided tensor of a dtype smaller than a byte, which no format describes.
+            CorruptShardError: a scalar or a strided tensor of a dtype smaller than a byte, which cannot be represented.
         """
         shape = self.shape
         if DTYPES[self.dtype].bits < 8:
@@ -77,12 +77,12 @@ class TorchTensor:
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """All that such a file says of its tensors.
+    """The tensors of such a file.
 
     Attributes:
         tensors: in the pickle's order.
         left_out: keys of a training checkpoint other than its state dict; they hold no weights.
-        size: of the file, bytes.
+        size: size of the file in bytes.
     """
 
     tensors: tuple[TorchTensor, ...]
@@ -91,6 +91,6 @@ class TorchFile:
 
 
 def placed(name: str, tensor: PickledTensor, begin: int, end: int, file: str) -> TorchTensor:
-    """A tensor whose storage lies from `begin` to `end`, bytes from the start of the file."""
+    """A tensor whose storage is at bytes `begin` to `end` of the file."""
     offset = begin + tensor.first * element_bytes(tensor.dtype)
     return TorchTensor(name, tensor.dtype, tensor.shape, tensor.strides, file, tensor.storage.key, begin, end, offset)

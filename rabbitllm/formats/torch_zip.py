@@ -1,10 +1,10 @@
-"""The files of `torch.save` since torch 1.6, read as safetensors files are: every tensor's name, dtype, shape and place
-from what stands around the data, and its bytes only when they are used.
+"""The files of `torch.save` since torch 1.6, read like safetensors files: every tensor's name, dtype, shape and offset
+from the metadata around the data, and its bytes only when they are used.
 
 Format: a zip of stored entries under one folder, `data.pkl` with the pickle and `data/<key>` with the storages
 (https://github.com/pytorch/pytorch, torch/serialization.py; caffe2/serialize/inline_container.cc). The zip is read by
 `zip_directory.py`, the pickle by `pickle_reader.py`: nothing is imported, nothing is run, and no size is used before it
-has been compared with the size of the file. Knows no models.
+has been compared with the size of the file. Independent of models.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from rabbitllm.formats.zip_directory import (
     zip64_field,
 )
 
-# The local headers of a zip, each compared with what the central directory says of the entry.
+# The local headers of a zip, each compared with the entry in the central directory.
 #
-# A reader that walks a file from its front believes these, one that looks at its end the other; both must see the
-# same.
+# A reader that starts at the front of a file uses the former, one that starts at its end the latter; both must agree.
 
 
 def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry], file: str) -> None:
@@ -44,11 +43,11 @@ def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry], file: str) ->
 
     Args:
         read: reads the file.
-        entries: all of them, from `read_entries`.
+        entries: all entries, from `read_entries`.
         file: name for messages.
 
     Raises:
-        CorruptShardError: one differs.
+        CorruptShardError: a header differs.
     """
     at, pending = 0, None
     for entry in entries:
@@ -64,7 +63,7 @@ def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry], file: str) ->
 
 
 def _check_local(raw: bytes, entry: ZipEntry, file: str) -> None:
-    """`raw` reaches from the local header to the data."""
+    """Check an entry; `raw` reaches from the local header to the data."""
     signature, needed, flags, method, _, _, crc, packed, size, name_length, extra_length = LOCAL.unpack_from(raw)
     name = raw[LOCAL.size : LOCAL.size + name_length]
     if signature != b"PK\x03\x04":
@@ -112,7 +111,7 @@ def _check_descriptor(raw: bytes, entry: ZipEntry, file: str) -> None:
 PICKLE = "data.pkl"
 _MAX_RECORD_BYTES = 256
 _RECORDS = {"version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"}
-"""What else torch writes: small texts, of which only the byte order has a bearing on the tensors."""
+"""Names of torch's other entries: small texts, of which only the byte order matters for the tensors."""
 
 
 def read_torch_zip(path: Path, file: str | None = None) -> TorchFile:
@@ -120,25 +119,25 @@ def read_torch_zip(path: Path, file: str | None = None) -> TorchFile:
 
     Args:
         path: the file.
-        file: the name to put into the records; the file's own name by default.
+        file: the name for the records; the file's own name by default.
 
     Raises:
-        CorruptShardError: the zip or the pickle is malformed, or a tensor does not lie where it could.
-        UnsafePickleError: the pickle asks for more than tensors and plain values.
+        CorruptShardError: the zip or the pickle is malformed, or a tensor exceeds its storage.
+        UnsafePickleError: the pickle contains more than tensors and plain values.
     """
     with PositionalFile(path) as opened:
         return parse_torch_zip(opened.read_at, opened.size(), file or path.name)
 
 
 def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool = True) -> TorchFile:
-    """The same of any file that can be read in ranges.
+    """The same for any file that can be read in ranges.
 
     Args:
         read: reads (offset, length), bytes.
-        size: of the whole file, bytes.
-        file: name for the records and for messages.
-        local_headers: compare every entry's own header too, a read each; without, the places that follow from the
-            directory alone are to be confirmed by `check_local_headers` before the data is believed.
+        size: size of the whole file in bytes.
+        file: name for the records and error messages.
+        local_headers: also compare every entry's own header, a read each; if not, `check_local_headers` has to check
+            the offsets before the data is used.
     """
     entries = read_entries(read, size, file)
     if local_headers:
@@ -153,7 +152,7 @@ def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool =
 
 
 def pickle_of(path: Path) -> bytes:
-    """The pickle of a local torch zip as it stands, for a listing; the zip is checked, the pickle is not.
+    """The unchecked pickle of a local torch zip, for a listing; the zip itself is checked.
 
     Raises:
         CorruptShardError: the zip is malformed, or the pickle too large.
@@ -165,7 +164,7 @@ def pickle_of(path: Path) -> bytes:
 
 
 def _records(entries: tuple[ZipEntry, ...], file: str) -> dict[str, ZipEntry]:
-    """The entries by their names within the one folder they must lie in."""
+    """The entries by their names within their common folder."""
     root = entries[0].name.partition("/")[0] if entries else ""
     records = {}
     for entry in entries:
@@ -199,7 +198,7 @@ def _check_byte_order(read: ReadAt, records: Mapping[str, ZipEntry], file: str) 
 
 
 def read_pickle_bytes(read: ReadAt, records: Mapping[str, ZipEntry], file: str) -> bytes:
-    """The bytes of the pickle, whose size is checked first."""
+    """The bytes of the pickle, after a check of its size."""
     entry = records[PICKLE]
     if entry.size > MAX_PICKLE_BYTES:
         raise corrupt_zip(file, f"its {PICKLE} has {entry.size:,} bytes; at most {MAX_PICKLE_BYTES:,} are read")
@@ -212,7 +211,7 @@ def read_pickle_bytes(read: ReadAt, records: Mapping[str, ZipEntry], file: str) 
 def _places(
     records: Mapping[str, ZipEntry], storages: Mapping[str, Storage], file: str
 ) -> Mapping[str, tuple[int, int]]:
-    """Where each storage lies in the file (bytes); each must have an entry of its size, and no entry may be left."""
+    """The span of each storage in bytes; each must have an entry of its size, and all entries must be used."""
     places = {}
     for key, storage in storages.items():
         entry = records.get(f"data/{key}")

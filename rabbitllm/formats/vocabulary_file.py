@@ -1,4 +1,4 @@
-"""The bytes of a vocabulary file, whose kind and size are looked at before it is opened. Knows no formats."""
+"""The bytes of a vocabulary file, whose type and size are checked before it is opened. Independent of formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
 
 MAX_FILE_BYTES = 64 << 20
-"""Gemma's 262,144 pieces take 5 MB, Llama 3's 128,000 tokens 2 MB."""
+"""Limit of a file. Gemma's 262,144 pieces take 5 MB, Llama 3's 128,000 tokens 2 MB."""
 
 
 def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> bytes:
@@ -17,11 +17,11 @@ def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> 
 
     Args:
         path: the file.
-        refusal: makes an error of what is wrong with it.
+        refusal: makes the error for a problem.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptVocabularyError: it is no regular file, or has more.
+        CorruptVocabularyError: it is not a regular file, or is larger.
     """
     try:
         found = path.stat()

@@ -1,16 +1,16 @@
-"""The directory of a zip whose entries are stored, believed only where every reader would read it alike.
+"""The directory of a zip with stored entries, accepted only if every reader would interpret it alike.
 
-Format: PKWARE's APPNOTE (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT); what torch writes of it is in
-miniz (https://github.com/pytorch/pytorch, third_party/miniz-3.0.2/miniz.c and caffe2/serialize/inline_container.cc).
+Format: PKWARE's APPNOTE (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT); torch writes it with miniz
+(https://github.com/pytorch/pytorch, third_party/miniz-3.0.2/miniz.c and caffe2/serialize/inline_container.cc).
 
-Readers disagree about which end-of-directory record counts, which of two names, what precedes the first entry. So all
-of a file must be accounted for: entry follows entry from byte 0, each is a local header, its data and, where a flag
-says so, a data descriptor; then the central directory; then the end records; then nothing. It follows that the place of
-every entry's data is known from the central directory alone, and `torch_zip.py` compares each with its local
-header. Python's `zipfile` is not used: it looks for the directory, and skips what it does not understand.
+Readers disagree about which end-of-directory record counts, which of two equal names, and what precedes the first
+entry. So every byte of a file must be accounted for: entry follows entry from byte 0, each is a local header, its
+data and, if a flag says so, a data descriptor; then the central directory; then the end records; then nothing. It
+follows that the offset of every entry's data is known from the central directory alone, and `torch_zip.py` compares
+each with its local header. Python's `zipfile` is not used: it searches for the directory, and skips unknown parts.
 
-Checksums are not compared: torch writes zeros for them if asked to (`torch.serialization.set_crc32_options`).
-Knows nothing of torch.
+Checksums are not compared: torch can be set to write zeros (`torch.serialization.set_crc32_options`).
+Independent of torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from rabbitllm.errors import CorruptShardError
 
 ReadAt = Callable[[int, int], bytes]
-"""Reads (offset, length), both in bytes; what comes is shorter only at the end of the file."""
+"""Reads (offset, length), both in bytes; the result is shorter only at the end of the file."""
 
 MAX_ENTRIES = 32_768
-"""A shard has some hundred, the largest mixtures of experts some thousand."""
+"""Limit of entries. A shard has some hundred, the largest mixtures of experts some thousand."""
 MAX_DIRECTORY_BYTES = 16 << 20
 MAX_NAME_BYTES = 1024
 
@@ -38,7 +38,7 @@ DESCRIPTOR = struct.Struct("<4s3I")
 DESCRIPTOR_64 = struct.Struct("<4sI2Q")
 
 DESCRIBED = 1 << 3
-"""The sizes stand behind the data, in a data descriptor."""
+"""Flag: the sizes are in a data descriptor after the data."""
 _UTF8 = 1 << 11
 _FLAG_MEANINGS = {0: "encrypted", 5: "patch data", 6: "strongly encrypted", 13: "with masked local headers"}
 _SENTINEL_16, SENTINEL_32 = 0xFFFF, 0xFFFFFFFF
@@ -48,14 +48,14 @@ _MAX_VERSION = 63
 """The latest version of the format, times ten."""
 
 _SPECIAL = 0x18
-"""A directory or a volume label by its DOS attributes: miniz, and so torch, then reads nothing and leaves what was in
+"""Directory or volume label in the DOS attributes: miniz, and so torch, then reads nothing and returns uninitialised
 memory as the data."""
 _REGULAR = 0o10
-"""The type in a Unix mode (st_mode >> 12); zero where none is given."""
+"""Regular file in a Unix mode (st_mode >> 12); zero where none is given."""
 
 _ZIP64 = 0x0001
 _HARMLESS_EXTRAS = {0x4246, 0x5455, 0x7875}
-"""torch's padding ("FB"), and the times and owners that Info-ZIP adds. Others can change a name or hide data."""
+"""Ids of torch's padding ("FB"), and of times and owners from Info-ZIP. Others can change a name or hide data."""
 
 _REMEDY = (
     "Fetch or copy the file again. One that another program packed can be written again: load it where it can do no "
@@ -69,13 +69,13 @@ class ZipEntry:
 
     Attributes:
         name: with `/` between the parts; relative, and without `.` and `..`.
-        header: where its local header starts, bytes from the start of the file.
-        begin: where its data starts.
-        end: where its data ends.
+        header: offset of its local header from the start of the file.
+        begin: offset of its data.
+        end: offset of the end of its data.
         descriptor: bytes of the data descriptor that follows.
-        crc: the checksum it claims; not compared with the data.
+        crc: the declared checksum; not compared with the data.
         flags: bit 3 and bit 11 at most.
-        zip64: its zip64 field in the central directory, as it stands there.
+        zip64: its zip64 field in the central directory, undecoded.
     """
 
     name: str
@@ -95,7 +95,7 @@ class ZipEntry:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """An entry as the central directory lists it."""
+    """An entry in the central directory."""
 
     name: str
     header: int
@@ -120,8 +120,8 @@ def read_entries(read: ReadAt, file_size: int, file: str) -> tuple[ZipEntry, ...
         file: name for messages.
 
     Raises:
-        CorruptShardError: the file is no zip, is one that not every reader reads alike, or has entries that are not
-            stored as they are.
+        CorruptShardError: the file is not a zip, is one that readers may interpret differently, or has entries that are
+            not stored uncompressed.
     """
     count, begin, end = _directory_span(read, file_size, file)
     listed = list(_listed(read(begin, end - begin), count, file))
@@ -134,7 +134,7 @@ def read_entries(read: ReadAt, file_size: int, file: str) -> tuple[ZipEntry, ...
 
 
 def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, int]:
-    """How many entries there are, and where the central directory begins and ends."""
+    """The number of entries, and the offsets of the begin and end of the central directory."""
     longest = _END.size + _LOCATOR.size + _END_64.size
     start = max(0, file_size - longest)
     tail = read(start, file_size - start)
@@ -169,7 +169,7 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
 
 
 def _end_64(tail: bytes, at: int, file: str) -> tuple[int, int, int]:
-    """Count, size and offset of the central directory from the zip64 record, which must stand at `at`."""
+    """Count, size and offset of the central directory from the zip64 record, which must be at `at`."""
     if len(tail) < _LOCATOR.size + _END_64.size:
         raise corrupt_zip(file, "its zip64 locator stands where no zip64 record fits before it")
     _, disk, record_at, disks = _LOCATOR.unpack(tail[-_LOCATOR.size :])
@@ -213,7 +213,7 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
 
 
 def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[ZipEntry]:
-    """Where each entry's data is, given that nothing lies between one entry and the next."""
+    """The entries with the spans of their data, which must be adjacent."""
     if not listed:
         raise corrupt_zip(file, "it has no entries")
     if listed[0].header:
@@ -234,7 +234,7 @@ def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[Zi
 
 
 def check_version(needed: int, name: str, file: str) -> None:
-    """Refuse an entry for readers of a later version of the format (low byte): torch reads it, zipfile does not."""
+    """Refuse an entry that needs a later version of the format (low byte): torch reads it, zipfile does not."""
     if needed & 0xFF > _MAX_VERSION:
         raise corrupt_zip(
             file,
@@ -254,7 +254,7 @@ def _check_stored(flags: int, method: int, name: str, file: str) -> None:
 
 
 def _name(raw: bytes, flags: int, file: str) -> str:
-    """An entry's name, which must be a relative path that can mean one thing only."""
+    """An entry's name, which must be an unambiguous relative path."""
     try:
         name = raw.decode("utf-8" if flags & _UTF8 else "ascii")
     except UnicodeDecodeError:
@@ -286,7 +286,7 @@ def zip64_field(extra: bytes, name: str, file: str) -> bytes:
 
 
 def _widened(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: str) -> tuple[int, ...]:
-    """Size, packed size, header and disk, with those that a zip64 field replaces; it must hold exactly those."""
+    """Size, packed size, header and disk, replaced by the zip64 field where it has them; it must hold exactly those."""
     limits = (SENTINEL_32, SENTINEL_32, SENTINEL_32, _SENTINEL_16)
     wanted = [number for number, limit in enumerate(limits) if fields[number] == limit]
     layout = struct.Struct("<" + "".join("I" if number == 3 else "Q" for number in wanted))
@@ -297,5 +297,5 @@ def _widened(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: s
 
 
 def corrupt_zip(file: str, what: str) -> CorruptShardError:
-    """An error that says what is wrong with a file, and what to do."""
+    """The error for a malformed zip, with a remedy."""
     return CorruptShardError(f"{file} is not a sound torch zip: {what}.", _REMEDY)

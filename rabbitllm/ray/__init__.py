@@ -1,1 +1,1 @@
-"""Work spread over a Ray cluster: splits, and batches of prompts. Ray is imported when it is first used."""
+"""Work on a Ray cluster: splits, and batches of prompts. Ray is imported when it is first used."""

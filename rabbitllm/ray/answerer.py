@@ -1,7 +1,7 @@
-"""What a worker of a batch does: gets its model ready once, and then answers the lines that it is given.
+"""A worker of a batch: prepares its model once, then answers lines.
 
-Runs in a process of its own, which may be killed at any moment: it keeps nothing that is not somewhere else. Knows no
-cluster and no journal.
+Runs in a separate process that may be killed at any moment: all its state also exists elsewhere. Independent of
+clusters and journals.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from rabbitllm.models.pull.make import Wish
 from rabbitllm.store.chosen import BitAllocation
 
 WEIGHTS, CACHE = 0.5, 0.3
-"""Shares of its part of free memory that a worker which is not alone takes for weights, and for the KV cache."""
+"""Shares of a worker's part of free memory, for weights and for the KV cache, if it is not alone on its machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """What every worker of a batch is told.
+    """The job of every worker of a batch.
 
     Attributes:
-        wish: the model, by a name that means the same on every machine.
-        name: of it, in answers of OpenAI's form.
-        limits: what is taken on at a time.
-        split: False for out of the checkpoint's own shards.
-        dtype: to compute in; None for the config's.
-        longest: lengths and kinds of the longest lines, as `InputScan` has them, for which memory is set aside.
-        share: workers that are on one machine.
+        wish: the model, by a name that is valid on every machine.
+        name: the model's name in answers of OpenAI's form.
+        limits: limits of the batch.
+        split: False to stream from the checkpoint's own shards.
+        dtype: the dtype to compute in; None for the config's.
+        longest: lengths and kinds of the longest lines, as in `InputScan`, for which memory is reserved.
+        share: number of workers on one machine.
     """
 
     wish: Wish
@@ -48,14 +48,14 @@ class WorkerJob:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself when its model is ready.
+    """A ready worker's description of itself.
 
     Attributes:
-        host, pid: where it is.
-        source: what its split was made from; None without one.
-        compression: of the split.
+        host, pid: its machine and process.
+        source: the source of its split; None without one.
+        compression: compression of the split.
         computes: dtype and kind of device.
-        chosen: what each tensor has in a mixed split.
+        chosen: the bits of each tensor in a mixed split.
     """
 
     host: str
@@ -66,7 +66,7 @@ class WorkerInfo:
     chosen: BitAllocation | None = None
 
     def differs_from(self, other: WorkerInfo) -> str | None:
-        """Why two workers would not give the same answers, in words; None if nothing says so."""
+        """Why two workers would give different answers, in words; None if no difference is known."""
         if self.computes != other.computes:
             return f"it computes in {self.computes}, the other in {other.computes}"
         if self.compression != other.compression:
@@ -82,7 +82,7 @@ class Answerer:
     """A worker.
 
     Args:
-        job: of the batch.
+        job: the job of the batch.
     """
 
     def __init__(self, job: WorkerJob) -> None:
@@ -91,12 +91,12 @@ class Answerer:
         self._limits = job.limits
 
     def ready(self) -> WorkerInfo:
-        """Get the model ready: split first, unless that is done.
+        """Prepare the model: split it first, unless that is done.
 
-        Of several on one machine, or before one shared folder, one does that and the others wait.
+        Of several workers on one machine, or with one shared folder, one splits and the others wait.
 
         Raises:
-            RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
+            RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
         """
         from rich.console import Console
         from transformers import logging
@@ -132,14 +132,14 @@ class Answerer:
         )
 
     def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
-        """Answers to lines, those that are complete at the same time together; see `answering.answered`."""
+        """Answers to lines, in groups that are complete at the same time; see `answering.answered`."""
         from rabbitllm.batch_jobs.answering import answered
         from rabbitllm.batch_jobs.order import ordered
 
         yield from answered(self._model, self._job.name, ordered(items), self._limits)
 
     def _with_its_share(self) -> WorkerJob:
-        """The job, with limits of memory and disk where several workers would each take what is free."""
+        """The job, with limits of memory and disk if several workers share the machine."""
         import psutil
 
         from rabbitllm.generation.filing import usual_bytes

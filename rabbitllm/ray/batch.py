@@ -1,7 +1,7 @@
-"""`rabbitllm batch --ray`: the lines that a journal lacks, answered by the machines of a cluster.
+"""`rabbitllm batch --ray`: unanswered lines of a journal, answered by the machines of a cluster.
 
 The input is read and the results are written here, by one process, as without a cluster: so the order is kept, each
-line has one answer, and a batch begun on a cluster is finished without it.
+line gets one answer, and a batch begun on a cluster can be finished without it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def answering_on(
     split: bool = True,
     dtype: str | None = None,
 ) -> Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]]:
-    """What gives the answers that a journal lacks.
+    """A function that provides the answers missing in a journal.
 
     Args:
         address: see `cluster.connected`.
         wish: the model.
-        name: of it, as the user gave it.
-        limits: what one worker takes on at a time.
+        name: the model's name as the user gave it.
+        limits: limits of the batch of one worker.
         workers: see `chunks.staff_of`.
-        split, dtype: see `bulk.loading.loaded`.
+        split, dtype: see `batch_jobs.loading.loaded`.
 
     Raises:
-        ClusterError, OptionError: see `connected`, `check_machines`, `staff_of`, `RayAnswers`; when it is first asked.
+        ClusterError, OptionError: see `connected`, `check_machines`, `staff_of`, `RayAnswers`; raised on first use.
         ResultsError: the journal was begun with other weights.
     """
 
@@ -70,7 +70,7 @@ def answering_on(
 
 
 def everywhere(wish: Wish) -> Wish:
-    """The same, with paths that do not depend on where a process was started."""
+    """The same wish, with paths that do not depend on the working directory."""
     path = expand(wish.name)
     name = str(path.absolute()) if wish.name and path.exists() else wish.name
     folder = Path(wish.folder).absolute() if wish.folder is not None else None

@@ -1,4 +1,4 @@
-"""How many workers there are, what each gets of its machine, and which lines it is given at a time. Pure."""
+"""The number of workers, their share of a machine, and the chunks of lines they answer. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rabbitllm.errors import OptionError
 from rabbitllm.ray.cluster import Node
 
 PASSFULS = 4
-"""What a worker is given at a time, at most, in lines that share a pass: each time its last passes are not full."""
+"""Limit of a chunk, in full passes: the last passes of each chunk are not full."""
 TURNS = 2
-"""How often each worker is given lines, at least, where there are enough: a slow one then holds up less."""
+"""Minimum of chunks per worker, if there are enough lines: a slow worker then delays the end less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class WorkerPool:
     """The workers of a batch.
 
     Attributes:
-        workers: how many.
-        cpus, gpus: that Ray sets aside for each.
-        share: workers on one machine, at most.
+        workers: number of workers.
+        cpus, gpus: reserved by Ray for each.
+        share: limit of workers on one machine.
     """
 
     workers: int
@@ -35,10 +35,10 @@ def staff_of(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool:
 
     Args:
         nodes: the machines.
-        workers: how many the user wants; None for that.
+        workers: number wanted by the user; None for the default.
 
     Raises:
-        OptionError: no number of workers, or more than there are processors or GPUs.
+        OptionError: the number is below 1, or above the number of processors or GPUs.
     """
     gpus, cpus = sum(node.gpus for node in nodes), sum(node.cpus for node in nodes)
     count = (gpus or len(nodes)) if workers is None else workers
@@ -55,12 +55,12 @@ def staff_of(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool:
 
 
 def in_chunks(order: Sequence[int], workers: int, sequences: int) -> list[list[int]]:
-    """Lines, in the order given, in runs of about one length.
+    """Split lines, in the given order, into chunks of equal length; the last one may be shorter.
 
     Args:
         order: indices of lines.
-        workers: that take one run after the other.
-        sequences: lines in one pass, at most.
+        workers: number of workers, each of which answers one chunk after the other.
+        sequences: limit of lines in one pass.
     """
     size = max(1, min(PASSFULS * sequences, -(-len(order) // (workers * TURNS))))
     return [list(order[at : at + size]) for at in range(0, len(order), size)]

@@ -1,6 +1,6 @@
-"""A connection to a Ray cluster, for as long as a call lasts: one that runs, or one of this machine's own.
+"""A connection to a Ray cluster for the duration of a call: a running one, or one started on this machine.
 
-Knows nothing of what is done on it.
+Independent of the work done on it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
 
 AUTO = "auto"
-"""The address that means: a cluster that runs, else one for this call."""
+"""The address of a running cluster if there is one, else of one started for this call."""
 CONNECT_SECONDS = 5.0
-"""How long a head node may take to answer. Ray itself was seen to try for more than ten minutes."""
+"""Time limit for a head node's answer. Ray itself was seen to try for more than ten minutes."""
 OBJECT_STORE_BYTES = 80 << 20
-"""Of a cluster that is started for a call: what goes through it is plans and answers, never weights."""
+"""Size for a cluster started for a call: only plans and answers go through it, never weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of a cluster that has processors for tasks.
+    """A machine of a cluster with processors for tasks.
 
     Attributes:
-        id: Ray's own.
-        host: its name or address, for people.
-        cpus, gpus: that Ray may give away.
+        id: Ray's id.
+        host: its name or address, for messages.
+        cpus, gpus: available to Ray.
     """
 
     id: str
@@ -56,23 +56,23 @@ def check_installed() -> None:
 
 
 def say(line: str) -> None:
-    """Tell the person who waits: a cluster takes seconds to start, and its workers some more."""
+    """Print a progress message: a cluster takes seconds to start, and its workers some more."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[list[Node]]:
-    """The machines of a cluster that this process is connected to while the context is open.
+    """The machines of a cluster to which this process is connected while the context is open.
 
     Args:
         address: "auto" for the cluster of `RAY_ADDRESS`, or one that was started on this machine (`ray start --head`),
-            or else one that is started here and ended with the context; or HOST:PORT of a head node. Where this
-            process is connected already, that connection is used, and left.
+            or else one that is started here and shut down with the context; or HOST:PORT of a head node. An existing
+            connection of this process is used, and kept open.
 
     Raises:
         MissingPackageError: Ray is not installed.
-        OptionError: no such address.
-        ClusterError: nothing answers there.
+        OptionError: the address is malformed.
+        ClusterError: there is no answer from it.
     """
     check_installed()
     import ray
@@ -84,7 +84,7 @@ def connected(address: str) -> Iterator[list[Node]]:
     say("starting Ray on this machine …" if running is None else f"connecting to Ray at {running} …")
     scratch = tempfile.mkdtemp(prefix="rr-", dir=_short_folder()) if running is None else None
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Ray says there that a worker is lost, amid the results
+        with contextlib.redirect_stdout(sys.stderr):  # Ray reports lost workers there, amid the results
             _connect(running, scratch)
             try:
                 yield nodes()
@@ -96,7 +96,7 @@ def connected(address: str) -> Iterator[list[Node]]:
 
 
 def nodes() -> list[Node]:
-    """The machines that are there now and have processors.
+    """The machines that are in the cluster now and have processors.
 
     Raises:
         ClusterError: there are none.
@@ -146,7 +146,7 @@ def _connect(running: str | None, scratch: str | None) -> None:
 
 
 def _running_cluster() -> str | None:
-    """The address of the cluster to use where none is named; None where none is known or the known one is gone."""
+    """The address of the default cluster; None where none is known or the known one is gone."""
     if named := os.environ.get("RAY_ADDRESS"):
         return _checked(named)
     from ray._private.utils import read_ray_address
@@ -180,6 +180,6 @@ def _answers(address: str) -> bool:
 
 
 def _short_folder() -> str | None:
-    """A folder whose path leaves room for Ray's sockets, whose paths may have 107 bytes; None for the usual one."""
+    """A folder short enough for the paths of Ray's sockets, which are limited to 107 bytes; None for the usual one."""
     usual = tempfile.gettempdir()
     return "/tmp" if len(usual) > 20 and Path("/tmp").is_dir() else None

@@ -1,7 +1,7 @@
-"""Asks every machine of a cluster, before anything is done, whether it could do its part.
+"""Checks, before anything else is done, whether every machine of a cluster can take part.
 
-The same version of this package, the lease in the shared folder, the source: what one of them lacks would otherwise
-show hours later, or not at all. Knows Ray; knows nothing of splits and batches.
+The same version of this package, the lease in the shared folder, the source: if one of them is missing on a machine,
+the error would otherwise appear hours later, or never. Depends on Ray, but not on splits and batches.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rabbitllm.splitter.lease import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 
 ANSWER_SECONDS = 120.0
-"""How long a machine may take to start a worker and answer."""
+"""Time limit for a machine to start a worker and answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a machine answered.
+    """The answer of a machine.
 
     Attributes:
-        rabbitllm: its version; None where it cannot be imported.
+        rabbitllm: version of this package; None where it cannot be imported.
         quantizer: version of bitsandbytes; None where there is none.
-        lease: whether it reads the lease.
-        unseen: of the paths asked for, those that are not there.
+        lease: whether the lease can be read there.
+        unseen: requested paths that do not exist there.
         error: why the package cannot be imported.
     """
 
@@ -40,16 +40,16 @@ class NodeInfo:
 
 
 def check_machines(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path], *, quantizes: bool) -> None:
-    """Make sure that every machine can take part.
+    """Check that every machine can take part.
 
     Args:
-        nodes: which.
-        lease: that is in the shared folder; None where none is needed.
-        seen: further paths that each has to see.
-        quantizes: whether it matters which bitsandbytes each has.
+        nodes: the machines.
+        lease: in the shared folder; None if none is needed.
+        seen: further paths that must exist on each machine.
+        quantizes: whether the versions of bitsandbytes must agree.
 
     Raises:
-        ClusterError: one cannot, or does not answer; with its name.
+        ClusterError: a machine cannot take part, or does not answer; names the machine.
     """
     for node, present in zip(nodes, _answers(nodes, lease, seen), strict=True):
         _check(node, present, lease, quantizes)
@@ -87,7 +87,7 @@ def _check(node: Node, present: NodeInfo, lease: Lease | None, quantizes: bool) 
 
 
 def quantizer_version() -> str | None:
-    """Of bitsandbytes here."""
+    """The version of bitsandbytes here; None where it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -121,7 +121,7 @@ def _answers(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path]) -
 
 
 def _looker() -> Callable[[str, str, list[str]], tuple[Any, ...]]:
-    """What is run there. A function in a function goes to a worker by value: it must not need this package there."""
+    """The remote function. A nested function is pickled by value, so it needs no import of this package there."""
 
     def look(lease: str, run: str, seen: list[str]) -> tuple[Any, ...]:
         import importlib.metadata

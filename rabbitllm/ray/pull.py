@@ -1,4 +1,4 @@
-"""`rabbitllm pull --ray`: a model made ready by the machines of a cluster, in a folder that they share."""
+"""`rabbitllm pull --ray`: a model prepared by the machines of a cluster, in a shared folder."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rabbitllm.ray.ray_shard_executor import RayShardExecutor
 
 
 def pull_on(address: str, wish: Wish, at_once: int | None = None) -> Pulled:
-    """As `pull`, with shards filled into layer files by a Ray cluster.
+    """Like `pull`, but a Ray cluster fills the layer files.
 
     Args:
         address: see `connected`.
-        wish: what to get ready, and how.
-        at_once: shards in work at a time, at most; None for as many as the machines have processors for.
+        wish: the model and the options for preparing it.
+        at_once: limit of shards in work at a time; None for as many as the processors of the machines allow.
 
     Raises:
-        ClusterError: nothing answers, or a machine cannot take part; nothing was touched.
-        RabbitLLMError: as `pull` does.
+        ClusterError: the cluster does not answer, or a machine cannot take part; nothing was changed.
+        RabbitLLMError: see `pull`.
     """
     with connected(address) as nodes:
         executor = RayShardExecutor(nodes, at_once, quantizes=wish.compression is not None)

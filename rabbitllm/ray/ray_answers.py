@@ -1,7 +1,7 @@
-"""Lines of a batch, answered by actors of a Ray cluster, each with the model loaded once.
+"""Lines of a batch, answered by actors of a Ray cluster, each with a model loaded once.
 
-Each answer reaches this process as soon as it is complete, and is the only one for its line. A line is given to one
-worker. Only if that worker is lost, the lines that it has not answered are given to another one. Why actors and not Ray
+Each answer reaches this process as soon as it is complete, and is the only one for its line. A line is assigned to
+one worker; only if that worker is lost, its unanswered lines are assigned to another one. Why actors and not Ray
 Data, whose unit is a block of rows, is in docs/CLUSTER.md.
 """
 
@@ -23,9 +23,9 @@ from rabbitllm.ray.cluster import say
 
 POLL_SECONDS = 0.5
 PLACE_SECONDS, SAY_AGAIN_SECONDS = 10.0, 60.0
-"""After so long it is said that a worker has not begun anywhere, and again after so long. Beginning takes seconds."""
+"""Seconds until an unplaced worker is reported, and between such reports. Placement normally takes seconds."""
 TIMES = 4
-"""Workers that are lost one after the other, without an answer in between, before that is an error."""
+"""Number of workers lost one after the other, without an answer in between, that counts as an error."""
 
 
 @dataclass(slots=True)
@@ -33,11 +33,11 @@ class _Worker:
     """An actor.
 
     Attributes:
-        since: `time.monotonic()` when it was asked for.
-        placed: comes when it has begun somewhere; None from then on.
-        getting_ready: comes when it has its model; None from then on.
-        answers: what it gives while it is at work.
-        left: what of it is still to come, by index.
+        since: `time.monotonic()` of its creation.
+        placed: reference that resolves when the actor has started; None from then on.
+        getting_ready: reference that resolves when its model is ready; None from then on.
+        answers: its stream of answers while it works.
+        left: its unanswered items, by index.
     """
 
     actor: Any
@@ -52,11 +52,11 @@ class RayAnswers:
     """The workers of one batch. The process must be connected to the cluster.
 
     Args:
-        staff: how many, and what each gets.
-        job: what they are told.
-        worker: the class of a worker.
-        check: is told of the first worker that is ready, before any answer; may raise to stop.
-        tell: is told what the person who waits should know.
+        staff: number of workers, and the resources of each.
+        job: job of every worker.
+        worker: the actor class.
+        check: called with the first ready worker, before any answer; may raise to stop.
+        tell: called with messages for the user.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class RayAnswers:
         self._lost = 0
 
     def answered(self, chunks: Sequence[Sequence[int]], item: Callable[[int], Item]) -> Generator[list[BatchAnswer]]:
-        """Answers to lines, those that were complete at the same time together.
+        """Answers to lines, in groups that are complete at the same time.
 
         Args:
-            chunks: indices of lines, each line once; a worker takes one chunk after the other.
+            chunks: indices of lines, each line once; a worker answers one chunk after the other.
             item: reads a line.
 
         Raises:
-            ClusterError: workers are lost again and again, or have different models.
+            ClusterError: workers are lost repeatedly, or have different models.
             RabbitLLMError, OSError, MemoryError: a worker's own error.
         """
         import ray
@@ -118,7 +118,7 @@ class RayAnswers:
         return _Worker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
 
     def _tell_who_waits(self) -> None:
-        """Say it where workers have no place: Ray itself waits in silence, for ever."""
+        """Report workers that cannot be placed: Ray itself waits silently, for ever."""
         import ray
 
         unplaced = {worker.placed: worker for worker in self._workers if worker.placed is not None}
@@ -130,7 +130,7 @@ class RayAnswers:
         late = [worker for worker in unplaced.values() if now - worker.since >= PLACE_SECONDS]
         if late and now - self._told >= SAY_AGAIN_SECONDS:
             self._told = now
-            cluster: Any = ray  # whose functions have no types
+            cluster: Any = ray  # its functions are untyped
             self._tell(wanting(self._staff, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
     def _give(self, worker: _Worker, items: list[Item]) -> None:
@@ -138,7 +138,7 @@ class RayAnswers:
         worker.answers = worker.actor.answer.options(num_returns="streaming").remote(items)
 
     def _heard(self, worker: _Worker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
-        """Take up what a worker has to say: that it is ready, some answers, that it is through, or nothing any more."""
+        """Handle a report of a worker: that it is ready, some answers, the end of its chunk, or its loss."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
@@ -175,7 +175,7 @@ class RayAnswers:
                 "lines at a time (--sequences) need less. What was answered is kept, and the same command goes on.",
             ) from error
         self._workers.remove(worker)
-        _end(worker)  # it may only be out of reach
+        _end(worker)  # it may be alive but unreachable
         if worker.left:
             waiting.appendleft([*worker.left])
         self._workers.append(self._started())
@@ -193,12 +193,12 @@ class RayAnswers:
 
 
 def wanting(staff: WorkerPool, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """What is said of workers that have not begun.
+    """The message about workers that have not started.
 
     Args:
-        staff: what each wants.
-        late: how many they are.
-        there, free: of the cluster, as Ray counts it.
+        staff: the resources of each worker.
+        late: their number.
+        there, free: resources of the cluster, as Ray counts them.
     """
     kinds = [("processor", "CPU", staff.cpus), ("GPU", "GPU", staff.gpus)]
     wanted = " and ".join(counted(count, kind) for kind, _, count in kinds if count)
@@ -215,7 +215,7 @@ def wanting(staff: WorkerPool, late: int, there: Mapping[str, float], free: Mapp
 def _end(worker: _Worker) -> None:
     import ray
 
-    with contextlib.suppress(Exception):  # an error that led here is the one to be seen
+    with contextlib.suppress(Exception):  # the error that led here is the one to report
         ray.kill(worker.actor)
 
 

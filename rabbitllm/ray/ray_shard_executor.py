@@ -1,7 +1,7 @@
 """Shards filled into layer files by tasks of a Ray cluster.
 
-Ray runs a task again whose worker or machine died. What is durable, which layers are whole and which shards may go is
-not decided here (`splitter/shard_loop.py`).
+Ray runs a task again if its worker or machine died. `splitter/shard_loop.py` decides what is durable, which layers
+are complete and which shards may be deleted.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rabbitllm.splitter.sums import ShardChecksums
 from rabbitllm.splitter.work import ROOM, SplitWork
 from rabbitllm.telemetry.profiler import Profiler
 
-# What a worker does with one shard: puts it into the layer files that are waiting for it, and makes that durable.
+# The task of a worker for one shard: writes it into the layer files that contain its tensors, durably.
 #
-# Runs in a process of its own, which may be killed at any moment: done again, it writes the same bytes to the same
-# places. Knows no cluster.
+# Runs in a separate process that may be killed at any moment: repeated, it writes the same bytes at the same offsets.
+# Independent of clusters.
 
 
 def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> ShardChecksums:
     """Fill unfinished layer files from a shard.
 
     Args:
-        shard: which.
+        shard: the shard.
         work: the part of a split that is about this shard (`SplitWork.of_shard`).
-        lease: asked before every few MB; without it nothing more is written.
-        threads: that read, quantize and write.
+        lease: checked before every few MB; without it nothing more is written.
+        threads: number of threads that read, quantize and write.
 
     Returns:
         The checksums of the shard's tensors. All of its bytes are durable.
@@ -66,20 +66,20 @@ def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) 
             target.close()
 
 
-# Which shard may be begun next, while others are in work. Pure.
+# The choice of the next shard while others are in work. Pure.
 
 Part = tuple[PlannedShard, SplitWork]
 
 
 def next_part(waiting: Sequence[Part], in_work: Iterable[Part], *, apart: bool) -> Part | None:
-    """The first part that may be begun; None if all have to wait for one that is in work.
+    """The first part that may be started; None if all have to wait for one in work.
 
     Args:
-        waiting: in the order to begin with them.
-        in_work: those that have been begun and not been taken up.
-        apart: no two parts that fill the same layer file. Network file systems promise one machine to see what another
-            wrote only once it opens the file after the other has closed it (close-to-open, nfs(5)); until then each
-            may write back its own state of a page in which both have bytes.
+        waiting: in the preferred order.
+        in_work: parts that are started and not finished.
+        apart: whether parts that fill the same layer file exclude each other. Network file systems guarantee that one
+            machine sees the writes of another only if it opens the file after the other has closed it (close-to-open,
+            nfs(5)); until then each may write back its own version of a page in which both have bytes.
     """
     if not apart:
         return waiting[0] if waiting else None
@@ -94,27 +94,27 @@ def _is_free(part: Part, taken: Collection[str]) -> bool:
 
 
 CPUS_A_TASK = 2
-"""Processors that Ray sets aside for a shard, and threads that work on it."""
+"""Processors that Ray reserves for a shard, and threads that work on it."""
 TIMES = 4
-"""How often a shard is begun before its dying workers are taken for its own doing."""
+"""Attempts at a shard before the death of its workers is attributed to the shard."""
 POLL_SECONDS = 0.2
 STOP_SECONDS = 10.0
-"""How long tasks that are to stop may take over it."""
+"""Time limit for tasks to stop."""
 Fill = Callable[[PlannedShard, SplitWork, Lease, int], ShardChecksums]
 """See `fill_from`."""
 
 
 class RayShardExecutor:
-    """Hands that are tasks; see `ShardExecutor`. The process must be connected to the cluster.
+    """A shard executor of Ray tasks; see `ShardExecutor`. The process must be connected to the cluster.
 
     Args:
         nodes: its machines.
-        at_once: shards in work at a time; None for as many as the machines have processors for.
+        at_once: limit of shards in work at a time; None for as many as the processors of the machines allow.
         quantizes: whether tensors are quantized.
-        fill: what a worker does with a shard.
+        fill: the task for one shard.
 
     Raises:
-        OptionError: no number of shards.
+        OptionError: `at_once` is below 1.
     """
 
     def __init__(self, nodes: Sequence[Node], at_once: int | None, *, quantizes: bool, fill: Fill = fill_from) -> None:
@@ -196,7 +196,7 @@ def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
 
 
 def _wait_for_end(references: Sequence[Any]) -> None:
-    """Wait until tasks whose lease is revoked have seen it.
+    """Wait until tasks whose lease is revoked have noticed.
 
     They are not cancelled: Ray 2.60 was seen to abort the process that cancels a task whose result is just arriving
     ("Tried to complete task that was not pending").
@@ -204,5 +204,5 @@ def _wait_for_end(references: Sequence[Any]) -> None:
     if references:
         import ray
 
-        with contextlib.suppress(Exception):  # the error that led here is the one to be seen
+        with contextlib.suppress(Exception):  # the error that led here is the one to report
             ray.wait(list(references), num_returns=len(references), timeout=STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""Where a server listens, decided before anything slow: whether the address can be had, and who reaches it."""
+"""The listening address of a server, checked before anything slow: whether it is free, and which machines reach it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, that does not listen yet.
+    """A socket bound to an address, not listening yet.
 
     Args:
         host: a name or an address.
-        port: 0 for any that is free.
+        port: 0 for any free port.
 
     Raises:
-        OptionError: it cannot be had.
+        OptionError: the address is not available.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -38,10 +38,10 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def listen(made: socket.socket, backlog: int) -> None:
-    """Let connections come.
+    """Start listening.
 
     Raises:
-        OptionError: another program that is bound to the same address listens already.
+        OptionError: another program bound to the same address listens already.
     """
     try:
         made.listen(backlog)
@@ -58,14 +58,14 @@ def _taken(host: str, port: int, error: OSError) -> OptionError:
 
 
 def address_of(made: socket.socket) -> str:
-    """`http://127.0.0.1:8000`, by which a socket is reached from this machine."""
+    """The URL that reaches a socket from this machine: `http://127.0.0.1:8000`."""
     host, port = made.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
 
 
 def is_local(made: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether the socket is reachable from this machine only."""
     return str(made.getsockname()[0]) in LOCAL or str(made.getsockname()[0]).startswith("127.")
 
 
@@ -73,7 +73,7 @@ def hosts_of(made: socket.socket, host: str, allowed: Sequence[str] = ()) -> tup
     """Names by which requests may call a server, in addition to every address; None for any name.
 
     Args:
-        made: where it listens.
+        made: the bound socket.
         host: as the user wrote it.
         allowed: further names; "*" allows all.
     """

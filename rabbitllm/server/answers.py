@@ -1,6 +1,6 @@
-"""From what a batch says of its requests to OpenAI's objects, whole and in chunks. Pure: events in, dicts out.
+"""From the events of a batch to OpenAI's objects, whole and in chunks. Pure: events in, dicts out.
 
-A kind of answer says what is in a choice; `Envelope` what is around it.
+`AnswerChoices` makes the choices of an answer, `Envelope` the object around them.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ REASONS = {
     FinishReason.CANCELLED: "length",
     FinishReason.TIMEOUT: "length",
 }
-"""How OpenAI's interface says why an answer is over; one that was cut off is as if its tokens were used up."""
+"""OpenAI's finish reason for each way of ending; an answer that was cut off counts as out of tokens."""
 
 
 class AnswerChoices(Protocol):
-    """The choices of one answer, as they come."""
+    """The choices of one answer, whole or streamed."""
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
-        """What a stream says first of a choice."""
+        """The first deltas of a choice in a stream."""
 
     def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
-        """What a stream says of a piece."""
+        """The deltas of a piece in a stream."""
 
     def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
-        """What a stream says last."""
+        """The last deltas of a choice in a stream."""
 
     def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
-        """A choice that is answered at once, of all its pieces as one."""
+        """A choice that is answered at once, with all its pieces joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What is around the choices of one answer.
+    """The object around the choices of one answer.
 
     Attributes:
-        id: of the answer.
+        id: id of the answer.
         created: seconds since 1970.
         model: its name.
         kind: `object` of a whole answer.
-        chunk_kind: of a chunk.
-        include_usage: whether a stream ends with what it took.
+        chunk_kind: `object` of a chunk.
+        include_usage: whether a stream ends with its token usage.
     """
 
     id: str
@@ -71,7 +71,7 @@ class Envelope:
         return self._around(self.chunk_kind, choices) | ({"usage": None} if self.include_usage else {})
 
     def last_chunk(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The chunk that says what it took."""
+        """The chunk with the token usage."""
         return self._around(self.chunk_kind, ()) | {"usage": usage}
 
     def whole(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,11 +80,11 @@ class Envelope:
 
 
 def usage_of(finished: Sequence[Finished], choices_of_a_prompt: int) -> dict[str, Any]:
-    """What an answer took: each prompt once, however many answers it got.
+    """The token usage of an answer; each prompt counts once, however many answers it got.
 
     Args:
         finished: the end of each choice, all of the first prompt first.
-        choices_of_a_prompt: how many those are.
+        choices_of_a_prompt: choices per prompt.
     """
     firsts = finished[::choices_of_a_prompt]
     prompt, new = sum(one.prompt_tokens for one in firsts), sum(one.new_tokens for one in finished)
@@ -97,7 +97,7 @@ def usage_of(finished: Sequence[Finished], choices_of_a_prompt: int) -> dict[str
 
 
 def joined(first: Delta, second: Delta) -> Delta:
-    """Two pieces as one."""
+    """Two pieces joined."""
     return Delta(first.text + second.text, first.tokens + second.tokens)
 
 
@@ -105,5 +105,5 @@ NOTHING = Delta("", ())
 
 
 def without_end(tokens: Sequence[TokenLogprob], ends: frozenset[int]) -> Sequence[TokenLogprob]:
-    """Tokens that are part of the text: the one by which a model ends it is none."""
+    """Tokens without the end-of-text token, which is not part of the text."""
     return tokens[:-1] if tokens and tokens[-1].token in ends else tokens

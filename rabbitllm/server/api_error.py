@@ -1,8 +1,8 @@
-"""Why a request is not answered, in the form that OpenAI gives to errors.
+"""An error response, in OpenAI's form.
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-A message goes to the client: it never has a path of this machine, nor anything of a traceback.
+A message goes to the client: it never contains a path of this machine or any part of a traceback.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _TYPES = {
 
 
 class APIError(Exception):
-    """An answer that is an error.
+    """A request that is answered with an error.
 
     Args:
-        status: of HTTP.
-        message: what was found, and what was expected.
-        param: the field of the request that it is about.
-        code: a word for programs.
-        headers: of the answer.
+        status: the HTTP status.
+        message: the value found, and the value expected.
+        param: the field of the request at fault.
+        code: a machine-readable word.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class APIError(Exception):
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> APIError:
-    """What was asked for cannot be done."""
+    """The error for a request that is invalid or unsupported."""
     return APIError(BAD_REQUEST, message, param=param, code=code)
 
 
 def closing() -> APIError:
-    """The server is about to end."""
+    """The error while the server shuts down."""
     return APIError(
         CLOSING, "The server is shutting down.", code="shutting_down", headers={"retry-after": "10", **CLOSE}
     )
 
 
 def broken() -> APIError:
-    """Something went wrong that is not the caller's fault; what it was is in the server's log."""
+    """The error for a failure that is not the caller's fault; its cause is only in the server's log."""
     return APIError(BROKEN, "The server could not answer this request; its log says why.", code="internal_error")
 
 
 CLOSE = {"connection": "close"}
-"""Header of an answer after which the connection ends: whatever of the request has not been read is not wanted."""
+"""Response header that closes the connection, so that the rest of the request is not read."""

@@ -1,4 +1,4 @@
-"""The routes, and nothing else: each reads a request, has it answered by the parts, and writes what they say."""
+"""The routes, and nothing else: each reads a request, passes it to the other modules and writes the response."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rabbitllm.server.service import Service
 from rabbitllm.server.submission import Submission, frames, whole
 
 GONE = 499
-"""Status of a request whose client left; only the log has it."""
+"""Status of a request whose client left; it appears only in the log."""
 EXPOSED = ("x-request-id", "retry-after")
 
 
@@ -44,7 +44,7 @@ def create_app(service: Service) -> ASGIApp:
     """The server as an ASGI application.
 
     Args:
-        service: what answers.
+        service: the model and everything that answers requests.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, _answer_error)
@@ -70,7 +70,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 class _Answering(APIRoute):
-    """A route that answers what goes wrong in it in OpenAI's form."""
+    """A route that answers its exceptions in OpenAI's form."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI."""
@@ -170,7 +170,7 @@ async def _generated(
     envelope: Envelope,
     inbox: Inbox,
 ) -> Response:
-    """The answer to requests of the batch, whole or as a stream; they are cancelled when the client leaves."""
+    """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
     record = _record(request)
     submission = Submission(service.batch, wanted, inbox)
     of_a_prompt = body.n or 1
@@ -202,10 +202,10 @@ async def _generated(
 
 
 async def _unless_gone(request: Request, work: asyncio.Future[Any], cancel: Callable[[], object]) -> Any:
-    """The result of the work, unless the client leaves first.
+    """The result of the work, unless the client disconnects first.
 
     Raises:
-        ClientDisconnect: the client has left.
+        ClientDisconnect: the client has disconnected.
     """
     leaving = asyncio.ensure_future(left(request.receive))
     try:
@@ -231,7 +231,7 @@ def _record(request: Request) -> Record:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    """As OpenAI lists it, with the context that other servers tell too."""
+    """The model as OpenAI lists it, plus the context length, which other servers report too."""
     return {
         "id": service.settings.name,
         "object": "model",

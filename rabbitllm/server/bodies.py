@@ -1,6 +1,6 @@
-"""The body of a request: read within a limit of bytes and of time, and decoded.
+"""The body of a request, read within a limit of bytes and of time, and decoded.
 
-A body is as long as what comes of it, whatever a header says; so a chunked one is bounded too.
+The bytes received count, not the length in a header; so a chunked body is limited too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rabbitllm.server.api_error import CLOSE, TIMED_OUT, TOO_LARGE, APIError, ba
 
 
 async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
-    """What the body says.
+    """The decoded body.
 
     Args:
-        request: whose body it is.
-        max_bytes: it may have.
-        seconds: in which it must be there.
+        request: the request to read.
+        max_bytes: limit of the body's size.
+        seconds: time limit for reading the body.
 
     Raises:
-        APIError: too long, too slow, or no JSON.
-        ClientDisconnect: the client is gone.
+        APIError: the body is too long, too slow, or invalid JSON.
+        ClientDisconnect: the client has disconnected.
     """
     raw = await _read(request, max_bytes, seconds)
     try:

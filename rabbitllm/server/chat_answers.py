@@ -1,4 +1,4 @@
-"""Choices of `/v1/chat/completions`: messages and their deltas, calls of tools, probabilities."""
+"""Choices of `/v1/chat/completions`: messages and their deltas, tool calls, log probabilities."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rabbitllm.server.tools import SPECIAL, CallReader, ParsedToolCall
 
 
 class ChatChoices:
-    """See `answers.Choices`.
+    """See `answers.AnswerChoices`.
 
     Args:
-        asked: what the answer is to.
-        spelling: of tokens.
-        ends: tokens by which the model ends a text.
-        new_id: makes the id of a call.
+        asked: the request.
+        spelling: the texts and bytes of tokens.
+        ends: end-of-text tokens.
+        new_id: makes the id of a tool call.
     """
 
     def __init__(self, asked: ChatAsked, spelling: Spelling, ends: frozenset[int], new_id: Callable[[], str]) -> None:
@@ -30,10 +30,10 @@ class ChatChoices:
         self._readers = [self._reader() for _ in asked.requests]
 
     def text_of(self, piece: Delta) -> str:
-        """Text as the batch hands it out, with the markers of calls before it that are special tokens and so not in it.
+        """Text of a piece, with the tool call markers before it that are special tokens and so missing from its text.
 
-        For a reader of calls. It must be called before pieces are joined, since a joined piece has lost the positions
-        of these markers.
+        For a `CallReader`. It must be called before pieces are joined, since a joined piece has lost the positions of
+        these markers.
         """
         if not self._asked.tools:
             return piece.text
@@ -45,7 +45,7 @@ class ChatChoices:
         return [_delta(choice, {"role": "assistant", "content": ""})]
 
     def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
-        """Its text, unless that may be a call of a tool, and its tokens' probabilities."""
+        """Text, unless it may belong to a tool call, and log probabilities."""
         reader = self._readers[choice]
         text = piece.text if reader is None else reader.feed(piece.text)
         logprobs = self._logprobs(piece.tokens)
@@ -54,7 +54,7 @@ class ChatChoices:
         return [_delta(choice, {"content": text}, logprobs)]
 
     def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
-        """What was held back, the calls, and why it is over."""
+        """Text that was held back, the tool calls and the finish reason."""
         reader = self._readers[choice]
         text, calls = ("", ()) if reader is None else reader.end()
         found = [_delta(choice, {"content": text})] if text else []
@@ -114,11 +114,11 @@ class ChatChoices:
 
 
 LEAST = -9999.0
-"""For a probability of nothing, whose logarithm JSON cannot write; OpenAI's own number for that."""
+"""The log probability given for probability zero, whose logarithm JSON cannot represent; OpenAI uses the same."""
 
 
 def finite(logprob: float | None) -> float:
-    """A logarithm of a probability, as JSON can write it."""
+    """A log probability as JSON can represent it."""
     return max(logprob, LEAST) if logprob is not None and logprob == logprob else LEAST
 
 

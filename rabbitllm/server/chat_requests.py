@@ -1,4 +1,4 @@
-"""From the body of `/v1/chat/completions` to what the batch is asked for. Needs a tokenizer, and no model."""
+"""From the body of `/v1/chat/completions` to requests for the batch. Needs a tokenizer, but no model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rabbitllm.server.unsupported import refuse_unsupported
 
 @dataclass(frozen=True, slots=True)
 class ChatAsked:
-    """A chat that can be answered.
+    """A checked chat request.
 
     Attributes:
         requests: one for each choice.
         likeliest: see `Request`; None for no probabilities.
-        tools: names of those that the model was told of; none where it was told of none.
+        tools: names of the tools in the prompt; empty for none.
         types: tool -> parameter -> its type in JSON schema.
     """
 
@@ -34,10 +34,10 @@ class ChatAsked:
 
 
 def chat_asked(body: ChatBody, template: Template, model: ModelLimits, settings: Settings) -> ChatAsked:
-    """What to generate.
+    """Check the body and make its requests.
 
     Raises:
-        APIError: something that cannot be honoured.
+        APIError: the body asks for something unsupported or invalid.
     """
     refuse_unsupported(body)
     tools = _tools(body, template)
@@ -88,7 +88,7 @@ def _tools(body: ChatBody, template: Template) -> list[Tool]:
 
 
 def _variables(body: ChatBody, template: Template, with_tools: bool) -> dict[str, Any]:
-    """The further variables of the template; messages and tools are given to it separately."""
+    """The further variables of the template; messages and tools are passed to it separately."""
     found: dict[str, Any] = {}
     if body.chat_template_kwargs:
         wrong = sorted(OURS & body.chat_template_kwargs.keys())
@@ -116,7 +116,7 @@ def _variables(body: ChatBody, template: Template, with_tools: bool) -> dict[str
 
 
 def _messages(messages: list[Message], template: Template) -> list[dict[str, Any]]:
-    """In the form that chat templates expect."""
+    """Messages in the form that chat templates expect."""
     found = []
     for number, message in enumerate(messages):
         place = f"messages.{number}"
@@ -169,7 +169,7 @@ def _part(part: ContentPart, place: str) -> str:
 
 
 def _arguments(given: str | dict[str, Any]) -> Any:
-    """As a dict, which templates expect; as they are if they are none."""
+    """Arguments as a dict, which templates expect; unchanged if they are not a JSON object."""
     if isinstance(given, dict):
         return given
     try:

@@ -1,4 +1,4 @@
-"""Choices of `/v1/completions`: text, and probabilities in the older form."""
+"""Choices of `/v1/completions`: text, and log probabilities in the older form."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rabbitllm.server.spelling import Spelling
 
 
 class CompletionChoices:
-    """See `answers.Choices`.
+    """See `answers.AnswerChoices`.
 
     Args:
-        asked: what the answer is to.
-        spelling: of tokens.
-        ends: tokens by which the model ends a text.
+        asked: the request.
+        spelling: the texts and bytes of tokens.
+        ends: end-of-text tokens.
     """
 
     def __init__(self, asked: CompletionAsked, spelling: Spelling, ends: frozenset[int]) -> None:
@@ -28,19 +28,19 @@ class CompletionChoices:
         self._lengths = [0] * len(asked.requests)
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
-        """The prompt, if it is asked for."""
+        """The prompt, if `echo` is set."""
         echo = self._echo(choice)
         return [_choice(choice, echo, None)] if echo else []
 
     def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
-        """Text, and its tokens' probabilities."""
+        """Text, and the log probabilities of its tokens."""
         logprobs = self._logprobs(choice, piece.tokens)
         if not piece.text and not (logprobs and logprobs["tokens"]):
             return []
         return [_choice(choice, piece.text, logprobs)]
 
     def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
-        """Why it is over."""
+        """The finish reason."""
         return [_choice(choice, "", None, REASONS[finished.ended])]
 
     def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class CompletionChoices:
         return self._asked.echoes[choice] if self._asked.echoes else ""
 
     def _logprobs(self, choice: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """Lists of tokens, of their probabilities, of the likeliest in their places, and of where each begins."""
+        """Lists of tokens, their log probabilities, the likeliest alternatives at each position, and text offsets."""
         if self._asked.likeliest is None:
             return None
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

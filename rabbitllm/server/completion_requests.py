@@ -1,4 +1,4 @@
-"""From the body of `/v1/completions` to what the batch is asked for. Needs a tokenizer, and no model."""
+"""From the body of `/v1/completions` to requests for the batch. Needs a tokenizer, but no model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rabbitllm.server.unsupported import refuse_unsupported
 
 @dataclass(frozen=True, slots=True)
 class CompletionAsked:
-    """A completion that can be answered.
+    """A checked completion request.
 
     Attributes:
         requests: one for each choice.
@@ -29,10 +29,10 @@ class CompletionAsked:
 
 
 def completion_asked(body: CompletionBody, tokenizer: Any, model: ModelLimits, settings: Settings) -> CompletionAsked:
-    """What to generate.
+    """Check the body and make its requests.
 
     Raises:
-        APIError: something that cannot be honoured.
+        APIError: the body asks for something unsupported or invalid.
     """
     refuse_unsupported(body)
     if body.suffix:
@@ -68,5 +68,5 @@ def listed(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | 
 
 
 def token_ids(prompt: str | list[int], tokenizer: Any) -> list[int]:
-    """The ids of a text; ids stay as they are."""
+    """The token ids of a prompt; ids are returned unchanged."""
     return [int(token) for token in tokenizer(prompt)["input_ids"]] if isinstance(prompt, str) else prompt

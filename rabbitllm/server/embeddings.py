@@ -1,8 +1,8 @@
-"""Vectors of texts, from models whose checkpoint says how they are made.
+"""Embeddings of texts, from models whose checkpoint says how they are computed.
 
-A causal model has no embeddings of its own. Those that were trained for them come with the files of
-sentence-transformers: `modules.json` lists what follows the transformer, and `1_Pooling/config.json` says which of the
-hidden states counts. Several texts are computed in a pass, and these passes alternate with those of generations.
+A causal model has no embeddings of its own. Models trained for embeddings come with the files of
+sentence-transformers: `modules.json` lists the steps after the transformer, and `1_Pooling/config.json` says how
+hidden states are pooled. Several texts are computed in a pass, and these passes alternate with those of generation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ POOLINGS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
-"""Settings of sentence-transformers' pooling that are computed here."""
+"""Supported settings of sentence-transformers' pooling."""
 MAX_INPUTS = 2048
 MAX_TOKENS = 4096
-"""In one pass, unless one text has more."""
+"""Limit of tokens in one pass, unless one input is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class PoolingRecipe:
 
     Attributes:
         pooling: "last", "mean" or "cls".
-        normalise: to length one.
+        normalise: whether vectors are scaled to length one.
     """
 
     pooling: str
@@ -53,12 +53,12 @@ class PoolingRecipe:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAsked:
-    """Embeddings that can be made.
+    """A checked request for embeddings.
 
     Attributes:
-        inputs: token ids of each.
-        as_base64: bytes of float32, little-endian, rather than numbers.
-        dimensions: so many of the first ones only; None for all.
+        inputs: token ids of each input.
+        as_base64: whether vectors are base64 of little-endian float32, instead of lists of numbers.
+        dimensions: how many of the first dimensions to return; None for all.
     """
 
     inputs: tuple[tuple[int, ...], ...]
@@ -67,10 +67,10 @@ class EmbeddingAsked:
 
 
 def recipe_in(folder: Path) -> PoolingRecipe | None:
-    """What a checkpoint's folder says; None if it says nothing, or something that is not computed here.
+    """The recipe in a checkpoint's folder; None if there is none, or if it is not supported.
 
     Args:
-        folder: of config and tokenizer.
+        folder: the folder of config and tokenizer.
     """
     try:
         modules = decode_json((folder / MODULES).read_bytes())
@@ -90,10 +90,10 @@ def recipe_in(folder: Path) -> PoolingRecipe | None:
 
 
 class Embedder:
-    """Makes vectors.
+    """Computes embeddings.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it.
+        model: a model from `AutoModel.from_pretrained`.
         recipe: see `recipe_in`.
     """
 
@@ -104,11 +104,11 @@ class Embedder:
 
     @property
     def width(self) -> int:
-        """Numbers in a vector."""
+        """Dimensions of a vector."""
         return int(self._model.config.get_text_config().hidden_size)
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
-        """A vector for each input; a client that leaves ends it between two passes."""
+        """A vector for each input; cancellation when the client disconnects takes effect between two passes."""
         found: list[list[float]] = [[]] * len(inputs)
         async with self._turn:
             for group in groups([len(ids) for ids in inputs]):
@@ -118,13 +118,12 @@ class Embedder:
         return found
 
     def vectors(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The vectors of some texts, float32, all in one pass.
+        """The vectors of some inputs, float32, all in one pass.
 
-        Shorter ones are filled up behind their end, where a causal model does not look: what is there changes nothing
-        but the rounding.
+        Shorter inputs are padded at the end, where causal attention does not look: padding changes only the rounding.
 
         Args:
-            inputs: tokens of each.
+            inputs: token ids of each input.
         """
         longest = max(map(len, inputs))
         tokens = torch.zeros(len(inputs), longest, dtype=torch.long)
@@ -142,13 +141,13 @@ class Embedder:
 
 
 def groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Which inputs go through the model together: those of like length, `MAX_TOKENS` with what fills them up.
+    """Group inputs of similar length into passes of at most `MAX_TOKENS` tokens each, padding included.
 
     Args:
-        lengths: of all.
+        lengths: the length of each input.
 
     Returns:
-        Places of inputs, each in one group.
+        Indices of inputs, each in one group.
     """
     found: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
@@ -162,10 +161,10 @@ def groups(lengths: Sequence[int]) -> list[list[int]]:
 def embedding_asked(
     body: Embedding, tokenizer: Any, model: ModelLimits, settings: Settings, embedder: Embedder
 ) -> EmbeddingAsked:
-    """What to compute.
+    """Check the body and tokenize its inputs.
 
     Raises:
-        APIError: nothing to embed, too much of it, or more dimensions than there are.
+        APIError: no input, too many or too long inputs, or more dimensions than the model has.
     """
     given = listed(body.input)
     if not given:
@@ -192,7 +191,7 @@ def embedding_asked(
 
 
 def embedding_object(asked: EmbeddingAsked, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
-    """As OpenAI's interface has it."""
+    """The response object of OpenAI's interface."""
     tokens = sum(map(len, asked.inputs))
     return {
         "object": "list",
@@ -206,7 +205,7 @@ def embedding_object(asked: EmbeddingAsked, vectors: Sequence[Sequence[float]], 
 
 
 def _cut(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
-    """The first dimensions, at the length that the whole has."""
+    """The first dimensions, rescaled to the length of the whole vector."""
     if dimensions is None or dimensions == len(vector):
         return vector
     cut = torch.tensor(vector[:dimensions])

@@ -1,11 +1,11 @@
-"""Server-sent events: their framing, and a response that ends when its reader does.
+"""Server-sent events: their framing, and a response that ends when its client disconnects.
 
     data: {"id": …}        an event, then an empty line
     data: [DONE]           the last one
-    : waiting              a comment, while there is nothing to say; readers pass over it
+    : waiting              a comment that keeps the connection alive; clients skip it
 
-A response waits for a client that reads slowly; events wait in the `Inbox` meanwhile. It ends when the client leaves,
-or reads nothing for too long.
+A response waits for a client that reads slowly; meanwhile events wait in the `Inbox`. It ends when the client
+disconnects or reads nothing for too long.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ COMMENT = b": waiting\n\n"
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
-    "x-accel-buffering": "no",  # or nginx keeps pieces back until it has many
+    "x-accel-buffering": "no",  # otherwise nginx buffers pieces
 }
 
 
 def text_of(value: Any) -> bytes:
-    """JSON on one line, whatever a reader takes for the end of one."""
+    """JSON on one line, with every character escaped that a reader may take for a line break."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in ("\x85", "\u2028", "\u2029"):
         if character in text:
@@ -38,17 +38,17 @@ def text_of(value: Any) -> bytes:
 
 
 def event(value: Any) -> bytes:
-    """An event."""
+    """One event."""
     return b"data: " + text_of(value) + b"\n\n"
 
 
 class EventStream(Response):
-    """A response that is written as its frames come.
+    """A response whose frames are written as they arrive.
 
     Args:
-        frames: what is written, each when it is there.
-        over: called when it has ended, however it did, with whether the reader was there until the end.
-        headers: of the answer, added to those of every stream.
+        frames: the frames, in order.
+        over: called at the end in any case, with whether the client stayed connected until then.
+        headers: added to those of every stream.
         heartbeat_seconds: see `Settings`.
         stall_seconds: likewise.
     """
@@ -71,7 +71,7 @@ class EventStream(Response):
         self._stall = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the end, or until the client no longer reads."""
+        """Write until the end, or until the client stops reading."""
         writing = asyncio.ensure_future(self._write(send))
         leaving = asyncio.ensure_future(left(receive))
         stayed = False
@@ -127,6 +127,6 @@ async def _next(frames: AsyncIterator[bytes]) -> bytes:
 
 
 async def left(receive: Receive) -> None:
-    """Return when the client is gone; the body has been read before."""
+    """Return when the client has disconnected; the body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""What chats and completions are checked for alike: lengths, chance, and how many answers there are."""
+"""Checks shared by chats and completions: lengths, sampling settings and number of answers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MAX_STOP_CHARACTERS = 1_000
 
 
 def checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, settings: Settings, param: str) -> int:
-    """How many tokens may follow a prompt.
+    """The limit of new tokens after a prompt.
 
     Args:
-        ids: of the prompt.
-        asked: by the request; None if it does not say.
-        model: whose context it is.
-        settings: for what holds where a request does not say.
-        param: the field that the prompt came in.
+        ids: the prompt.
+        asked: the request's own limit; None if it has none.
+        model: the model's context and vocabulary.
+        settings: the default limit.
+        param: the request's field with the prompt.
 
     Raises:
-        APIError: nothing to go on with, an id that the model lacks, or more than its context.
+        APIError: an empty prompt, an id outside the vocabulary, or more tokens than the context holds.
     """
     if not ids:
         raise bad("The prompt has no tokens.", param)
@@ -54,16 +54,16 @@ def requests_of(
     model: ModelLimits,
     settings: Settings,
 ) -> tuple[Request, ...]:
-    """A request for each choice: all of the first prompt, then all of the second.
+    """A request for each choice: all of the first prompt, then all of the second, and so on.
 
     Args:
-        body: what was asked for.
-        prompts: ids of each.
-        length: of answers, for all or for each prompt.
+        body: the request's body.
+        prompts: token ids of each prompt.
+        length: limit of new tokens, for all prompts or for each.
         stops: texts at which answers end.
         likeliest: see `Request`.
-        model: for what holds where a request does not say.
-        settings: likewise.
+        model: defaults for fields the request omits.
+        settings: limits of the server.
 
     Raises:
         APIError: too many choices, or a stop text that is too long.

@@ -1,11 +1,11 @@
-"""What stands before every route, as ASGI applications around each other, the outermost first:
+"""Middleware around every route: ASGI applications inside each other, the outermost first.
 
-    Recorded     a request id, counts, one line in the log; whatever goes wrong inside is answered in one form
-    Hosts        names by which this server may be called, so that no page on the web gets at it by a name of its own
-    Keys         the API key, for everything that tells about the model or uses it
-    Open         nothing new while the server ends
+    RequestLog     a request id, counts, one log line; exceptions inside are answered in one form
+    HostGuard      host names that may call this server, so that no web page reaches it under a name of its own
+    ApiKeyGuard    the API key, for every route that describes or uses the model
+    ShutdownGuard  no new requests while the server shuts down
 
-Routes under `/v1` and `/metrics` want the key; `/health` and the page, which has nothing in it, do not.
+Routes under `/v1` and `/metrics` require the key; `/health` and the page, which holds no data, do not.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ errors = logging.getLogger(__name__)
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics", "/")
 QUIET = ("/health", "/metrics", "/status")
-"""Asked for again and again; not worth a line."""
+"""Paths that are polled and so not logged."""
 PROTECTED = ("/v1", "/metrics", "/status")
 MAX_READ_OFF, MAX_READ_OFF_SECONDS = 1 << 20, 2.0
-"""Of the body of a request that is refused at the door."""
+"""Limits in bytes and seconds for reading the body of a rejected request."""
 ALWAYS = ("/health", "/metrics")
-"""Answered also while the server ends."""
+"""Paths that are answered even while the server shuts down."""
 
 
 class JsonResponse(Response):
-    """JSON, written as streams write it."""
+    """JSON with the same encoder as streams."""
 
     media_type = "application/json"
 
@@ -65,7 +65,7 @@ async def _refuse(refusal: APIError, scope: Scope, receive: Receive, send: Send)
 
 
 async def _read_off(receive: Receive) -> None:
-    """Read and drop a body of usual size: a client may read no answer while it is still writing."""
+    """Read and drop a body of usual size: some clients read no answer while they are still writing."""
     length = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MAX_READ_OFF_SECONDS):
@@ -111,7 +111,7 @@ class RequestLog:
                 if record.status:
                     raise
                 await answer_of(told(error))(scope, receive, sending)
-        except asyncio.CancelledError:  # the server ends at once
+        except asyncio.CancelledError:  # the server is forced to end
             if not record.status:
                 await answer_of(closing())(scope, receive, sending)
         except Exception:
@@ -138,15 +138,15 @@ def told(error: Exception) -> APIError:
 
 
 class HostGuard:
-    """Refuses what a page on another host asks through the user's browser.
+    """Rejects requests that a page on another host makes through the user's browser.
 
-    A name that is not one of ours is what an attacker's page uses that has its own name lead here (DNS rebinding); an
-    `Origin` that is another host's is a page that asks without being allowed to see the answer.
+    An unknown host name means an attacker's page whose own name resolves to this machine (DNS rebinding); an
+    `Origin` of another host means a page that sends requests although it may not read the answers.
 
     Args:
-        app: what is guarded.
+        app: the application inside.
         hosts: names in lower case, None for any; addresses are always allowed, since DNS rebinding needs a name.
-        origins: other pages that may ask.
+        origins: other origins that may send requests.
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...] | None, origins: tuple[str, ...]) -> None:
@@ -198,7 +198,7 @@ def is_address(name: str) -> bool:
 
 
 class ApiKeyGuard:
-    """Wants the API key, in the time that it takes to compare all of it."""
+    """Requires the API key, compared in constant time."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app = app
@@ -222,7 +222,7 @@ class ApiKeyGuard:
 
 
 class ShutdownGuard:
-    """Takes nothing on while the server ends."""
+    """Rejects new requests while the server shuts down."""
 
     def __init__(self, app: ASGIApp, is_closing: Callable[[], bool]) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""A queue of events from the batch's thread to an event loop, whose clients may read slowly.
+"""A queue of events from the batch's thread to an event loop whose clients may read slowly.
 
-Pieces that wait are joined, so that the queue is never larger than the answers themselves, however many passes made
-them. The loop is woken once, however many events came meanwhile.
+Waiting pieces are joined, so that the queue is never larger than the answers themselves, however many passes
+produced them. The loop is woken once, however many events arrive meanwhile.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Taken = list[tuple[int, Event]]
 
 
 class Inbox:
-    """Where the events of one answer's requests arrive.
+    """Receives the events of one answer's requests.
 
     Args:
-        choices: how many requests.
-        keep_tokens: whether tokens are kept; else only text is.
-        text_of: what is kept of a piece as its text; called in the batch's thread.
-        watch: called with each event's choice, the event and `time.perf_counter()`, in the batch's thread.
+        choices: number of requests.
+        keep_tokens: whether to keep tokens as well as text.
+        text_of: the text to keep of a piece; called in the batch's thread.
+        watch: called with the choice, the event and `time.perf_counter()`, in the batch's thread.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Inbox:
         self._watch = watch
 
     def taker(self, choice: int) -> Callable[[Event], None]:
-        """What the batch calls with the events of a choice."""
+        """The callback for the events of a choice."""
         return lambda event: self.put(choice, event)
 
     def put(self, choice: int, event: Event) -> None:
-        """Take an event; from any thread.
+        """Add an event; callable from any thread.
 
         Raises:
-            RuntimeError: the loop has ended.
+            RuntimeError: the event loop is closed.
         """
         self._watch(choice, event, time.perf_counter())
         text = self._text_of(event) if isinstance(event, Delta) else ""
@@ -71,9 +71,9 @@ class Inbox:
             self._loop.call_soon_threadsafe(self._there.set)
 
     async def take(self) -> Taken:
-        """What has come, the pieces of each choice as one; waits until there is something.
+        """The events that have arrived, with the pieces of each choice joined; waits until there is one.
 
-        A piece always comes before its choice's end.
+        A piece always comes before the end of its choice.
         """
         await self._there.wait()
         with self._lock:

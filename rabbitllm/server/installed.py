@@ -1,4 +1,4 @@
-"""Whether the packages are there that only a server needs."""
+"""Check for the packages that only a server needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEEDED = ("fastapi", "uvicorn", "greenlet")
 def check_installed() -> None:
     """
     Raises:
-        MissingPackageError: one of them is not.
+        MissingPackageError: one of them is not installed.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

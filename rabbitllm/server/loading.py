@@ -1,4 +1,4 @@
-"""The model that a server answers with: split unless that is done, loaded, and where its embeddings are told."""
+"""The model of a server: split if necessary, loaded, with the recipe for its embeddings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rabbitllm.store.model_name import meant
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that is ready.
+    """A loaded model.
 
     Attributes:
-        model: as `AutoModel.from_pretrained` returns it.
-        split: whether the split was there already, and where it is; None without one.
-        recipe: how embeddings are made; None where the checkpoint does not say.
+        model: a model from `AutoModel.from_pretrained`.
+        split: whether the split existed already, and its folder; None without a split.
+        recipe: how embeddings are computed; None where the checkpoint does not say.
     """
 
     model: Any
@@ -37,17 +37,17 @@ class ServedModel:
 def loaded(
     wish: Wish, console: Console, *, split: bool, dtype: str | None, cache_bytes: int | None = None
 ) -> ServedModel:
-    """Load it.
+    """Load the model, and split it first if necessary.
 
     Args:
-        wish: what, and how.
-        console: where it is said that it loads.
-        split: False for out of the checkpoint's own shards; nothing is written then.
-        dtype: to compute in; None for the config's.
+        wish: the model and the options for loading it.
+        console: receives the progress messages.
+        split: False to stream from the checkpoint's own shards without writing anything.
+        dtype: the dtype to compute in; None for the config's.
         cache_bytes: limit of the KV cache; None for the default.
 
     Raises:
-        RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
+        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
     """
     found = pulled(wish) if split else None
     model = load(replace(wish, max_memory=with_room(wish, cache_bytes)), found, console, dtype=dtype)
@@ -59,13 +59,13 @@ def loaded(
 
 
 def with_room(wish: Wish, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[int | str, int | str] | None:
-    """The memory limit of the weights, which leaves some to requests: the wish's own limit, else less than all.
+    """The memory limit of the weights, which leaves room for requests: the wish's own limit, else a reduced default.
 
-    On GPUs a margin is left anyway, so that the limit is lower only where the size of the KV cache is given.
+    On GPUs a margin is always left, so the limit is lower only where the size of the KV cache is given.
 
     Args:
         wish: see `loaded`.
-        cache_bytes: see `loaded`; in equal shares on several GPUs, as layers are spread.
+        cache_bytes: see `loaded`; divided equally among several GPUs, as layers are.
         pass_bytes: see `left_to_requests`.
     """
     if wish.max_memory is not None:
@@ -83,10 +83,10 @@ def with_room(wish: Wish, cache_bytes: int | None, pass_bytes: int = 0) -> Mappi
 
 
 def served_name(name: str) -> str:
-    """A model as requests name it: a repository by its id, a folder by its last part.
+    """The model name in requests: the id of a repository, or the last part of a folder's path.
 
     Args:
-        name: as the user wrote it.
+        name: the name as the user wrote it.
     """
     found = meant(name)
     path = expand(found)

@@ -1,4 +1,4 @@
-"""Counters and times of the server; `/metrics` shows them and those of its batch."""
+"""Counters and timings of the server; `/metrics` shows them together with those of its batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rabbitllm.server.prometheus import Counts, Family, Histogram, counter, gaug
 from rabbitllm.version import __version__
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
-"""From a model that is in memory to one that is read from a slow disk for each token."""
+"""Bucket bounds: from a resident model to one that is read from a slow disk for each token."""
 
 
 class Metrics:
-    """Counts; may be used from any thread."""
+    """Counters; safe to use from any thread."""
 
     def __init__(self) -> None:
         self.requests = Counts("endpoint", "status")
@@ -26,21 +26,21 @@ class Metrics:
         self._open = 0
 
     def begin(self) -> None:
-        """A request of HTTP has come."""
+        """Count a new HTTP request."""
         with self._lock:
             self._open += 1
 
     def end(self) -> None:
-        """It is over."""
+        """Count the end of an HTTP request."""
         with self._lock:
             self._open -= 1
 
     def watch(self) -> TokenTimer:
-        """For the requests of one answer."""
+        """A timer for the requests of one answer."""
         return TokenTimer(self)
 
     def families(self, facts: BatchStats, model: str) -> list[Family]:
-        """All there is to show."""
+        """All metrics."""
         with self._lock:
             now_open = self._open
         return [
@@ -64,7 +64,7 @@ class TokenTimer:
         self._last: dict[int, float] = {}
 
     def __call__(self, choice: int, event: Event, now: float) -> None:
-        """An event has come."""
+        """Record an event."""
         if not isinstance(event, Delta):
             self._metrics.whole.observe(now - self._start)
             return

@@ -1,7 +1,7 @@
-"""The page at `/` to talk to the model: a few files of this package, and headers that let a browser load nothing else.
+"""The page at `/` for chatting with the model: a few files of this package, and headers that restrict its sources.
 
 The page sends requests only to the server that it came from: to `/v1/chat/completions`, `/v1/models` and `/status`. Its
-files are the same for all users and hold no secret, so they need no key. Knows no models.
+files are the same for all users and hold no secret, so they need no key. Independent of models.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FILES = {
         for name in ("page.js", "talk.js", "chats.js", "markdown.js", "status.js", "timing.js", "view.js")
     },
 }
-"""Path -> file and type."""
+"""Path -> file and media type."""
 HEADERS = {
-    # scripts, styles and pictures from here alone, none written into the page; requests to here alone; no frames
+    # scripts, styles and pictures only from here, none inline; requests only to here; no frames
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -35,7 +35,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # kept by the browser, but asked for again each time: another version of the package has other files
+    # cached by the browser, but revalidated each time: another version of the package has other files
     "cache-control": "no-cache",
 }
 

@@ -1,4 +1,4 @@
-"""Prometheus' text format, version 0.0.4: families of samples as lines. Knows nothing of what is counted."""
+"""Prometheus' text format, version 0.0.4: families of samples as lines. Independent of the metrics themselves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Family:
     """Samples of one name.
 
     Attributes:
-        name: of letters, digits and underscores.
+        name: letters, digits and underscores.
         kind: "counter", "gauge" or "histogram".
-        help: what is counted.
-        samples: what follows the name, labels, value.
+        help: description of the metric.
+        samples: suffix of the name, labels, value.
     """
 
     name: str
@@ -28,17 +28,17 @@ class Family:
 
 
 def counter(name: str, text: str, value: float) -> Family:
-    """A number that only grows."""
+    """A family with one value that only grows."""
     return Family(name, "counter", text, [("", {}, value)])
 
 
 def gauge(name: str, text: str, value: float) -> Family:
-    """A number that goes up and down."""
+    """A family with one value that goes up and down."""
     return Family(name, "gauge", text, [("", {}, value)])
 
 
 def written(families: Iterable[Family]) -> str:
-    """All of them, as the format has it."""
+    """The families as text."""
     lines = []
     for family in families:
         lines.append(f"# HELP {family.name} {_escaped(family.help)}")
@@ -63,10 +63,10 @@ def _number(value: float) -> str:
 
 
 class Counts:
-    """Numbers that only grow, by their labels; may be used from any thread.
+    """Counters by label values; safe to use from any thread.
 
     Args:
-        labels: their names.
+        labels: names of the labels.
     """
 
     def __init__(self, *labels: str) -> None:
@@ -75,12 +75,12 @@ class Counts:
         self._counts: dict[tuple[str, ...], float] = {}
 
     def add(self, *values: str, amount: float = 1) -> None:
-        """Count one more."""
+        """Increase a counter."""
         with self._lock:
             self._counts[values] = self._counts.get(values, 0) + amount
 
     def family(self, name: str, text: str) -> Family:
-        """As samples."""
+        """The counters as a family."""
         with self._lock:
             counts = dict(self._counts)
         samples = [("", dict(zip(self._labels, values, strict=True)), count) for values, count in counts.items()]
@@ -88,10 +88,10 @@ class Counts:
 
 
 class Histogram:
-    """How often a value was at most so large; may be used from any thread.
+    """A histogram; safe to use from any thread.
 
     Args:
-        bounds: rising.
+        bounds: upper bounds of the buckets, ascending.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -101,13 +101,13 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, so many times."""
+        """Count a value, `times` times."""
         with self._lock:
             self._counts[bisect_left(self._bounds, value)] += times
             self._sum += value * times
 
     def family(self, name: str, text: str) -> Family:
-        """As samples: cumulative, as the format has it."""
+        """The histogram as a family, with cumulative buckets as the format requires."""
         with self._lock:
             counts, total = list(self._counts), self._sum
         samples: list[tuple[str, Mapping[str, str], float]] = []

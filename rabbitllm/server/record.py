@@ -1,4 +1,4 @@
-"""What the log says of a request when it is over: one line."""
+"""The log line of a request, written at its end."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rabbitllm.generation.request import Finished
 logger = logging.getLogger("rabbitllm.server.requests")
 
 SCOPE_KEY = "rabbitllm.record"
-"""Where the record of a request is in its ASGI scope."""
+"""Key of a request's record in its ASGI scope."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
 class Record:
-    """A request of HTTP.
+    """An HTTP request.
 
     Attributes:
         id: the caller's `x-request-id` if it is a plain word, else a new one.
         what: method and path.
-        status: of the answer; 0 where there was none.
-        error: the code of a refusal, or of an error that a stream ended with; its message where it has none.
-        gone: whether the client left before the end.
+        status: HTTP status of the response; 0 where there was none.
+        error: the code of a refusal, or of an error that ended a stream; its message where it has no code.
+        gone: whether the client disconnected before the end.
         finished: the end of each choice.
         started: `time.perf_counter()`.
     """
@@ -41,7 +41,7 @@ class Record:
     started: float = field(default_factory=time.perf_counter)
 
     def line(self) -> str:
-        """What happened, and what it took."""
+        """The log line: what happened, how long it took, and its tokens."""
         parts = [f"{harmless(self.what, 80)} {self.status or 'no answer'}"]
         if self.error is not None:
             parts[0] += f" {harmless(self.error, 60)}"
@@ -66,5 +66,5 @@ class Record:
 
 
 def request_id(given: str | None) -> str:
-    """The caller's, if it is a plain word; else a new one."""
+    """The caller's id if it is a plain word, else a new one."""
     return given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex[:20]

@@ -1,6 +1,6 @@
-"""What the bodies of requests may be: the fields of OpenAI's interface, with their types and bounds.
+"""Schemas of request bodies: the fields of OpenAI's interface, with their types and bounds.
 
-Fields that are not named here are kept in `model_extra`; `unsupported.py` says which of them matter.
+Other fields are kept in `model_extra`; `unsupported.py` says which of them are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Parsed = TypeVar("_Parsed", bound=BaseModel)
 
 
 class _Strict(BaseModel):
-    """No number is made of a text, and no text of a number."""
+    """A schema without conversion between numbers and strings."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
@@ -35,7 +35,7 @@ class StreamOptionsBody(_Strict):
 
 
 class GenerationBody(_Strict):
-    """What chats and completions have in common."""
+    """Fields shared by chats and completions."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -49,7 +49,7 @@ class GenerationBody(_Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts at which an answer ends; empty ones are none.
+        """Texts at which an answer ends, without empty ones.
 
         Raises:
             APIError: too many.
@@ -61,7 +61,7 @@ class GenerationBody(_Strict):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with what it took."""
+        """Whether a stream ends with its token usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -154,10 +154,10 @@ class Embedding(_Strict):
 
 
 def parsed(kind: type[_Parsed], body: Any) -> _Parsed:
-    """A body as one of these.
+    """A body as one of these schemas.
 
     Raises:
-        APIError: it is none; says where, and what is wrong there.
+        APIError: the body does not fit; the message names the field and the problem.
     """
     if not isinstance(body, dict):
         raise bad("The body is no JSON object.")
@@ -172,7 +172,7 @@ def parsed(kind: type[_Parsed], body: Any) -> _Parsed:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """`messages.0.content`, without the names of the types that were tried there."""
+    """`messages.0.content`, without the names of the types tried there."""
     kept = [
         str(part) for part in location if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
     ]

@@ -1,9 +1,9 @@
-"""The life of a server: bound before the model is loaded, serving, ending.
+"""The life of a server: bound before the model is loaded, serving, shutting down.
 
-    bound ── serves ── first signal: nothing new, what runs is finished within the grace ── ended
-                          └── second signal, or the grace is over: what runs is cancelled ──┘
+    bound ── serves ── first signal: no new requests, running ones may finish within the grace period ── ended
+                          └── second signal, or the period is over: running requests are cancelled ──┘
 
-While it ends it still answers: new requests are refused for this reason, and `/health` tells a load balancer so.
+During the shutdown it still answers: new requests are refused with this reason, and `/health` reports it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rabbitllm.server.address import listen
 from rabbitllm.server.app import create_app
 from rabbitllm.server.service import Service
 
-# A connection of uvicorn's that does not wait for ever: for a request to begin, for its head, for a peer that is gone.
+# A uvicorn connection with timeouts: for a request to begin, for its head, and for a peer that has vanished.
 #
-# uvicorn itself bounds the head's bytes and the time between two requests, but not the time that a first or half a
-# head takes; and a peer that has vanished without a word is found out by the kernel alone.
+# uvicorn itself limits the head's bytes and the time between two requests, but not the time for the first head or half
+# a head; and a peer that vanished without closing the connection is only detected by the kernel.
 
 HEAD_SECONDS = 20.0
-"""From the opening of a connection, or the end of an answer, to the end of a request's head; an answer that has been
-written but is not taken counts as ended."""
+"""Seconds from the opening of a connection, or the end of an answer, to the end of a request's head; an answer that
+was written but not yet read by the client counts as ended."""
 MAX_CONNECTIONS = 1000
-"""At a time; a further one is closed at once. Each takes a file descriptor, of which there often are 1,024."""
+"""Limit of open connections; a further one is closed at once. Each takes a file descriptor; 1,024 is a common limit."""
 LINGER_SECONDS = 0.5
-"""At the end of the server: a request may be on its way, or lie in the kernel unread, and its client is to see an
-answer rather than a connection that was reset."""
+"""Seconds at shutdown in which a request on its way, or unread in the kernel, still gets an answer instead of a reset
+connection."""
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
@@ -50,7 +50,7 @@ class Connection(H11Protocol):
     max_connections = MAX_CONNECTIONS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
+        """Start the timeouts of a new connection."""
         super().connection_made(transport)
         self._waits_since = time.monotonic()
         self._unsent = 0
@@ -62,13 +62,13 @@ class Connection(H11Protocol):
         self._look_again()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Stop the timeouts of a closed connection."""
         if self._watch is not None:
             self._watch.cancel()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Close the connection; an idle one stays for `LINGER_SECONDS`, so that a request just sent is answered."""
+        """Close the connection; an idle one stays open for `LINGER_SECONDS`, to answer a request just sent."""
         if self.cycle is None or self.cycle.response_complete:
             self.loop.call_later(LINGER_SECONDS, self._part)
         else:
@@ -93,7 +93,7 @@ class Connection(H11Protocol):
 
 
 def _keep_alive(connected: Any) -> None:
-    """Have the kernel ask a silent peer whether it is still there."""
+    """Turn on TCP keep-alive, by which the kernel detects a vanished peer."""
     if connected is None:
         return
     try:
@@ -101,21 +101,21 @@ def _keep_alive(connected: Any) -> None:
         for name, value in _KEEPALIVE:
             if hasattr(socket, name):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    except OSError:  # it is gone already
+    except OSError:  # closed already
         pass
 
 
-# Gives memory that the allocator keeps free back to the system, now and then.
+# Returns memory that the allocator keeps free to the system, periodically.
 #
 # Requests free blocks of all sizes in any order, so that glibc's heaps grow long after the used memory has stopped
-# growing: by 40 MiB in five minutes of a tiny model's server, without any leak. Python and torch never ask for free
-# memory to be given back.
+# growing: by 40 MiB in five minutes of a tiny model's server, without any leak. Neither Python nor torch returns freed
+# memory to the system.
 
 EVERY_SECONDS = 10.0
 
 
 async def give_back_freed() -> None:
-    """Do it again and again, until cancelled; at once over where the allocator cannot be asked."""
+    """Repeat until cancelled; return at once where the allocator offers no way to do so."""
     trim = trimming()
     while trim is not None:
         await asyncio.sleep(EVERY_SECONDS)
@@ -125,23 +125,23 @@ async def give_back_freed() -> None:
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0
-"""For answers to be taken, after the batch has ended."""
+"""Seconds for clients to read their answers after the batch has ended."""
 FORCED_SECONDS = 3.0
-"""After a second signal, until the process ends whatever it is in."""
+"""Seconds from a second signal until the process exits, even in the middle of a pass."""
 FORCED = 130
-"""Its exit code then."""
+"""Exit code in that case."""
 BACKLOG = 512
 
 
 class Server(uvicorn.Server):
-    """Serves until it is told to end.
+    """Serves until it is asked to end.
 
     Args:
-        service: what answers; its batch is closed in the end.
-        grace: seconds in which what runs may be finished; None for no limit.
+        service: the model and everything that answers requests; its batch is closed at the end.
+        grace: seconds in which running requests may finish; None for no limit.
 
     Attributes:
-        was_forced: whether a second signal came.
+        was_forced: whether a second signal arrived.
     """
 
     def __init__(self, service: Service, grace: float | None = 30.0) -> None:
@@ -160,14 +160,14 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(FLUSH_SECONDS),
             )
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says, we say better or not at all
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # we log what matters ourselves
         self._service = service
         self._grace = grace
         self._loop: asyncio.AbstractEventLoop | None = None
         self.was_forced = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: end, and at the second one at once."""
+        """Handle a signal: the first ends the server, the second ends it at once."""
         again = self._service.is_closing
         self.end(now=again)
         if again:  # a pass cannot be interrupted, and may take minutes
@@ -176,17 +176,17 @@ class Server(uvicorn.Server):
             last.start()
 
     def end(self, *, now: bool = False) -> None:
-        """Take on nothing more, finish what runs, and return from `serve`; may be called from any thread.
+        """Refuse new requests, finish running ones, and return from `serve`; safe to call from any thread.
 
         Args:
-            now: cancel what runs.
+            now: whether to cancel running requests.
         """
         self._service.is_closing = True
         self.was_forced = self.was_forced or now
         threading.Thread(target=self._close, args=(0.0 if now else self._grace,), daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn; first take those in who have connected already, and would be reset with what they wait at."""
+        """See uvicorn; first accept clients that have connected already, whose connections would be reset otherwise."""
         loop = asyncio.get_running_loop()
         while not self.force_exit and sockets:
             try:
@@ -210,19 +210,19 @@ class Server(uvicorn.Server):
 
 
 def serve(service: Service, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> bool:
-    """Serve until a signal says otherwise.
+    """Serve until a signal arrives.
 
     Args:
-        service: what answers.
-        listening: from `bound`.
+        service: the model and everything that answers requests.
+        listening: the socket of `bound`.
         grace: see `Server`.
-        started: called when requests are answered.
+        started: called when requests are accepted.
 
     Raises:
-        OptionError: nothing can listen there any more.
+        OptionError: the address is no longer available.
 
     Returns:
-        Whether it was forced to end: then the batch may still be in a pass.
+        Whether the end was forced: then the batch may still be in a pass.
     """
     server = Server(service, grace)
 

@@ -1,4 +1,4 @@
-"""One model that answers, and what every route needs of it."""
+"""A served model, with everything that the routes need of it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _Result = TypeVar("_Result")
 
 
 class EmbeddingsOnly:
-    """Stands in for a batch where the model generates no text: every request for text is refused.
+    """Stands in for the batch of a model that generates no text: every request is refused.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it.
+        model: a model from `AutoModel.from_pretrained`.
     """
 
     error = None
@@ -46,27 +46,27 @@ class EmbeddingsOnly:
         raise AssertionError("a model that generates has a batch")
 
     def close(self, seconds: float | None = None) -> None:
-        """Nothing runs."""
+        """Do nothing, since nothing runs."""
 
 
 def batch_of(model: Any, limits: Limits) -> Batch | EmbeddingsOnly:
-    """Takes requests for a model on, or refuses them if it generates no text."""
+    """A batch for a model; one that refuses all requests if the model generates no text."""
     return Batch(model, limits) if model.can_generate() else EmbeddingsOnly(model)
 
 
 @dataclass
 class Service:
-    """What answers.
+    """A served model.
 
     Attributes:
         streamed: the model, as `AutoModel.from_pretrained` returns it.
-        batch: takes requests on.
-        settings: how they are treated.
-        model: what they are checked against.
-        ends: tokens by which the model ends a text.
+        batch: runs the requests.
+        settings: how requests are treated.
+        model: limits that requests are checked against.
+        ends: end-of-text tokens.
         embedder: None where the model has no embeddings.
         created: seconds since 1970.
-        is_closing: whether nothing more is taken on.
+        is_closing: whether new requests are refused.
     """
 
     streamed: Any
@@ -80,11 +80,11 @@ class Service:
     is_closing: bool = False
 
     def __post_init__(self) -> None:
-        """What follows from these."""
+        """Derive the remaining attributes."""
         self.tokenizer = self.streamed.tokenizer
         self.template = Template(self.tokenizer)
         self.spelling = Spelling(self.tokenizer)
-        # the first call may change settings of a tokenizer, which it must not do while another thread decodes with it
+        # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")
         self._encoding = threading.Lock()
 
@@ -122,16 +122,16 @@ def service_for(
     """A service for a model.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it.
-        batch: of that model.
+        model: a model from `AutoModel.from_pretrained`.
+        batch: its batch.
         settings: see `Settings`.
-        embedder: of that model, if it has embeddings.
+        embedder: its embedder, if it has embeddings.
     """
     return Service(model, batch, settings, model_facts(model), frozenset(end_tokens(model)), embedder)
 
 
 def model_facts(model: Any) -> ModelLimits:
-    """What requests are checked against; chance as the model recommends, else as OpenAI's interface has it."""
+    """The limits of a model; sampling defaults as the model recommends, else as OpenAI's interface has them."""
     temperature, top_p = 1.0, None
     if model.can_generate() and (recommended := model.generation_config).do_sample:
         temperature = recommended.temperature if recommended.temperature is not None else 1.0

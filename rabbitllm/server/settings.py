@@ -1,4 +1,4 @@
-"""What the server was told, and what it knows of its model: plain facts that every part may look at."""
+"""Settings of the server and limits of its model: plain values for all modules."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ class Settings:
     """How requests are treated.
 
     Attributes:
-        name: of the model, in answers; requests that name another one are refused.
-        api_key: that requests must bring; None for none.
-        origins: of pages on other hosts that may ask; "*" for all.
+        name: the model's name in answers; requests that name another one are refused.
+        api_key: the key that requests must carry; None for none.
+        origins: origins of other hosts that may send requests; "*" for all.
         hosts: names in lower case by which the server may be called, in addition to addresses; None for any.
-        body_bytes: of a request's body, at most.
-        body_seconds: until it is there, at most.
-        seconds: from a request's submission to its end, at most; None for no limit.
-        most_new_tokens: of an answer whose request does not say.
-        completion_new_tokens: likewise in `/v1/completions`, where OpenAI has a number of its own.
-        choices: answers to one request, at most.
-        heartbeat_seconds: after so long without anything to say a stream says that it is still there.
-        stall_seconds: a reader that takes nothing for so long is gone.
+        body_bytes: limit of a request's body.
+        body_seconds: time limit for receiving a body.
+        seconds: time limit from a request's submission to its end; None for no limit.
+        most_new_tokens: default limit of new tokens.
+        completion_new_tokens: likewise in `/v1/completions`, where OpenAI has its own default.
+        choices: limit of answers to one request.
+        heartbeat_seconds: an idle stream sends a comment after this time.
+        stall_seconds: a client that reads nothing for this time is disconnected.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What requests are checked against.
+    """Limits of a model that requests are checked against.
 
     Attributes:
-        context: tokens that the model was made for, prompt and answer together; None if it does not say.
-        vocabulary: ids are below this.
-        temperature, top_p: where a request says nothing.
+        context: tokens of prompt and answer together that the model was made for; None if its config does not say.
+        vocabulary: token ids are below this number.
+        temperature, top_p: defaults.
     """
 
     context: int | None

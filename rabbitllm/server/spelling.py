@@ -1,7 +1,6 @@
-"""A token by itself, as text and as bytes: what probabilities are listed by. Knows tokenizers.
+"""Single tokens as text and as bytes, as lists of log probabilities need them.
 
-A token need be no text: it may be a byte of a character. Its text is then what a decoder puts there, U+FFFD; its bytes
-are right all the same.
+A token may be a single byte of a character. Its text is then U+FFFD, as a decoder gives it; its bytes are exact.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from rabbitllm.generation.generation_stream import UNFINISHED
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"
-"""A space, in vocabularies of SentencePiece."""
+"""A space, in SentencePiece vocabularies."""
 
 
 class Spelling:
-    """Spells tokens.
+    """Spells single tokens.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -30,7 +29,7 @@ class Spelling:
         self._known: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     def of(self, token: int) -> tuple[str, tuple[int, ...]]:
-        """Its text, and its bytes."""
+        """The text and the bytes of a token."""
         if token not in self._known:
             if len(self._known) > 1 << 16:
                 self._known.clear()
@@ -46,7 +45,7 @@ class Spelling:
         if byte is not None:
             value = int(byte[1], 16)
             return (chr(value) if value < 0x80 else UNFINISHED), (value,)
-        if name.startswith(SPACE) and not text.startswith(" "):  # a decoder leaves the first one out
+        if name.startswith(SPACE) and not text.startswith(" "):  # a decoder drops the first space
             text = " " + text
         if UNFINISHED in text and all(character in bytes_of_characters() for character in name):
             return text, tuple(bytes_of_characters()[character] for character in name)
@@ -55,8 +54,8 @@ class Spelling:
 
 @cache
 def bytes_of_characters() -> Mapping[str, int]:
-    """The characters by which byte-level vocabularies write bytes: printable ones stand for themselves, and the others
-    are U+0100 and on in their order (as GPT-2 published it)."""
+    """The characters by which byte-level vocabularies write bytes: printable ones stand for themselves, the others are
+    U+0100 and up in their order (as published with GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}

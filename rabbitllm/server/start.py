@@ -1,4 +1,4 @@
-"""A server from a wish to its end: the model split and loaded, a batch around it, requests answered."""
+"""The life of a server, from a wish to its end: split and load the model, make a batch, answer requests."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from rabbitllm.server.server import serve
 from rabbitllm.server.service import Service, batch_of, service_for
 from rabbitllm.server.settings import Settings
 
-# What `rabbitllm serve` says when it is ready: where, with what, and a line to try.
+# The greeting of `rabbitllm serve`: the address, the model, and a command to try.
 
 
 def put_greeting(
     console: Console, service: Service, address: str, split: tuple[bool, Path] | None, *, is_local: bool
 ) -> None:
-    """Print it.
+    """Print the greeting.
 
     Args:
-        console: where to.
-        service: that answers.
-        address: where.
-        split: whether the split was there already, and where it is; None without one.
-        is_local: whether only this machine reaches it.
+        console: receives the greeting.
+        service: the served model.
+        address: URL of the server.
+        split: whether the split existed already, and its folder; None without a split.
+        is_local: whether only this machine reaches the server.
     """
     settings, facts = service.settings, service.batch.facts
     put(console, Text(f"{harmless(settings.name)} at {address}", "bold green"))
@@ -74,7 +74,7 @@ def _requests(facts: BatchStats) -> str:
 
 
 def _curl(service: Service, address: str) -> str:
-    """A line to paste."""
+    """A command to paste."""
     body: dict[str, Any] = {"max_tokens": 64}
     if service.template.is_there:
         what, body["messages"] = "chat/completions", [{"role": "user", "content": "What is a rabbit?"}]
@@ -95,29 +95,29 @@ def serve_wish(
     split: bool,
     dtype: str | None,
 ) -> bool:
-    """Serve a model until a signal says otherwise.
+    """Serve a model until a signal arrives.
 
     Args:
-        wish: what, and how; see `Wish`.
-        limits: of the batch.
+        wish: the model and the options for loading it.
+        limits: limits of the batch.
         settings: how requests are treated.
-        listening: from `address.bound`.
-        console: where the person at the terminal is told what goes on.
+        listening: the socket of `address.bound`.
+        console: receives the progress messages.
         grace: seconds; see `server.Server`.
         split, dtype: see `loading.loaded`.
 
     Returns:
-        Whether it was forced to end: then the batch's thread may still be in a pass, which cannot be interrupted.
+        Whether the end was forced: then the batch's thread may still be in a pass, which cannot be interrupted.
 
     Raises:
-        RabbitLLMError: as `loading.loaded` and `server.serve` do.
+        RabbitLLMError: see `loading.loaded` and `server.serve`.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no result
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
         found = loaded(wish, console, split=split, dtype=dtype, cache_bytes=limits.cache_bytes)
 
     from transformers import logging
 
-    logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid requests
+    logging.set_verbosity_error()  # no warnings about missing kernels amid requests
     batch = batch_of(found.model, limits)
     embedder = Embedder(found.model, found.recipe) if found.recipe is not None else None
     service = service_for(found.model, batch, settings, embedder)

@@ -1,9 +1,9 @@
-"""What the server does, as numbers for the page: the batch's facts, and where the weights are.
+"""The state of the server as numbers for the page: the batch's statistics, and the placement of the weights.
 
     GET /status  ->  {"model": …, "running": 1, …, "pass_seconds": 61.2, "placement": {"streamed_bytes": …, …}}
 
-All of the facts' sums only grow, so that two readings tell what happened between them. Unlike `/metrics` it says where
-weights live. Has no path of this machine in it.
+All sums only grow, so that two readings give the difference between them. Unlike `/metrics` it includes the
+placement of weights. Contains no path of this machine.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rabbitllm.engine.tier_picture import places
 
 
 def status_of(batch: Any, model: Any, name: str | None = None) -> dict[str, Any]:
-    """What `/status` answers.
+    """The response of `/status`.
 
     Args:
         batch: a `rabbitllm.generation.batch.Batch`.
-        model: that it answers with.
-        name: of the model, for people; None for the last part of its folder.
+        model: the model of the batch.
+        name: display name of the model; None for the last part of its folder.
 
     Returns:
-        The fields of `rabbitllm.generation.request.Facts` (seconds, bytes and counts since the server began); `model`;
-        and `placement` with, in bytes, what each pass reads from the disk (`streamed_bytes`) and copies to devices
-        (`uploaded_bytes`), and what is where: `places`, place -> words -> bytes.
+        The fields of `rabbitllm.generation.request.BatchStats` (seconds, bytes and counts since the server began);
+        `model`; and `placement` with, in bytes, the reads from disk per pass (`streamed_bytes`), the copies to devices
+        per pass (`uploaded_bytes`), and the distribution of the weights: `places`, place -> words -> bytes.
     """
     placement = model.placement
     return {
@@ -54,4 +54,4 @@ def _answer(request: Request) -> Response:
 
 router = APIRouter()
 router.add_api_route("/status", _answer, methods=["GET"])
-"""Of an application whose state has `batch`, `model` and `settings`."""
+"""Router for an application whose state has `batch`, `model` and `settings`."""

@@ -1,4 +1,4 @@
-"""The requests of one answer, handed to the batch together, and waited for."""
+"""The requests of one answer, submitted to the batch together."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from rabbitllm.server.inbox import Inbox
 logger = logging.getLogger(__name__)
 
 NO_RETRY = {"x-should-retry": "false"}
-"""Said to clients which ask again by themselves: it would take as long once more."""
+"""Header against automatic retries by clients: another attempt would take as long."""
 
 
 class Taking(Protocol):
-    """What takes requests on: `rabbitllm.generation.batch.Batch`."""
+    """The interface of `rabbitllm.generation.batch.Batch` used here."""
 
     def submit(self, request: Request, notify: Any) -> Any:
         """See there."""
 
 
 class Submission:
-    """Requests that the batch has taken on.
+    """Requests that the batch has accepted.
 
     Args:
-        batch: that answers.
+        batch: runs the requests.
         requests: one for each choice.
-        inbox: for their events.
+        inbox: receives their events.
 
     Attributes:
-        finished: the end of each choice, as far as it came.
-        error: code of the refusal that a stream ended with.
+        finished: the end of each choice; None for those still running.
+        error: code of the refusal that ended a stream.
 
     Raises:
-        APIError: the batch does not take them; then it has none of them.
+        APIError: the batch refuses one of them; then none is submitted.
     """
 
     def __init__(self, batch: Taking, requests: Sequence[Request], inbox: Inbox) -> None:
@@ -62,10 +62,10 @@ class Submission:
             handle.cancel()
 
     async def events(self) -> AsyncIterator[Sequence[tuple[int, Delta | Finished]]]:
-        """What comes, until all choices are over.
+        """Events as they arrive, until all choices have ended.
 
         Raises:
-            APIError: one of them failed, or took too long.
+            APIError: a request failed or took too long.
         """
         while self._open:
             found: list[tuple[int, Delta | Finished]] = []
@@ -88,12 +88,12 @@ class Submission:
             yield found
 
     def usage(self, choices_of_a_prompt: int) -> dict[str, Any]:
-        """What the answer took."""
+        """The token usage of the answer."""
         return usage_of([one for one in self.finished if one is not None], choices_of_a_prompt)
 
 
 async def whole(submission: Submission, envelope: Envelope, choices: AnswerChoices, of_a_prompt: int) -> dict[str, Any]:
-    """The answer, when all of it is there.
+    """The whole answer, once it is complete.
 
     Raises:
         APIError: see `Submission.events`.
@@ -112,7 +112,7 @@ async def whole(submission: Submission, envelope: Envelope, choices: AnswerChoic
 async def frames(
     submission: Submission, envelope: Envelope, choices: AnswerChoices, of_a_prompt: int
 ) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, as it comes."""
+    """The answer as server-sent events, as they arrive."""
 
     def chunks(parts: Sequence[dict[str, Any]]) -> bytes:
         return b"".join(event(envelope.chunk([part])) for part in parts)
@@ -124,7 +124,7 @@ async def frames(
             for choice, one in found:
                 out += chunks(choices.more(choice, one) if isinstance(one, Delta) else choices.end(choice, one))
             yield out
-    except Exception as error:  # the answer has begun, so an event is the place for it
+    except Exception as error:  # the response has begun, so the error is sent as an event
         refusal = refusal_of(error)
         submission.error = refusal.code
         yield event(refusal.as_object())
@@ -136,7 +136,7 @@ async def frames(
 
 
 def refusal_of(error: Exception) -> APIError:
-    """The answer to an error of the batch; an unexpected error is logged, and its details are not sent."""
+    """The answer to an error of the batch; an unexpected error is logged, its details are not sent to the client."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, BusyError):

@@ -1,7 +1,7 @@
-"""What a model's chat template carries, and a conversation as the token ids that it makes of it.
+"""A model's chat template: the variables it reads, and a conversation as token ids.
 
-A template is a program that comes with the model. What it reads (`tools`, `response_format`, `reasoning_effort`) is
-found in its source; what it does not read would be dropped without a word, so asking for it is refused.
+A template is a program that comes with the model. The variables it reads (`tools`, `response_format`,
+`reasoning_effort`) are found in its source; any other would be ignored silently, so requests that set it are refused.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ OURS = frozenset(
         "return_assistant_tokens_mask", "processor_kwargs",
     }
 )  # fmt: skip
-"""Arguments of `apply_chat_template` that no request may set."""
+"""Arguments of `apply_chat_template` that requests must not set."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which templates mark an answer for training."""
+    """The tag `{% generation %}`, by which templates mark an answer for training."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's own way
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """What is inside."""
+        """Parse the tag as its content."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -47,18 +47,18 @@ class Template:
     """A tokenizer's chat template, or the plain format where it has none.
 
     Attributes:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     tokenizer: Any
 
     @cached_property
     def is_there(self) -> bool:
-        """Whether the tokenizer brings one."""
+        """Whether the tokenizer has a template."""
         return has_template(self.tokenizer)
 
     def source(self, *, with_tools: bool = False) -> str:
-        """Its text; some models have one of their own for tools."""
+        """The template's source; some models have a separate one for tools."""
         if not self.is_there:
             return ""
         given = self.tokenizer.chat_template
@@ -72,18 +72,18 @@ class Template:
         return {with_tools: names_in(self.source(with_tools=with_tools)) for with_tools in (False, True)}
 
     def reads(self, name: str, *, with_tools: bool = False) -> bool:
-        """Whether a variable of this name makes a difference."""
+        """Whether the template reads a variable of this name."""
         return name in self._names[with_tools]
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts at which an answer ends in any case."""
+        """Texts at which every answer ends."""
         return () if self.is_there else (PLAIN_END,)
 
     def ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
     ) -> list[int]:
-        """The conversation as ids, up to where the answer begins.
+        """The conversation as token ids, up to the beginning of the answer.
 
         Args:
             messages: as templates expect them.
@@ -91,7 +91,7 @@ class Template:
             more: further variables of the template.
 
         Raises:
-            APIError: the template does not take this.
+            APIError: the template rejects the conversation.
         """
         if not self.is_there:
             if any(message["role"] == "tool" for message in messages):
@@ -109,22 +109,22 @@ class Template:
                     **more,
                 )
             return [int(token) for token in made["input_ids"]]
-        except Exception as error:  # whatever a program of the model's authors raises
+        except Exception as error:  # a template may raise anything
             raise refused_by_template(error) from error
 
 
 def refused_by_template(error: Exception) -> APIError:
-    """What to say of it: the words of a template that raises on purpose, and of nothing else."""
+    """The error for a rejected conversation; it quotes a template that raises on purpose, and nothing else."""
     said = f": {str(error)[:300]}" if isinstance(error, jinja2.TemplateError) and error.message else ""
     return bad(f"The model's chat template does not take this conversation{said}.", "messages", "template_error")
 
 
 def names_in(source: str) -> frozenset[str]:
-    """The variables that a template's source names, and the attributes and keys that it asks for."""
+    """Names of the variables, attributes and keys in a template's source."""
     environment = jinja2.Environment(extensions=[loopcontrols, _Generation])
     try:
         tree = environment.parse(source)
-    except jinja2.TemplateError:  # of an extension that is not known here
+    except jinja2.TemplateError:  # an unknown extension
         return frozenset(re.findall(r"[A-Za-z_]\w*", source))
     found = {node.name for node in tree.find_all(nodes.Name)}
     found |= {node.attr for node in tree.find_all(nodes.Getattr)}

@@ -1,6 +1,6 @@
-"""Calls of tools in what a model writes, taken out of the text as it comes.
+"""Tool calls in a model's output, extracted from the text as it arrives.
 
-Models write a call in the form that their chat template shows them:
+Models write a call in the form that their chat template shows:
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>                              Hermes, Qwen 2.5 and 3
     <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>  Qwen 3 Coder, 3.5
@@ -8,8 +8,8 @@ Models write a call in the form that their chat template shows them:
     [TOOL_CALLS]NAME{…}    [TOOL_CALLS]NAME[ARGS]{…}                                  Mistral, later ones
     {"name": …, "parameters": {…}}    <|python_tag|>{…}                               Llama 3
 
-Text before a call is the answer's; what looks like a call and is none (no JSON, no name) is text too. Knows no
-tokenizer: the caller puts markers that are special tokens into the text.
+Text before a call belongs to the answer; so does text that looks like a call but is not (invalid JSON, no name).
+Independent of tokenizers: the caller inserts the markers that are special tokens into the text.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MISTRAL = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
 PYTHON = "<|python_tag|>"
 MARKERS = (OPEN, MISTRAL, PYTHON)
-"""Where calls begin."""
+"""Markers that begin a call."""
 SPECIAL = (*MARKERS, CLOSE, ARGUMENTS, "[CALL_ID]")
-"""Those that may be tokens which a text without special tokens lacks."""
+"""Markers that may be special tokens, and so missing from decoded text."""
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
@@ -36,11 +36,11 @@ _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """A call of a tool.
+    """A tool call.
 
     Attributes:
-        name: of the tool.
-        arguments: as JSON.
+        name: name of the tool.
+        arguments: its arguments as JSON.
     """
 
     name: str
@@ -48,10 +48,10 @@ class ParsedToolCall:
 
 
 class CallReader:
-    """Takes an answer apart, piece by piece.
+    """Splits an answer into text and tool calls, piece by piece.
 
     Args:
-        tools: their names; an answer that is bare JSON is a call only of one of these.
+        tools: names of the tools; an answer that is bare JSON is a call only if it names one of these.
         types: tool -> parameter -> its type in JSON schema; for forms that write values without quotes.
     """
 
@@ -63,10 +63,10 @@ class CallReader:
         self._calling = False
 
     def feed(self, text: str) -> str:
-        """What of the answer is certainly no call.
+        """The next text that certainly belongs to no call.
 
         Args:
-            text: what has come since the last time.
+            text: the text since the last call of this method.
         """
         self._held += text
         if self._calling or not self._held:
@@ -75,7 +75,7 @@ class CallReader:
             lead = self._held.lstrip()
             if not lead:
                 return ""
-            if lead[0] in "{[" and not lead.startswith(MISTRAL[: len(lead)]):  # a call without a marker, perhaps
+            if lead[0] in "{[" and not lead.startswith(MISTRAL[: len(lead)]):  # perhaps a call without a marker
                 self._calling = True
                 return ""
             self._begun = True
@@ -88,7 +88,7 @@ class CallReader:
         return out
 
     def end(self) -> tuple[str, tuple[ParsedToolCall, ...]]:
-        """What is left of the text, and the calls."""
+        """The rest of the text, and the calls."""
         held, self._held = self._held, ""
         text, calls = self._apart(held)
         return text, calls
@@ -135,7 +135,7 @@ class CallReader:
 
 
 def _begun_marker(text: str) -> int:
-    """Characters at the end of a text that may be the beginning of a marker."""
+    """Number of characters at the end of a text that may begin a marker."""
     most = 0
     for marker in MARKERS:
         for length in range(min(len(marker) - 1, len(text)), most, -1):
@@ -159,7 +159,7 @@ def _mistral(rest: str) -> Iterator[ParsedToolCall]:
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The values of JSON that stand one after the other, up to what is none."""
+    """Consecutive JSON values, up to the first invalid one."""
     decoder = json.JSONDecoder()
     at = 0
     while at < len(text):
@@ -188,7 +188,7 @@ def _calls_of(value: Any) -> Iterator[ParsedToolCall]:
 
 
 def _value(text: str, kind: str) -> Any:
-    """A parameter that is written without quotes, by the type that the tool says it has."""
+    """A parameter written without quotes, converted to the type in the tool's schema."""
     if kind in ("", "string"):
         return text
     try:

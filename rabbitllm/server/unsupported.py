@@ -1,7 +1,7 @@
-"""Fields that other servers honour and this one does not: those that would change an answer are refused, not ignored.
+"""Unsupported fields: those that would change an answer are refused, not ignored.
 
-A field that is at the value with which it does nothing is accepted, and what changes no answer (`user`, `store`,
-`metadata`) too. Unknown fields are ignored, as OpenAI-compatible servers do.
+A field at its neutral value is accepted, and so are fields that change no answer (`user`, `store`, `metadata`).
+Unknown fields are ignored, as OpenAI-compatible servers do.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "prediction": (),
 }
-"""Field -> values with which it does nothing; None is one for every field."""
+"""Field -> values at which it has no effect; None counts for every field."""
 
 
 def refuse_unsupported(body: GenerationBody) -> None:
     """
     Raises:
-        APIError: a field that would change the answer, and cannot.
+        APIError: a field is set that would change the answer and is not supported.
     """
     for name, value in (body.model_extra or {}).items():
         if name not in NEUTRAL or value is None:

@@ -1,1 +1,1 @@
-"""The split directory: the only thing that the splitter and the engine both know."""
+"""The split directory: the interface between splitter and engine."""

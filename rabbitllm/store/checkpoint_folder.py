@@ -1,10 +1,10 @@
-"""Writes a checkpoint into a folder: safetensors shards, an index where there are several, config and tokenizer.
+"""Writes a checkpoint into a folder: safetensors shards, an index if there are several, config and tokenizer.
 
-Everything is made in a folder of ours inside the target, and moved out of it by renames when all of it is durable: the
-shards first, the index last. So a folder has either no checkpoint or a whole one; what a crash left is cleared away, or
-moved, by the next call. Knows no models, and not where the bytes come from.
+All files are made in a work folder inside the target, and moved out of it by renames once all of them are durable:
+the shards first, the index last. So a folder has either no checkpoint or a complete one; the remains of a crash are
+removed, or moved, by the next call. Independent of models and of the source of the bytes.
 
-Invariants: a folder that holds weights is refused before anything is touched; what is lacking of the disk is known
+Invariants: a folder that holds weights is refused before anything is changed; a lack of disk space is reported
 before the first byte.
 """
 
@@ -39,26 +39,26 @@ from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME
 from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 WORK_NAME = ".saving"
-"""The folder of ours inside the target."""
+"""Name of the work folder inside the target."""
 _READY_NAME = "all.is.there"
-"""In that folder: everything is durable, and may be moved."""
+"""File in that folder: everything is durable, and may be moved."""
 _ENTRIES = (INDEX_NAME, TORCH_INDEX_NAME, META_PARAMETERS, MANIFEST_NAME, JOURNAL_NAME)
 _LATER_BYTES = 1 << 20
-"""For folders, small files and their padding to whole blocks."""
+"""Allowance for folders, small files and their padding to whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file before it exists: its name and its tensors, in its order."""
+    """A file to be written: its name and its tensors, in its order."""
 
     name: str
     tensors: tuple[TensorToWrite, ...]
 
 
 def plan_shards(tensors: Iterable[TensorToWrite], most: int) -> list[Shard]:
-    """Which tensors go into which file, each of at most so many bytes of tensors, or of one that is larger.
+    """Assign tensors to files of at most `most` bytes of tensors each, or of one larger tensor.
 
-    Within a file those whose size is a multiple of 64 bytes come first, so that all of those are aligned.
+    Within a file, tensors whose size is a multiple of 64 bytes come first, so that all of them are aligned.
     """
     groups: list[list[TensorToWrite]] = [[]]
     size = 0
@@ -84,29 +84,29 @@ def write_checkpoint(
     tell: Callable[[int], object] = lambda nbytes: None,
     metadata: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write a whole checkpoint, or nothing that looks like one.
+    """Write a complete checkpoint, or nothing that looks like one.
 
-    A call that was interrupted when everything was written is finished by the same call, which then writes nothing.
+    A call that was interrupted after everything was written is finished by the same call, which then writes nothing.
 
     Args:
-        folder: where to; it may be there, without weights.
-        shards: the files.
-        sidecars: config, tokenizer and the like: relative name -> content; what has the same name is replaced.
-        chunks: tensor name -> its bytes in their order.
-        source: what tells the weights from others of the same names and shapes.
-        tell: called with how many bytes were written, after each chunk.
-        metadata: for an index, which is written for a single file too if there is any.
+        folder: the target; it may exist, without weights.
+        shards: the files to write.
+        sidecars: config, tokenizer and similar files: relative name -> content; existing files are replaced.
+        chunks: tensor name -> its bytes, in order.
+        source: identifies the weights among others of the same names and shapes.
+        tell: called with the number of bytes written, after each chunk.
+        metadata: of the index, which is then also written for a single file.
 
     Raises:
-        OptionError: the folder has weights, or another model's config; nothing was touched.
-        NotEnoughSpaceException: it does not fit.
-        OSError: it cannot be written; nothing of it is left.
+        OptionError: the folder has weights, or another model's config; nothing was changed.
+        NotEnoughSpaceException: the disk is too small.
+        OSError: a file cannot be written; nothing of it is left.
     """
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"{folder} is a file.", "Name a folder that has no weights in it, or is not there yet.")
     work = folder / WORK_NAME
     mark = _mark(shards, sidecars, source)
-    if (work / _READY_NAME).exists():  # an earlier call was interrupted while it moved the files
+    if (work / _READY_NAME).exists():  # an earlier call was interrupted while moving the files
         same = (work / _READY_NAME).read_bytes() == mark
         _move_out(folder, work)
         if same:
@@ -119,13 +119,13 @@ def write_checkpoint(
         for shard in shards:
             _write_shard(work / shard.name, shard, chunks, tell)
         for name, content in sidecars.items():
-            durable.write_whole(work / quote(name, safe=""), content)  # our folder has none in it
+            durable.write_whole(work / quote(name, safe=""), content)  # the work folder has no subfolders
         if len(shards) > 1 or metadata:
             index = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
             durable.write_whole(work / INDEX_NAME, index)
         durable.sync_folder(work)
         durable.write_whole(work / _READY_NAME, mark)
-    except BaseException:  # an interrupt too: what was begun is of no use, and may be much
+    except BaseException:  # an interrupt too: partial files are useless and may be large
         durable.remove_folder(work)
         durable.remove_empty_folder(folder)
         raise
@@ -138,8 +138,8 @@ def index_of_files(
     """The index as transformers writes it.
 
     Args:
-        files: by name, the tensors that are in each.
-        more: for its `metadata`, behind what transformers puts there.
+        files: the tensors of each file, by name.
+        more: further entries of its `metadata`, after those of transformers.
     """
     weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
     tensors = [tensor for those in files.values() for tensor in those]
@@ -153,7 +153,7 @@ def index_of_files(
 
 
 def _mark(shards: Sequence[Shard], sidecars: Mapping[str, bytes], source: str) -> bytes:
-    """What tells the result of one call from that of another."""
+    """A mark that identifies the result of a call."""
     digest = hashlib.sha256(source.encode())
     for shard in shards:
         digest.update(shard.name.encode() + encode_header(shard.tensors)[0])
@@ -214,7 +214,7 @@ def _write_shard(
 
 
 def _move_out(folder: Path, work: Path) -> None:
-    """Give everything its name, the entry of the checkpoint last, and remove our folder."""
+    """Rename all files to their final names, the entry of the checkpoint last, and remove the work folder."""
     last = (SINGLE_NAME, INDEX_NAME)
     names = sorted(path.name for path in work.iterdir() if path.name != _READY_NAME)
     for name in sorted(names, key=lambda name: name in last):

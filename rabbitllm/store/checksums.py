@@ -1,12 +1,12 @@
-"""Checksums of layer files by block: made while a file is written, compared when bytes of it are first read.
+"""Checksums of layer files by block: computed while a file is written, compared when bytes of it are first read.
 
-A layer file is cut at every multiple of `BLOCK_BYTES`, where its header ends, and where a stored part of
-`OWN_BLOCK_BYTES` or more begins; `split.json` has the CRC-32 of each block. The cuts follow from the header, so nothing
-but the checksums is stored: four bytes for 128 KiB. Whatever is read of a file can be checked with less than one block
-more at either end, be it an expert, a row of an embedding or a slice of a fused tensor.
+A layer file is cut at every multiple of `BLOCK_BYTES`, at the end of its header, and at the start of each stored
+part of at least `OWN_BLOCK_BYTES`; `split.json` has the CRC-32 of each block. The cuts follow from the header, so only
+the checksums are stored: four bytes for 128 KiB. Any range of a file can be checked by reading less than one more
+block at either end, be it an expert, a row of an embedding or a slice of a fused tensor.
 
-A split that was made before has one checksum for each file. Such a file is checked once all of it has been read.
-Knows no models, and neither journal nor manifest.
+An older split has one checksum per file. Such a file is checked once all of it has been read. Independent of models,
+journal and manifest.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from rabbitllm.formats.positional import identity_of
 from rabbitllm.formats.safetensors_file import Header
 
 BLOCK_BYTES = 128 << 10
-"""A power of two. Linux reads as much around a page of a mapped file, so checking a row of an embedding costs no read
-of its own."""
+"""Size of a block, a power of two. Linux reads as much around a page of a mapped file, so checking a row of an
+embedding costs no extra read."""
 OWN_BLOCK_BYTES = 64 << 10
-"""A stored part of so many bytes begins a block, so that an expert is whole blocks; smaller ones share."""
+"""A stored part of at least this size begins a block, so that an expert is whole blocks; smaller ones share."""
 SUM_BYTES = 4
-"""Of a checksum, in the order of little-endian."""
+"""Size of a checksum, which is little-endian."""
 GROUP_BYTES = 8 << 20
-"""Summed in one call and mapped at a time: each call takes and gives back the interpreter's lock."""
+"""Bytes summed in one call and mapped at a time: each call releases and reacquires the interpreter's lock."""
 MAX_EXTRA_BYTES = 1 << 20
-"""The most bytes that are read, in addition to the header, to complete what the caller has read of a file with one
-checksum."""
+"""Limit of the bytes that are read, in addition to the header, to complete what the caller has read of a file with
+one checksum."""
 
 
 def is_cut(at: int) -> bool:
@@ -48,7 +48,7 @@ def is_cut(at: int) -> bool:
 
 
 def run_lengths(at: int, nbytes: int) -> Iterator[int]:
-    """Bytes of each run of a range of a file between multiples of `BLOCK_BYTES`."""
+    """Lengths of the runs of a range of a file between multiples of `BLOCK_BYTES`."""
     end = at + nbytes
     while at < end:
         stop = min(end, (at // BLOCK_BYTES + 1) * BLOCK_BYTES)
@@ -57,7 +57,7 @@ def run_lengths(at: int, nbytes: int) -> Iterator[int]:
 
 
 def run_sums(data: bytes | memoryview, at: int) -> bytes:
-    """The CRC-32 of each of these runs of `data`, which lies at `at` in a file."""
+    """The CRC-32 of each of these runs of `data`, which is at offset `at` of a file."""
     view, done, sums = memoryview(data), 0, bytearray()
     for length in run_lengths(at, len(view)):
         sums += crc32(view[done : done + length]).to_bytes(SUM_BYTES, "little")
@@ -71,11 +71,11 @@ def numbers(sums: bytes) -> list[int]:
 
 
 def block_starts(size: int, header_bytes: int, parts: Iterable[tuple[int, int]]) -> list[int]:
-    """Where the blocks of a layer file begin, in order.
+    """The offsets of the blocks of a layer file, ascending.
 
     Args:
-        size: of the file, bytes.
-        header_bytes: where its data starts.
+        size: bytes of the file.
+        header_bytes: offset of its data.
         parts: offset in the file and bytes of each stored part.
     """
     cuts = {offset for offset, nbytes in parts if nbytes >= OWN_BLOCK_BYTES}
@@ -89,8 +89,8 @@ def lengths_of(starts: Sequence[int], size: int) -> list[int]:
 
 
 def block_sums(runs: Iterable[tuple[int, int, int]], starts: Iterable[int]) -> bytes:
-    """The CRC-32 of each block of a file, from (offset, bytes, CRC-32) of runs that fill it in their order, none of
-    them over a cut."""
+    """The CRC-32 of each block of a file, from (offset, bytes, CRC-32) of consecutive runs that fill it, none of which
+    crosses a cut."""
     begins, sums = set(starts), list[int]()
     for offset, nbytes, crc in runs:
         if offset in begins:
@@ -101,7 +101,7 @@ def block_sums(runs: Iterable[tuple[int, int, int]], starts: Iterable[int]) -> b
 
 
 def sums_of_file(path: Path, starts: Sequence[int]) -> tuple[int, bytes]:
-    """The CRC-32 of a file, all of which is read, and of each of its blocks."""
+    """The CRC-32 of a file, which is read completely, and of each of its blocks."""
     whole, sums, buffer = 0, bytearray(), memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb") as file:
         for nbytes in lengths_of(starts, path.stat().st_size):
@@ -113,7 +113,7 @@ def sums_of_file(path: Path, starts: Sequence[int]) -> tuple[int, bytes]:
 
 
 def damaged(path: Path, problem: str) -> IncompleteSplitError:
-    """The error for a layer file that is not what was written; `problem` ends the sentence."""
+    """The error for a layer file that differs from what was written; `problem` ends the sentence."""
     return IncompleteSplitError(
         f"{path} is damaged: {problem}.",
         f"`rabbitllm verify {path.parent} --repair` makes damaged layers again from the shards that they need; add "
@@ -122,10 +122,10 @@ def damaged(path: Path, problem: str) -> IncompleteSplitError:
 
 
 class LayerChecks:
-    """Compares what is read of the layer files of a split directory with their checksums.
+    """Compares bytes read from the layer files of a split directory with their checksums.
 
-    A block is compared the first time that bytes of it are read in this process, whichever model reads it; a file that
-    was replaced or written to since counts as another. Safe to use from several threads.
+    A block is compared the first time that bytes of it are read in this process, by whichever model; a file that was
+    replaced or modified since counts as a new one. Safe to use from several threads.
 
     Args:
         folder: the split directory.
@@ -138,17 +138,17 @@ class LayerChecks:
     def open(
         self, file: str, header: Header, mapped: Callable[[], memoryview], crc32: int, blocks: bytes | None
     ) -> None:
-        """Add a layer file, whose header is compared at once.
+        """Add a layer file; its header is compared at once.
 
         Args:
             file: its name.
             header: its header.
-            mapped: gives all of its bytes, mapped; asked when some are compared.
+            mapped: returns the mapped file; called when bytes are compared.
             crc32: of the whole file.
-            blocks: of each block; None if the split has none.
+            blocks: checksum of each block; None if the split has none.
 
         Raises:
-            IncompleteSplitError: the header is not what was written.
+            IncompleteSplitError: the header differs from what was written.
         """
         path = self._folder / file
         if blocks is None:
@@ -160,15 +160,15 @@ class LayerChecks:
         """Compare bytes that were read from a file at `offset`.
 
         Raises:
-            IncompleteSplitError: they are not what was written.
-            OSError: bytes around them, which their checksum needs, cannot be read.
+            IncompleteSplitError: they differ from what was written.
+            OSError: adjacent bytes, which their checksum covers, cannot be read.
         """
         found = self._files[file]
         if len(data) and not found.is_done:
             found.check([(offset, len(data))], (offset, data))
 
     def stored(self, file: str, ranges: Iterable[tuple[int, int]]) -> None:
-        """Compare ranges (offset, bytes) of a file, which are read for it.
+        """Read ranges (offset, bytes) of a file and compare them.
 
         Raises:
             IncompleteSplitError, OSError: see `read`.
@@ -182,12 +182,12 @@ class LayerChecks:
         return self._files[file].is_done
 
     def by_block(self, file: str) -> bool:
-        """Whether a part of a file can be compared by itself."""
+        """Whether parts of a file can be compared separately."""
         return isinstance(self._files[file], _Blocks)
 
 
 Given = tuple[int, memoryview]
-"""Bytes of a file that were read, and their offset."""
+"""Bytes read from a file, and their offset."""
 
 
 class _Checks(Protocol):
@@ -200,31 +200,31 @@ class _Checks(Protocol):
 
 
 class _State:
-    """What of a file was compared in this process: `done` by block, and how many blocks are left."""
+    """Blocks of a file that were compared in this process: `done` by block, and the number left."""
 
     def __init__(self, blocks: int) -> None:
         self.done = bytearray(blocks)
         self.left = blocks
         self.lock = own_lock(threading.Lock())
         self.known: list[tuple[int, int, int]] = []
-        """Of a file that has one checksum: offset, bytes and CRC-32 of what was read, in order."""
+        """For a file with one checksum: offset, bytes and CRC-32 of each range read, ascending."""
         self.known_bytes = 0
         in_child(self._recount)
 
     def _recount(self) -> None:
-        """In a forked child: a thread of the parent may have been between two steps."""
+        """Recount in a forked child: a thread of the parent may have been between two steps."""
         self.left = self.done.count(0)
         self.known_bytes = sum(nbytes for _, nbytes, _ in self.known)
 
     def mark(self, begin: int, end: int) -> None:
-        """Note that these blocks are what was written."""
+        """Mark blocks as intact."""
         with self.lock:
             self.left -= self.done.count(0, begin, end)
             self.done[begin:end] = b"\1" * (end - begin)
 
 
 _STATES: dict[tuple[object, ...], _State] = {}
-"""By what tells a file from every other, and from itself after a change, and by what it is compared with."""
+"""States by the identity of a file, its version, and its checksums."""
 
 
 def _state_of(path: Path, sums: bytes | int, blocks: int) -> _State:
@@ -260,14 +260,14 @@ class _Blocks:
         for offset, nbytes in ranges:
             for begin, end in self._waiting(offset, offset + nbytes):
                 low, high, written = self._starts[begin], self._starts[end], self._expected(begin, end)
-                # what stays mapped may have been written to, and is a copy then
+                # mapped pages may have been written to, as private copies
                 if self._crc(low, high, given) != written and self._crc(low, high, given, reread=True) != written:
                     raise self._damaged(begin, end, given)
                 self._state.mark(begin, end)
 
     def _waiting(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Blocks, from one up to another, that a range touches and that nothing has compared yet; those that are summed
-        together."""
+        """Runs of blocks, from one up to another, that a range touches and that are not compared yet; a run is summed
+        at once."""
         done, starts = self._state.done, self._starts
         begin, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
         while (begin := done.find(0, begin, last)) >= 0:
@@ -283,7 +283,7 @@ class _Blocks:
         return combine_all(zip(self._sums[begin:end], lengths, strict=True))
 
     def _crc(self, begin: int, end: int, given: Given | None, *, reread: bool = False) -> int:
-        """Of a range of the file: the bytes that were read; those around them as mapped, or as the file has them."""
+        """The CRC-32 of a range of the file: of the bytes read, and around them of mapped bytes or the file."""
         offset, data = given if given is not None else (end, memoryview(b""))
         low, high = max(begin, offset), min(end, offset + len(data))
         if low >= high:
@@ -295,7 +295,7 @@ class _Blocks:
         return _crc_of_file(self._path, begin, end, crc) if reread else _crc_of_mapped(self._mapped(), begin, end, crc)
 
     def _damaged(self, begin: int, end: int, given: Given | None) -> IncompleteSplitError:
-        """Names the first of these blocks that is not what was written, and what lies in it."""
+        """The error that names the first of these blocks that differs, and the tensor in it."""
         for block in range(begin, end):
             low, high = self._starts[block], self._starts[block + 1]
             crc, written = self._crc(low, high, given, reread=True), self._sums[block]
@@ -312,7 +312,7 @@ class _Blocks:
 
 
 class _WholeFile:
-    """A file that has one checksum, of a split that was made before blocks had theirs."""
+    """A file with one checksum, of a split made before blocks had their own."""
 
     def __init__(self, path: Path, header: Header, crc32: int) -> None:
         self._path, self._written = path, crc32
@@ -339,14 +339,14 @@ class _WholeFile:
         with self._state.lock:
             known = self._state.known
             at = bisect.bisect_left(known, offset, key=lambda one: one[0])
-            if at < len(known) and known[at][0] < offset + nbytes:  # another thread was sooner, or it reads otherwise
+            if at < len(known) and known[at][0] < offset + nbytes:  # another thread was faster, or ranges differ
                 return
             known.insert(at, (offset, nbytes, crc))
             self._state.known_bytes += nbytes
             if self._size - self._data_start - self._state.known_bytes > MAX_EXTRA_BYTES:
                 return
             complete = tuple(known)
-            known.clear()  # compared now, and read again if it is not what was written
+            known.clear()  # compared now, and read again if it differs
             self._state.known_bytes = 0
         self._compare(complete)
 
@@ -361,12 +361,12 @@ class _WholeFile:
 
 
 def _crc_of_mapped(mapped: memoryview, begin: int, end: int, crc: int) -> int:
-    """The CRC-32 of a range of a mapped file, behind bytes whose CRC-32 is `crc`; it is then there for its next use."""
+    """The CRC-32 of a range of a mapped file, continuing from `crc`; this also loads it for its next use."""
     return crc32(mapped[begin:end], crc) if begin < end else crc
 
 
 def _crc_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
-    """The CRC-32 of a range of a file, behind bytes whose CRC-32 is `crc`."""
+    """The CRC-32 of a range of a file, continuing from `crc`."""
     while begin < end:
         stop = min(end, begin + GROUP_BYTES)
         with _window(path, begin, stop) as data:
@@ -377,7 +377,7 @@ def _crc_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
 
 @contextlib.contextmanager
 def _window(path: Path, begin: int, end: int) -> Iterator[memoryview]:
-    """A range of a file, mapped by itself."""
+    """A separate mapping of a range of a file."""
     at = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:

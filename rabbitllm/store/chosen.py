@@ -1,9 +1,9 @@
-"""What each tensor of a mixed split has, and for which budgets that was chosen: a record, and its JSON. Pure.
+"""The bits of each tensor of a mixed split, and the budgets they were chosen for: a record and its JSON. Pure.
 
-A mixed split goes by the name "auto" among those at one compression for all tensors.
+The compression of a mixed split is called "auto".
 
-Journal and manifest keep it, so that a split that was begun goes on as it was begun, and one that is whole says what
-it is.
+Journal and manifest keep the record, so that an unfinished split resumes with the same bits, and a complete one
+documents them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from rabbitllm.formats.json_text import text_of
 from rabbitllm.quant.compression import BLOCKS, COMPRESSIONS, check_compression
 
 AUTO = "auto"
-"""Each tensor has a compression of its own."""
+"""A compression for each tensor."""
 SPLITS: tuple[str | None, ...] = (*COMPRESSIONS, AUTO)
-"""What a split directory may be called by."""
+"""Names for the compression of a split directory."""
 
 
 def check_split(compression: str | None) -> None:
-    """Refuse what no split can be called by, or whose package is not installed.
+    """Refuse an unknown compression, and one whose package is not installed.
 
     Raises:
-        OptionError, MissingPackageError: as `check_compression`.
+        OptionError, MissingPackageError: see `check_compression`.
     """
     check_compression("4bit" if compression == AUTO else compression)
 
 
 def losses_first(compression: str | None) -> float:
-    """A key that sorts splits from the one that loses least to the one that loses most; a mixed one is behind 8bit."""
+    """A sort key for splits by increasing loss; a mixed split comes after 8bit."""
     return COMPRESSIONS.index("8bit") + 0.5 if compression == AUTO else COMPRESSIONS.index(compression)
 
 
@@ -40,9 +40,9 @@ class BitAllocation:
     """Bits by tensor.
 
     Attributes:
-        schemes: tensor -> its scheme; those that are not named are stored as they are.
-        max_disk: bytes that the caller allowed; None for what was free.
-        memory: bytes that all weights were to keep within; None where memory was no limit.
+        schemes: tensor -> its scheme; tensors without one are stored uncompressed.
+        max_disk: disk budget in bytes; None for the space that was free.
+        memory: memory budget of all weights in bytes; None for no limit.
     """
 
     schemes: Mapping[str, str]
@@ -61,7 +61,7 @@ def from_json(content: Mapping[str, Any]) -> BitAllocation:
     """The record that `as_json` wrote.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is none.
+        KeyError, TypeError, ValueError, AttributeError: it is malformed.
     """
     schemes: dict[str, str] = {}
     for scheme, names in content["schemes"].items():

@@ -1,8 +1,8 @@
-"""One layer's file: where each tensor goes, decided from headers alone.
+"""The layout of a layer's file, from headers alone.
 
-A safetensors file, named as RabbitLLM 1.1 names it (`<stem>.safetensors`; once it is whole there is an empty
-`<stem>.safetensors.done`). The layout depends on the layer's tensors and the compression only, not on the order
-in which shards arrive, so every route makes the same bytes. Pure: opens nothing.
+A safetensors file with RabbitLLM 1.1's name (`<stem>.safetensors`; once complete, with an empty
+`<stem>.safetensors.done`). The layout depends only on the layer's tensors and the compression, not on the order in
+which shards arrive, so every route produces the same bytes. Pure: opens nothing.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from rabbitllm.store.pieces import Joined, forms_in_scratch, scratch_places
 LAYER_SUFFIX = ".safetensors"
 DONE_SUFFIX = ".done"
 SCRATCH_SUFFIX = ".pieces"
-"""Of the scratch file of an unfinished layer file: pieces of its tensors are there until all of them are, and scales
-until they are quantized themselves."""
+"""Suffix of the scratch file of an unfinished layer file: it holds pieces of tensors until all of them have arrived,
+and scales until they are quantized themselves."""
 MAX_STEM = 180
-"""File systems allow names of 255 bytes; suffixes need some of them."""
+"""Limit of a stem. File systems allow names of 255 bytes, and suffixes are appended."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """A layer file before it exists.
+    """The layout of a layer file to be written.
 
     Attributes:
         layer: its id and stem.
-        forms: its tensors as their shards give them (`compression.arriving`), and the pieces of those that are cut.
-        parts: what the file holds, in its order.
-        header_bytes: length of its leading bytes, a multiple of 4096, where the data starts.
-        places: stored key -> absolute offset, bytes; of a piece that goes straight into the file, too.
-        size: of the whole file, bytes.
-        shard_bytes: shard -> what its tensors take in the file, or in the scratch file.
-        scratch_places: stored key of a piece, or of scales, that go into the scratch file -> their offset there, bytes.
-        scratch_bytes: of the scratch file; 0 where there is none.
-        joins: what is read from the scratch file when all pieces are there.
-        fixed: tensors whose constants no form brings.
-        settles: what becomes of scales in the scratch file when all of them are there, and what is to be joined is.
+        forms: its tensors as they arrive from shards (`compression.arriving`), and the pieces of cut tensors.
+        parts: stored parts in the order of the file.
+        header_bytes: length of the header, a multiple of 4096, and so the offset of the data.
+        places: stored key -> absolute offset in bytes; also of a piece that is written directly into the file.
+        size: bytes of the whole file.
+        shard_bytes: shard -> bytes of its tensors in the file, or in the scratch file.
+        scratch_places: stored key of pieces and scales in the scratch file -> their offset there in bytes.
+        scratch_bytes: size of the scratch file; 0 for none.
+        joins: forms read from the scratch file once all pieces have arrived.
+        fixed: tensors whose constants come with no form.
+        settles: quantization of the scales in the scratch file, once all of them have arrived and pieces are joined.
     """
 
     layer: LayerName
@@ -64,7 +64,7 @@ class LayerLayout:
 
     @property
     def header(self) -> bytes:
-        """The file's leading bytes; of a layer with hundreds of experts a megabyte, so made when they are wanted."""
+        """The file's header; a megabyte for a layer with hundreds of experts, so it is made on demand."""
         return encode_header(self.parts)[0]
 
     @property
@@ -79,13 +79,13 @@ class LayerLayout:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensors' names, those of cut ones once."""
+        """The tensors' names; each cut tensor once."""
         sources = (form.source for form in self.forms)
         return tuple(dict.fromkeys(s.name if s.piece is None else s.piece.of for s in sources))
 
     @property
     def joined_bytes(self) -> int:
-        """What the file, and scales in the scratch file, grow by when all is there."""
+        """Bytes written to the file, and to scales in the scratch file, once all pieces have arrived."""
         parts = (form.parts for forms in (self.joins, self.settles) for form in forms)
         return sum(part.nbytes for one in parts for part in one)
 
@@ -93,16 +93,16 @@ class LayerLayout:
 def lay_out(
     layer: LayerName, forms: Iterable[StoredForm], joined: Sequence[Joined] = (), version: int = FORMAT_VERSION
 ) -> LayerLayout:
-    """Fix the place of every tensor of a layer.
+    """Fix the offset of every tensor of a layer.
 
     Args:
         layer: its id and stem.
         forms: its tensors that are whole in their shards.
-        joined: those that are cut into pieces; they make the same file.
-        version: of the format; it says in which order they lie, see `order.py`.
+        joined: its tensors that are cut into pieces; the file is the same.
+        version: of the format, which determines the order, see `order.py`.
 
     Raises:
-        InvalidIndexError: a tensor is named like a part of another one's stored form.
+        InvalidIndexError: a tensor has the name of a part of another one's stored form.
     """
     whole = tuple(forms)
     coming = (*map(arriving, whole), *(piece for one in joined for piece in one.pieces))
@@ -149,7 +149,7 @@ def _with_scratch(layout: LayerLayout, joined: Sequence[Joined], doubled: Iterab
 
 
 def layer_file_name(stem: str) -> str:
-    """The file name of a layer. A tensor name is no path: whatever is not a plain character is percent-encoded."""
+    """The file name of a layer. A tensor name is not a path: every character that is not plain is percent-encoded."""
     safe = quote(stem, safe="")
     if safe.startswith("."):
         safe = "%2E" + safe[1:]

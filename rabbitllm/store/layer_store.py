@@ -1,8 +1,8 @@
-"""The split directory: which layers are there, whose they are, and where each tensor lies.
+"""The split directory: its layers, its source, and the offset of each tensor.
 
-`split.json` is written last, so a directory that has one is whole. It names the source (repository, commit,
-shards), the compression and every layer file. A directory without one is either in work (it has a journal), or
-RabbitLLM 1.1 made it (every layer file has its `.done`), or it is none.
+`split.json` is written last, so a directory that has one is complete. It records the source (repository, commit,
+shards), the compression and every layer file. A directory without one is unfinished (it has a journal), or made by
+RabbitLLM 1.1 (every layer file has its `.done`), or not a split directory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
 MANIFEST_NAME = "split.json"
 JOURNAL_NAME = "split.journal"
 SPLIT_DIRECTORY = "splitted_model"
-"""RabbitLLM 1.1's name; the compression is appended, as `.4bit`."""
+"""RabbitLLM 1.1's directory name; the compression is appended, as `.4bit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class LayerRecord:
     """One layer file of a finished split.
 
     Attributes:
-        id, stem: of the layer.
+        id, stem: id and stem of the layer.
         file: its name.
         size: bytes.
         tensors: the checkpoint's names.
-        crc32: of the whole file as it was meant to be written.
-        shards: those that its tensors came from.
-        blocks: CRC-32 of each of its blocks (`checksums.py`); None in a split that was made before these were.
+        crc32: CRC-32 of the whole file as intended.
+        shards: names of the shards that its tensors came from.
+        blocks: CRC-32 of each of its blocks (`checksums.py`); None in an older split without them.
     """
 
     id: str
@@ -70,17 +70,17 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What `split.json` says.
+    """The content of `split.json`.
 
     Attributes:
-        source: what was split.
-        compression: None, one that all tensors have, or "auto".
-        quantizer: what quantized; None without compression.
-        layers: every layer file.
-        format_version: in which order these hold their tensors, see `order.py`.
-        chosen: what each tensor has at "auto"; None at every other compression.
-        source_checksums: shard -> CRC-32 of the data that the split used of it (`source_check.source_crc32`); only of
-            shards without a digest of the hub.
+        source: the checkpoint that was split.
+        compression: None, a single one for all tensors, or "auto".
+        quantizer: name of the quantizer; None without compression.
+        layers: all layer files.
+        format_version: determines the order of tensors in them, see `order.py`.
+        chosen: the bits of each tensor at "auto"; None otherwise.
+        source_checksums: shard -> CRC-32 of its data that the split used (`source_check.source_crc32`); only for shards
+            without a digest of the hub.
     """
 
     source: SourceIdentity
@@ -93,11 +93,11 @@ class Manifest:
 
 
 FITTED = ", scales fitted"
-"""What a quantizer's name ends with whose scales of 4bit fit their blocks."""
+"""Suffix of a quantizer's name if its 4bit scales are fitted to their blocks."""
 
 
 def is_fitted(quantizer: str | None) -> bool:
-    """Whether the scales of 4bit fit their blocks, by what the journal or the manifest says of the quantizer."""
+    """Whether 4bit scales are fitted to their blocks, by the quantizer's name in the journal or the manifest."""
     return quantizer is not None and quantizer.endswith(FITTED)
 
 
@@ -107,7 +107,7 @@ def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Declare the directory whole. Everything it names must be durable already."""
+    """Declare the directory complete. All files that the manifest names must be durable already."""
     from rabbitllm.version import __version__
 
     layers = [
@@ -149,10 +149,10 @@ def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> Manifest | None:
 
     Args:
         folder: the split directory.
-        name: of the file, where it has another one than usual.
+        name: name of the file, if not the usual one.
 
     Raises:
-        IncompleteSplitError: it is no manifest.
+        IncompleteSplitError: it is malformed.
         SplitMismatchError: a later version of this package wrote it.
     """
     path = folder / name
@@ -210,25 +210,25 @@ def _record(entry: dict[str, Any]) -> LayerRecord:
 
 
 def is_legacy(folder: Path) -> bool:
-    """Whether RabbitLLM 1.1 (or AirLLM) made this directory: finished layer files, and neither manifest nor journal."""
+    """Whether RabbitLLM 1.1 (or AirLLM) made this directory: finished layer files, but no manifest or journal."""
     if (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists() or not folder.is_dir():
         return False
     return any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a folder says of itself that it is a whole split directory, by its manifest or as RabbitLLM 1.1 did."""
+    """Whether a folder is a complete split directory by its manifest, or by RabbitLLM 1.1's markers."""
     return (folder / MANIFEST_NAME).exists() or is_legacy(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a checkpoint tensor lies in a split directory.
+    """A checkpoint tensor in a split directory.
 
     Attributes:
         name: the checkpoint's name.
         parts: its stored keys in `part_names` order, payload first; `file` is the layer file's name.
-        quantized: how it is compressed; None if it is stored as it is.
+        quantized: its compression; None if it is stored uncompressed.
     """
 
     name: str
@@ -237,21 +237,21 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint tensor."""
+        """Shape of the checkpoint tensor."""
         return self.quantized.shape if self.quantized else self.parts[0].shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes it occupies on disk."""
+        """Bytes on the disk."""
         return sum(part.nbytes for part in self.parts)
 
 
 def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantized | None]:
-    """How the checkpoint tensors of a layer file are compressed: name -> form, None for one that is stored as it is.
+    """The compression of each checkpoint tensor in a layer file: name -> form, None for uncompressed ones.
 
     Args:
         path: the file.
-        keys: stored key -> where it lies in the file.
+        keys: stored key -> its entry in the file's header.
 
     Raises:
         RabbitLLMError: the parts of a compressed tensor contradict each other.
@@ -266,14 +266,14 @@ def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantize
 
 
 class WeightFiles(Protocol):
-    """What the engine asks of the files that weights lie in.
+    """The interface between the engine and files of weights.
 
     Attributes:
-        folder: what they lie in.
-        label: what to call them in messages.
+        folder: the folder of the files.
+        label: name in messages.
         is_split: whether they are the layer files of a split, whose original may be gone.
-        tensors: checkpoint name -> where it lies.
-        checks: of what is read of the files; None where they have no checksums, or none are to be compared.
+        tensors: checkpoint name -> stored tensor.
+        checks: checks of bytes read; None if the files have no checksums, or none are to be compared.
     """
 
     folder: Path
@@ -292,12 +292,12 @@ class WeightFiles(Protocol):
 
 
 class Maps:
-    """Files of weights that are mapped when they are first asked for, and then stay mapped. Safe to use from threads.
+    """Files of weights, mapped on first use and kept mapped. Safe to use from several threads.
 
-    None of them is held open. `path` is absolute, so that it holds also after the process has changed its folder.
+    None of them is held open. `path` is absolute, so it stays valid if the working directory changes.
 
     Args:
-        folder: what the files lie in.
+        folder: the folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -307,7 +307,7 @@ class Maps:
         self._lock = own_lock(threading.Lock())
 
     def add(self, file: str, header: Header) -> None:
-        """Name a file and what is in it."""
+        """Add a file and its header."""
         self._headers[file] = header
 
     def path(self, file: str) -> Path:
@@ -323,13 +323,13 @@ class Maps:
 
 
 class LayerStore:
-    """A finished split directory, opened for reading: headers are read, weights are not.
+    """A finished split directory, opened for reading: only headers are read.
 
     Attributes:
         folder: the split directory.
         manifest: None for a directory of RabbitLLM 1.1.
-        tensors: checkpoint name -> where it lies.
-        checks: of what is read of the layer files, if that was asked for and the split has checksums.
+        tensors: checkpoint name -> stored tensor.
+        checks: checks of bytes read, if requested and if the split has checksums.
     """
 
     is_split = True
@@ -339,11 +339,11 @@ class LayerStore:
         """
         Args:
             folder: the split directory.
-            manifest: its manifest, if that is not written yet.
-            verify_checksums: compare what is read, from the headers on, with its checksums.
+            manifest: its manifest, if that has not been written yet.
+            verify_checksums: whether to compare bytes read, headers included, with their checksums.
 
         Raises:
-            IncompleteSplitError: a layer file is missing, has another size than the manifest says, or is damaged.
+            IncompleteSplitError: a layer file is missing, differs in size from the manifest, or is damaged.
         """
         self.folder = folder
         self.label = str(folder)

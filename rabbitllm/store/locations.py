@@ -1,8 +1,8 @@
-"""Where split directories are: looked for, and made. Opens no weights.
+"""The locations of split directories, existing and new. Opens no weights.
 
-A local checkpoint is split into a directory in its own folder. A repository on the hub is split into a folder of our
-own next to the hub cache (`HF_HOME/rabbitllm`, or `RABBITLLM_HOME`), since a snapshot in the cache may be pruned at any
-time. RabbitLLM 1.1 did put layers into the snapshot; they are still found there.
+A local checkpoint is split into a directory in its own folder. A hub repository is split into our own folder next to
+the hub cache (`HF_HOME/rabbitllm`, or `RABBITLLM_HOME`), since a snapshot in the cache may be pruned at any time.
+RabbitLLM 1.1 wrote layers into the snapshot; they are still found there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rabbitllm.store.layer_store import SPLIT_DIRECTORY, directory_name, is_lega
 
 HOME_VARIABLE = "RABBITLLM_HOME"
 LOCAL_FOLDER = "local"
-"""In `home()`, of checkpoints in folders that cannot be written to."""
+"""Subfolder of `home()` for checkpoints in folders that are not writable."""
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -45,9 +45,9 @@ def is_commit(revision: str) -> bool:
 
 
 def for_local(checkpoint: Path, saving_path: Path | None, compression: str | None, base: str = SPLIT_DIRECTORY) -> Path:
-    """The split directory of a checkpoint in a folder, there already or to be made.
+    """The split directory of a checkpoint in a folder, existing or not.
 
-    In `saving_path` if given; else in the folder of the weights; else, where that is in the hub cache or on a read-only
+    In `saving_path` if given; else in the folder of the weights; or, if that is in the hub cache or on a read-only
     mount, in `home()`.
     """
     name = directory_name(compression, base)
@@ -65,7 +65,7 @@ def for_local(checkpoint: Path, saving_path: Path | None, compression: str | Non
 
 
 def local_folder_name(checkpoint: Path) -> str:
-    """How the folder of a checkpoint that cannot be written to is named: like its own, with a mark of where that is."""
+    """The folder name for a checkpoint that is not writable: its own name with a hash of its path."""
     resolved = checkpoint.resolve()
     return f"{resolved.name}-{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
 
@@ -83,14 +83,14 @@ def of_other_commits(repo_id: str, commit: str, compression: str | None) -> list
 
 
 def known_names() -> list[str]:
-    """Names of the models that have something in `home()`: repositories, and folders that could not be written to."""
+    """Names of the models in `home()`: repositories, and folders that were not writable."""
     base = home()
     repositories = (hub_cache.repo_id_of(path.name) for path in base.glob(f"{hub_cache.REPO_PREFIX}*"))
     return sorted({*repositories, *(path.name.rpartition("-")[0] for path in (base / LOCAL_FOLDER).glob("*-*"))})
 
 
 def remember_commit(repo_id: str, revision: str | None, commit: str) -> None:
-    """Note which commit a revision was, for calls without a connection."""
+    """Record the commit of a revision, for calls without a connection."""
     path = home() / hub_cache.folder_name(repo_id) / "refs" / (revision or "main").replace("/", "--")
     if path.exists() and path.read_text() == commit:
         return
@@ -99,7 +99,7 @@ def remember_commit(repo_id: str, revision: str | None, commit: str) -> None:
 
 
 def remembered_commit(repo_id: str, revision: str | None) -> str | None:
-    """The commit that a revision was when it was last split here; a commit itself stands for itself."""
+    """The commit of a revision when it was last split here; a commit is returned unchanged."""
     if revision is not None and is_commit(revision):
         return revision
     path = home() / hub_cache.folder_name(repo_id) / "refs" / (revision or "main").replace("/", "--")

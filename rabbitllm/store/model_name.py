@@ -1,8 +1,8 @@
-"""What a user means by a model's name, the same for every command and for `AutoModel`.
+"""The meaning of a model's name, the same for every command and for `AutoModel`.
 
-A folder and a repository as `organisation/name` stand for themselves; an address on the hub (`hf://organisation/name`,
-or what the browser shows) is that repository, and a file of weights is the checkpoint in its folder. Opens an index at
-most, and asks no hub: whether there is such a repository is found out elsewhere.
+A folder and a repository as `organisation/name` are returned unchanged; an address on the hub
+(`hf://organisation/name`, or the browser's URL) means that repository, and a file of weights means the checkpoint in
+its folder. Opens at most an index, and never contacts the hub: other code checks whether the repository exists.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rabbitllm.store.layer_store import SPLIT_DIRECTORY
 
 _Error = TypeVar("_Error", bound=RabbitLLMError)
 MAX_NEAR = 3
-"""Names that are proposed at most."""
+"""Limit of proposed names."""
 _HUB_ADDRESS = re.compile(r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(.*)")
 
 
 def meant(name: str) -> str:
-    """A folder or a repository id, of what the user wrote; names that are neither come back as they are.
+    """The folder or repository id that the user means; other names are returned unchanged.
 
     Raises:
         OptionError: an address on the hub that is not a repository's.
-        CheckpointNotFoundError: a file that is not the checkpoint of its folder.
+        CheckpointNotFoundError: the file does not belong to the checkpoint of its folder.
         InvalidIndexError, UnsafePathError: see `read_index`.
     """
     address = _HUB_ADDRESS.fullmatch(name)
@@ -42,12 +42,12 @@ def meant(name: str) -> str:
     if path.is_file():
         return str(_folder_of(path))
     if path.suffix in WEIGHT_SUFFIXES and any(path.parent.glob(f"{SPLIT_DIRECTORY}*")):
-        return str(path.parent)  # a split has used up that file
+        return str(path.parent)  # a split has deleted that file
     return name
 
 
 def _repository(name: str, rest: str) -> str:
-    """The repository of an address; a browser's goes on with `tree/main` and the like."""
+    """The repository of an address; a browser's URL may continue with `tree/main` and the like."""
     parts = rest.partition("?")[0].rstrip("/").split("/")
     repo_id = "/".join(parts[:2])
     browsed = name.startswith("http") and parts[2:] in ([], ["tree", "main"])
@@ -76,8 +76,8 @@ def _folder_of(file: Path) -> Path:
 
 
 def near(name: str) -> tuple[str, ...]:
-    """Local names that resemble one that was not found, the most similar first: of split models, and of folders next to
-    a path."""
+    """Local names similar to one that was not found, most similar first: of split models, and of folders next to a
+    path."""
     known = locations.known_names()
     path = expand(name)
     if path.parent.is_dir():
@@ -98,7 +98,7 @@ def near(name: str) -> tuple[str, ...]:
 
 
 def with_near_names(error: _Error, name: str) -> _Error:
-    """The same error, with what is here and has a similar name."""
+    """The same error, with a suggestion of similar local names."""
     found = [one for one in near(name) if one != name]
     if not found:
         return error

@@ -1,9 +1,9 @@
-"""In which order a layer file holds its tensors, from their names and sizes alone.
+"""The order of tensors in a layer file, from their names and sizes alone.
 
-The format allows no holes, so alignment comes from the order: what fills whole 4096-byte blocks first, then multiples
-of 64 bytes, then the rest. Within each, an expert's tensors lie together, in the order in which they are fused:
-matrices first, gate before up, then their scales in the same order. So an expert is one run of bytes, and gate and up,
-or their codes, or their scales, are one matrix without a copy. Pure, and the same whatever order the tensors come in.
+The format allows no holes, so alignment comes from the order: first tensors that fill whole 4096-byte blocks, then
+multiples of 64 bytes, then the rest. Within each group, an expert's tensors are adjacent, in the order in which they
+are fused: matrices first, gate before up, then their scales in the same order. So an expert is one run of bytes, and
+gate and up, or their codes, or their scales, are one matrix without a copy. Pure, and independent of the input order.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from rabbitllm.formats.tensor_spec import byte_size
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 
 TENSOR_ALIGNMENT = 64
-"""A kernel may give other last bits on weights aligned to less than 16 bytes; 64 is a cache line."""
+"""Kernels may give other last bits for weights aligned to less than 16 bytes; 64 is a cache line."""
 BY_NAME, EXPERTS_TOGETHER = 1, 2
-"""Format versions: tensors by size and name alone; those of an expert together."""
+"""Format versions: ordered by size and name alone; experts' tensors adjacent."""
 FORMAT_VERSION = EXPERTS_TOGETHER
-"""Of the layer files that are made now. Those of every version are read, since a header says where its tensors lie; a
-split that was begun or is repaired keeps its own."""
+"""The version of new layer files. All versions can be read, since the header has the offsets; a split that is resumed
+or repaired keeps its own."""
 
 _RANKS = _BLOCKS, _LINES, _REST = range(3)
 """Ranks: whole blocks, multiples of 64 bytes, the rest."""
 _DATA, _OTHERS, _CONSTANTS = range(3)
-"""Within each rank: what experts are read for, all that is of no expert, tables and sizes of experts."""
+"""Groups within each rank: tensors read per expert, tensors outside experts, experts' tables and sizes."""
 _EXPERT = re.compile(r"(?P<block>(?:.*?\.)?experts\.(?:expert_)?)(?P<number>[0-9]+)\.(?P<rest>.+)")
 _PROJECTIONS = {"gate_proj": 0, "w1": 0, "fc1": 0, "up_proj": 1, "w3": 1, "fc3": 1, "down_proj": 2, "w2": 2, "fc2": 2}
-"""The order in which transformers' conversion_mapping.py fuses them; where there is no gate, it fuses nothing."""
+"""The order in which transformers' conversion_mapping.py fuses them; without a gate it fuses nothing."""
 _MATRICES = frozenset({"weight", "qweight", "weight_packed"})
 _CONSTANT = re.compile(r"(?:^|\.)(?:quant_map|nested_quant_map|4bit\.nested_absmax|code|quant_state\..*|weight_shape)$")
-"""What an expert is read without: tables and sizes, and the few scales that scales have, which are kept in memory."""
+"""Tensors that are not read with an expert: tables and sizes, and the few scales of scales, which stay in memory."""
 
 _Key = tuple[object, ...]
 
 
 def in_order(parts: Iterable[TensorToWrite], version: int = FORMAT_VERSION) -> list[TensorToWrite]:
-    """The stored parts of a layer in the order in which its file holds them.
+    """The stored parts of a layer in the order of its file.
 
-    What is a multiple of 64 bytes long begins at one; what fills whole blocks begins on a block, unless it is of an
-    expert some of whose parts do not. Parts of an expert that are no multiple of 64 are not with the others of it,
-    since the next expert would not be aligned then.
+    A part whose size is a multiple of 64 bytes is aligned to 64; a part that fills whole blocks begins on a block,
+    unless it belongs to an expert with other parts that do not. Parts of an expert that are not multiples of 64 are
+    apart from its others, since they would misalign the next expert.
 
     Args:
-        parts: of all of its tensors, in any order.
+        parts: stored parts of all its tensors, in any order.
         version: the format version of the file.
     """
     if version == BY_NAME:
@@ -80,13 +80,13 @@ def _by_name(part: TensorToWrite) -> _Key:
 
 @functools.lru_cache(maxsize=1024)
 def _runs(members: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """An expert's parts that lie together; experts of a layer are alike, and share what is found for one.
+    """The runs of adjacent parts of an expert; cached, since the experts of a layer are alike.
 
     Args:
-        members: what each part's name has after the expert's number, and its rank by itself.
+        members: the rest of each part's name after the expert's number, and its own rank.
 
     Returns:
-        Rank, kind, and the members in order, for each run.
+        Rank, group, and the member indices in order, for each run.
     """
     data = [rank for rest, rank in members if _place(rest)[0] == _DATA and rank != _REST]
     runs: dict[tuple[int, int], list[tuple[_Key, int]]] = {}
@@ -107,7 +107,7 @@ def _rank(dtype: str, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _place(rest: str) -> tuple[int, bool, _Key, _Key]:
-    """Where in an expert a part lies, by what its name has after the expert's number; experts have the same ones."""
+    """The sort key of a part within an expert, by the rest of its name after the expert's number."""
     projection, _, leaf = rest.partition(".")
     turn = (_PROJECTIONS.get(projection, len(_PROJECTIONS)), natural_key(projection))
     return _CONSTANTS if _CONSTANT.search(leaf) else _DATA, leaf not in _MATRICES, natural_key(leaf), turn

@@ -1,11 +1,11 @@
-"""Tensors that a checkpoint cuts into pieces: what becomes of each piece, and how the whole comes of them.
+"""Tensors that a checkpoint cuts into pieces: where each piece is written, and how they are joined.
 
-Pieces that lie one after the other in the whole, each a whole number of blocks, go straight to their places in the
-layer file. Those that are cut along a later dimension alternate there, row by row; written in place, they would touch
-every page of the file once for each piece. They go one after the other into a scratch file in the same folder: in their
-final form where no block holds elements of two pieces, and as they are where one does. When all are there, the whole is
-read from the scratch file at strides, in row-major order, like any strided tensor. Pure: opens nothing, and knows no
-models.
+Pieces that are consecutive in the whole tensor, each a whole number of blocks, are written directly to their offsets
+in the layer file. Pieces cut along a later dimension alternate there, row by row; written in place, they would touch
+every page of the file once for each piece. They are written one after the other into a scratch file in the same
+folder: in their final form if no quantization block spans two pieces, otherwise uncompressed. Once all have arrived,
+the whole is read from the scratch file with strides, in row-major order, like any strided tensor. Pure: opens
+nothing, and is independent of models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
 from rabbitllm.quant.compression import BLOCKS, SCALE_BYTES, StoredForm, arriving, form_in, scheme_of
 
 SCRATCH_ALIGNMENT = 4096
-"""Where the pieces of a tensor begin in a scratch file: multiples of this."""
+"""Alignment of the pieces of a tensor in a scratch file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Joined:
     """A tensor and its pieces.
 
     Attributes:
-        whole: what the layer file's header says of it.
-        pieces: in their order. At a compression they have payload and scales only: what does not depend on the weights
-            is the whole's.
-        straight: of pieces that lie one after the other in the whole: stored part -> the part of the whole that it lies
-            in, and how many bytes into that. Empty where they take turns, and wait in the scratch file.
+        whole: its entry in the layer file's header.
+        pieces: in order. If compressed, they have only payload and scales: parts that do not depend on the weights
+            belong to the whole.
+        straight: of consecutive pieces: stored part -> the part of the whole that contains it, and its byte offset
+            there. Empty if they alternate and are collected in the scratch file.
     """
 
     whole: StoredForm
@@ -42,10 +42,10 @@ class Joined:
 
 
 def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
-    """How the pieces of one tensor become the whole.
+    """The way in which the pieces of one tensor become the whole.
 
     Raises:
-        InvalidIndexError: they are not the whole, in equal parts and of one dtype.
+        InvalidIndexError: they are not the whole tensor in equal parts of one dtype.
     """
     pieces = sorted(specs, key=_begin)
     _check(pieces)
@@ -81,7 +81,7 @@ def _form(spec: TensorSpec, scheme: str | None) -> StoredForm:
 
 
 def _check(pieces: Sequence[TensorSpec]) -> None:
-    """Refuse pieces that leave something out, overlap, or do not belong together."""
+    """Refuse pieces that leave gaps, overlap, or do not belong together."""
     first = _piece(pieces[0])
     end = 0
     for spec in pieces:
@@ -108,7 +108,7 @@ def _check(pieces: Sequence[TensorSpec]) -> None:
 
 
 def scratch_places(joined: Iterable[Joined]) -> tuple[dict[str, int], int]:
-    """Where the parts of pieces lie in a scratch file: part -> its first byte; and the file's length, bytes."""
+    """The layout of pieces in a scratch file: part -> its offset; and the file's size in bytes."""
     places: dict[str, int] = {}
     at = 0
     for one in joined:
@@ -121,10 +121,10 @@ def scratch_places(joined: Iterable[Joined]) -> tuple[dict[str, int], int]:
 
 
 def forms_in_scratch(joined: Joined, file: str, places: Mapping[str, int]) -> Iterator[StoredForm]:
-    """What a scratch file holds of a tensor when all of its pieces are there: the whole, or each of its parts.
+    """The forms of a tensor in a complete scratch file: the whole, or each of its parts.
 
     Args:
-        joined: one whose pieces go into it.
+        joined: a tensor whose pieces are in it.
         file: the scratch file's name.
         places: see `scratch_places`.
     """
@@ -141,7 +141,7 @@ def forms_in_scratch(joined: Joined, file: str, places: Mapping[str, int]) -> It
 
 
 def _taking_turns(part: TensorToWrite, joined: Joined, file: str, places: Mapping[str, int], number: int) -> TensorSpec:
-    """A part of the whole, of which each row is a run of each piece in turn."""
+    """A part of the whole, each row of which is a run of each piece in turn."""
     first = joined.pieces[0]
     offset = places[first.parts[number].name]
     rows = math.prod(first.source.shape[: _piece(first.source).dim])

@@ -1,8 +1,7 @@
-"""Stored tensors as a checkpoint holds them: plain bytes, in chunks, in a memory that does not grow with the tensor.
+"""Stored tensors as plain checkpoint bytes, in chunks, in bounded memory.
 
-What is stored as it is comes with its own bits; what is stored at 4bit or 8bit comes dequantized, a run of blocks at a
-time, with the bits that dequantizing the whole gives. Reads with positional reads, not through a mapping. Knows no
-models.
+Uncompressed tensors keep their bits; 4bit and 8bit tensors are dequantized, a run of blocks at a time, with the same
+bits as dequantizing the whole. Uses positional reads, not a mapping. Independent of models.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from rabbitllm.quant.compression import (
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 CHUNK_BYTES = 8 << 20
-"""Of a stored tensor that are in memory at a time; of a quantized one also what becomes of a chunk of this size."""
+"""Bytes of a stored tensor in memory at a time; for a quantized one, plus the dequantized values of that chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTensor:
-    """A stored tensor and what a checkpoint holds of it; `memory` is it, where it may have been changed there."""
+    """A stored tensor and its form in a checkpoint; `memory` is set if it may have been changed in memory."""
 
     stored: StoredTensor
     placed: TensorToWrite
@@ -42,7 +41,7 @@ class PlainTensor:
 
 
 def plain(stored: StoredTensor, dtype: str) -> PlainTensor:
-    """What becomes of a stored tensor; `dtype` is that of what is dequantized."""
+    """The plain form of a stored tensor; `dtype` is that of dequantized ones."""
     form = stored.quantized
     if form is None:
         return PlainTensor(stored, TensorToWrite(stored.name, stored.parts[0].dtype, stored.parts[0].shape))
@@ -55,10 +54,10 @@ def in_memory(stored: StoredTensor, memory: torch.Tensor) -> PlainTensor:
 
 
 class PlainReader:
-    """Reads tensors of a store one after the other; a context manager.
+    """Reads tensors of a store; a context manager.
 
     Args:
-        store: where they are.
+        store: the store.
     """
 
     def __init__(self, store: WeightFiles) -> None:
@@ -67,10 +66,10 @@ class PlainReader:
         self._open: tuple[str, PositionalFile] | None = None
 
     def chunks(self, tensor: PlainTensor) -> Iterator[memoryview]:
-        """The bytes of a tensor in their order; each chunk is good until the next one is asked for.
+        """The bytes of a tensor in order; each chunk is valid until the next one is requested.
 
         Raises:
-            IncompleteSplitError: the file ends before the tensor does, or it is not what was written.
+            IncompleteSplitError: the file is truncated or damaged.
         """
         if tensor.memory is not None:
             whole = tensor.memory.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -84,7 +83,7 @@ class PlainReader:
             yield from self._dequantized(tensor.stored, tensor.stored.quantized, tensor.placed.dtype)
 
     def read(self, stored: StoredTensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """A tensor again from its file, a floating one in this dtype, where one is asked for."""
+        """A tensor from its file; a floating-point one is converted to `dtype`, if given."""
         tensor = plain(stored, dtype_name(dtype or torch.float32))
         data = bytearray()
         for chunk in self.chunks(tensor):
@@ -104,7 +103,7 @@ class PlainReader:
             count = min(step, elements - begin)
             scales = self._scales(stored, form, begin // block, math.ceil(count / block))
             codes = self._read(payload, begin // codes_each, math.ceil(count / codes_each))
-            shape = (count // block, block) if count % block == 0 else (count,)  # rows go to several threads
+            shape = (count // block, block) if count % block == 0 else (count,)  # rows are divided among threads
             made = dequantize(
                 Quantized(form.codes.scheme, shape, form.dtype),
                 torch.frombuffer(codes, dtype=torch.uint8),
@@ -115,7 +114,7 @@ class PlainReader:
             yield made.view(-1).view(torch.uint8).numpy().data.cast("B")
 
     def _scales(self, stored: StoredTensor, form: Quantized, first: int, count: int) -> torch.Tensor:
-        """A run of a tensor's scales, float32; of quantized ones it begins with a block of them."""
+        """A run of a tensor's scales, float32; quantized scales begin at one of their blocks."""
         absmax = stored.parts[1]
         if form.offset is None:
             plain = self._read(absmax, first * SCALE_BYTES, count * SCALE_BYTES, own=True)
@@ -130,7 +129,7 @@ class PlainReader:
         )
 
     def _read(self, part: TensorSpec, begin: int, length: int, *, own: bool = False) -> memoryview:
-        """A run of a part's bytes, in the buffer or in memory of its own."""
+        """A run of a part's bytes, in the shared buffer or in newly allocated memory."""
         into = memoryview(bytearray(length)) if own else self._buffer[:length]
         came = self._file(part.file).read_into(into, part.offset + begin)
         if came != length:
@@ -152,7 +151,7 @@ class PlainReader:
         return self._open[1]
 
     def close(self) -> None:
-        """Close the file that was read last."""
+        """Close the last file."""
         if self._open is not None:
             self._open[1].close()
             self._open = None

@@ -1,8 +1,8 @@
-"""A checkpoint's own shards in the place of layer files, for `split=False`: nothing is written, nothing is compressed.
+"""A checkpoint's own shards instead of layer files, for `split=False`: nothing is written, nothing is compressed.
 
-The engine asks where each tensor lies and reads it there; it does not need one file for each layer. Two other
-properties of a split are missing. Tensors begin where the checkpoint's writer put them, so those that are not aligned
-are copied when they are used. A layer may lie in many places.
+The engine needs only the offset of each tensor, not one file per layer. Two properties of a split are missing:
+tensors begin where the checkpoint's writer put them, so unaligned ones are copied when they are used; and the tensors
+of a layer may be spread over a file, or over several.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rabbitllm.store.layer_store import Maps, StoredTensor
 
 
 class UnsplitStore:
-    """The shards of a local checkpoint, opened for reading: headers are read, weights are not.
+    """The shards of a local checkpoint, opened for reading: only headers are read.
 
     Attributes:
         folder: the checkpoint.
-        tensors: name -> where it lies.
+        tensors: name -> stored tensor.
         checks: none; a checkpoint's shards have no checksums.
     """
 
@@ -33,8 +33,8 @@ class UnsplitStore:
     def __init__(self, checkpoint: LocalCheckpoint) -> None:
         """
         Raises:
-            MissingShardError: a shard is not there.
-            UnreadableFormatError: a tensor does not lie in one run of bytes, and has to be split first.
+            MissingShardError: a shard is missing.
+            UnreadableFormatError: a tensor is not contiguous, so the checkpoint has to be split first.
             CheckpointError: see `read_shard_header`.
         """
         self.folder = checkpoint.folder

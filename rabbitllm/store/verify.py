@@ -1,7 +1,7 @@
-"""Whether a split directory is what was written: every layer's checksum, header, shapes and tensors.
+"""Verification of a split directory: every layer's checksum, header, shapes and tensors.
 
-Reads every byte of every layer file; changes nothing. Knows no sources, but that a manifest names the shards which
-a damaged layer would need again.
+Reads every byte of every layer file; changes nothing. Of the sources it uses only the shard names in a manifest, by
+which a damaged layer can be made again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rabbitllm.store.layer_store import JOURNAL_NAME, LayerRecord, Manifest, is_
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A layer file that is not what was written: its name, the layer's id, and what is wrong with it."""
+    """A damaged layer file: its name, the layer's id, and the problem."""
 
     file: str
     layer: str
@@ -29,14 +29,14 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
         folder: the split directory.
         manifest: None for a directory of RabbitLLM 1.1, which has neither checksums nor a list of its layers.
-        files: layer files looked at.
-        nbytes: of them together.
-        damaged: those that are not sound.
+        files: number of layer files checked.
+        nbytes: their total size.
+        damaged: the damaged ones.
     """
 
     folder: Path
@@ -51,10 +51,10 @@ def verify(folder: Path, on_file: Callable[[str, int], None] = lambda name, nbyt
 
     Args:
         folder: the split directory.
-        on_file: told of each file's name and size in bytes once it has been looked at.
+        on_file: called with each file's name and size in bytes after its check.
 
     Raises:
-        IncompleteSplitError: the directory is no finished split, or its manifest is damaged.
+        IncompleteSplitError: the directory is not a finished split, or its manifest is damaged.
     """
     manifest = read_manifest(folder)
     if manifest is None and not is_legacy(folder):
@@ -81,7 +81,7 @@ def _files(folder: Path, manifest: Manifest | None) -> Iterator[tuple[str, Layer
 
 
 def _problem(path: Path, record: LayerRecord | None) -> str | None:
-    """What is wrong with a layer file, in words; None if it is sound."""
+    """The problem with a layer file, in words; None if it is intact."""
     if not path.exists():
         return "it is missing"
     if record is None and not path.with_name(path.name + DONE_SUFFIX).exists():
@@ -111,5 +111,5 @@ def _problem(path: Path, record: LayerRecord | None) -> str | None:
 
 
 def _tensors(path: Path, header: Header) -> set[str]:
-    """The checkpoint's tensors that a layer file holds; every part of a quantized one is checked against the others."""
+    """Names of the checkpoint tensors in a layer file; the parts of quantized ones are compared."""
     return set(read_forms(path, {spec.name: spec for spec in header.tensors}))

@@ -1,1 +1,1 @@
-"""What a profile is made of and how it is shown: totals, passes, text, JSON, a trace, a picture."""
+"""The parts of a profile and their output: totals, passes, text, JSON, a trace, a picture."""

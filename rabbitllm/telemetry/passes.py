@@ -1,4 +1,4 @@
-"""One walk over all layers as a record, and many of them as sums. Knows no clocks and no models.
+"""Passes over all layers as records, and their sums. Independent of clocks and models.
 
 Prefill and decode have little in common, so their passes are summed separately.
 """
@@ -18,13 +18,13 @@ KINDS = (PROMPT, FURTHER)
 
 @dataclass(frozen=True, slots=True)
 class PassInput:
-    """What goes into a pass.
+    """The input of a pass.
 
     Attributes:
-        batch: sequences.
-        length: positions of each that go in.
-        past: positions that the KV cache has already; None without a cache, or with one that does not tell.
-        asked: positions whose logits are asked for; None if that was not said.
+        batch: number of sequences.
+        length: input positions per sequence.
+        past: positions already in the KV cache; None without a cache, or with one that does not report it.
+        asked: positions whose logits are requested; None if unknown.
     """
 
     batch: int
@@ -40,10 +40,10 @@ class PassInput:
         return PROMPT if self.past == 0 or (self.asked is not None and self.asked < self.length) else FURTHER
 
     def made(self, then: PassInput) -> int | None:
-        """Tokens that a pass made, by what the cache holds when the next one (`then`) begins; None if unknown.
+        """Tokens that a pass made, by the length of the cache when the next pass (`then`) begins; None if unknown.
 
-        Of candidates (prompt lookup, an assistant) the cache keeps those that were right, and one token more than
-        these was made. A pass of which the next one is still prompt made none.
+        Of candidates (prompt lookup, an assistant) the cache keeps the correct ones, and one token more than these was
+        made. A pass whose next one still belongs to the prompt made none.
         """
         if self.past is None or then.past is None or then.past <= self.past:
             return None
@@ -58,15 +58,15 @@ class PassInput:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward of a model.
+    """One forward pass of a model.
 
     Attributes:
         number: counted from 1.
-        start: when it began, in seconds of `time.perf_counter`.
-        wall: seconds.
-        entry: what went in.
-        made: tokens that came of it, over the whole batch, as far as that is known.
-        stages: what each stage took since the pass before ended; reading ahead for the next one is in it.
+        start: its start, in seconds of `time.perf_counter`.
+        wall: duration in seconds.
+        entry: its input.
+        made: tokens made, over the whole batch; None if unknown.
+        stages: totals since the end of the previous pass, including prefetch for the next one.
     """
 
     number: int
@@ -83,7 +83,7 @@ class Pass:
 
     @property
     def tokens(self) -> int:
-        """That went in: batch times length."""
+        """Input tokens: batch times length."""
         return self.entry.batch * self.entry.length
 
     @property
@@ -99,14 +99,14 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PassSums:
-    """Passes of one kind together.
+    """Sums of passes of one kind.
 
     Attributes:
-        passes: how many.
-        wall: seconds, of all.
-        tokens: that went in.
-        made: tokens that came of those of which it is known; `made_passes` of them.
-        stages: what each took.
+        passes: number of passes.
+        wall: seconds of all passes.
+        tokens: input tokens.
+        made: tokens made by the `made_passes` passes for which they are known.
+        stages: totals by stage.
     """
 
     passes: int = 0
@@ -117,7 +117,7 @@ class PassSums:
     stages: Mapping[str, Total] = field(default_factory=dict)
 
     def plus(self, one: Pass) -> PassSums:
-        """With one more."""
+        """The sums with one pass added."""
         return PassSums(
             self.passes + 1,
             self.wall + one.wall,
@@ -132,17 +132,17 @@ class PassSums:
 
     @property
     def made_per_pass(self) -> float | None:
-        """Mean of tokens that came of a pass; None if that is known of none."""
+        """Mean number of tokens made by a pass; None if known for none."""
         return self.made / self.made_passes if self.made_passes else None
 
     @property
     def disk_bytes(self) -> int:
-        """Read from the disk."""
+        """Bytes read from disk."""
         return self.stages.get(READ, NOTHING).nbytes
 
     @property
     def copied_bytes(self) -> int:
-        """Copied from host memory to a device."""
+        """Bytes copied from host memory to a device."""
         return copies_of(self.stages).nbytes
 
     @property
@@ -157,7 +157,7 @@ class PassSums:
 
 
 def sums_of(passes: Iterable[Pass], before: Mapping[str, PassSums]) -> dict[str, PassSums]:
-    """Kind -> sums of these passes and of those that were summed before; kinds without any are left out."""
+    """Kind -> sums of these passes added to earlier sums; kinds without passes are left out."""
     sums = {kind: before.get(kind, PassSums()) for kind in KINDS}
     for one in passes:
         sums[one.kind] = sums[one.kind].plus(one)
@@ -165,13 +165,13 @@ def sums_of(passes: Iterable[Pass], before: Mapping[str, PassSums]) -> dict[str,
 
 
 def median_of(passes: Iterable[Pass], kind: str) -> float:
-    """Median wall time of the passes of a kind, seconds; 0 without any."""
+    """Median wall time of the passes of a kind, in seconds; 0 without any."""
     found = [one.wall for one in passes if one.kind == kind]
     return median(found) if found else 0.0
 
 
 def median_pass(passes: Iterable[Pass]) -> Pass | None:
-    """The one whose wall time is nearest to the median, of further tokens if there are any; None without passes."""
+    """The pass with the wall time nearest to the median, of decode passes if there are any; None without passes."""
     known = list(passes)
     chosen = [one for one in known if one.kind == FURTHER] or known
     if not chosen:
@@ -181,9 +181,9 @@ def median_pass(passes: Iterable[Pass]) -> Pass | None:
 
 
 def overlap_of(stages: Mapping[str, Total], wall: float) -> float:
-    """max(moving weights, computing) / wall: 1 where the shorter of both is hidden altogether.
+    """max(moving weights, computing) / wall: 1 if the shorter of both is completely hidden.
 
-    Moving is the longer of reading and copying, which overlap too; computing is dequantizing and computing.
+    Moving is the longer of reading and copying, which overlap too; computing includes dequantizing.
     """
     moving = max(stages.get(READ, NOTHING).busy_seconds, copies_of(stages).busy_seconds)
     computing = stages.get(COMPUTE, NOTHING).busy_seconds + stages.get(DEQUANTIZE, NOTHING).busy_seconds

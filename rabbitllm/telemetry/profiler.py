@@ -1,7 +1,7 @@
-"""Where the time of each layer went, in a split and in a pass, and which stage is the limit.
+"""The time of each layer, in a split and in a pass, and the stage that limits it.
 
-Both halves of the package record here, so it lies below both. Thread-safe. When off, a stage costs one call that
-returns at once. What comes of the records is made in `telemetry/`.
+Both halves of the package record here, so it is below both. Thread-safe. When off, a stage costs one call that
+returns at once. `telemetry/` processes the records.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ __all__ = [
 ]
 
 KEPT_PASSES = 1_000
-"""Passes that are kept one by one, in about a megabyte; older ones are summed."""
+"""Limit of passes that are kept individually, in about a megabyte; older ones are summed."""
 _OFF = contextlib.nullcontext()
 
 
 @dataclass
 class _Open:
-    """A pass that is under way; `text` refers to what tells whether the next one continues it."""
+    """A pass in progress; `text` refers to an object that shows whether the next one continues it."""
 
     entry: PassInput
     start: float
@@ -85,12 +85,12 @@ class Profiler:
     """Seconds and bytes by layer and stage, and by pass.
 
     Args:
-        enabled: record anything at all.
+        enabled: whether to record anything.
         title: first line of the report.
-        kept_passes: how many to keep one by one.
+        kept_passes: limit of passes that are kept individually.
 
     Attributes:
-        in_place: "device tier" -> stored bytes that each pass uses where they are.
+        in_place: "device tier" -> stored bytes that each pass uses without moving them.
     """
 
     def __init__(self, enabled: bool = True, title: str = "", kept_passes: int = KEPT_PASSES) -> None:
@@ -144,12 +144,12 @@ class Profiler:
 
     @contextlib.contextmanager
     def forward(self, entry: PassInput, text: Any = None) -> Iterator[None]:
-        """Record what happens inside the context as one pass. A nested or concurrent pass counts as part of it.
+        """Record the time inside the context as one pass. A nested or concurrent pass counts as part of it.
 
         Args:
-            entry: what goes in.
-            text: the KV cache. The next pass has the same object if it continues this sequence; it then tells how many
-                tokens this pass made.
+            entry: its input.
+            text: the KV cache. The next pass has the same object if it continues this sequence; then the number of
+                tokens that this pass made follows from it.
         """
         with self._lock:
             first = self._open is None and self.enabled
@@ -163,7 +163,7 @@ class Profiler:
                 self._close(opened)
 
     def _settle(self, entry: PassInput, text: Any) -> None:
-        """Now that the next pass begins, what came of the last one can be told."""
+        """Complete the record of the last pass, whose number of tokens is known when the next one begins."""
         last = self._passes[-1] if self._passes else None
         if last is not None and text is not None and self._last_text is not None and self._last_text() is text:
             self._passes[-1] = replace(last, made=last.entry.made(entry))
@@ -186,7 +186,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def trace(self, most_events: int = MAX_EVENTS) -> Iterator[Trace]:
-        """Keep every single event inside the context; at most so many, the last ones.
+        """Keep every single event inside the context; at most the last `most_events`.
 
         Raises:
             OptionError: the profiler is off.
@@ -200,7 +200,7 @@ class Profiler:
             self._trace = None
 
     def clear(self) -> None:
-        """Forget everything recorded."""
+        """Drop all records."""
         with self._lock:
             self._begin()
 
@@ -215,7 +215,7 @@ class Profiler:
 
     @property
     def stages(self) -> Mapping[str, Total]:
-        """stage -> total over all layers; the one that kept its threads busy longest first."""
+        """stage -> total over all layers, by decreasing busy time."""
         sums: dict[str, Total] = {}
         with self._lock:
             for (_, stage), total in self._records.items():
@@ -237,11 +237,11 @@ class Profiler:
 
     @property
     def bottleneck(self) -> str | None:
-        """The stage that kept its threads busy longest, among those that make the caller wait; None without any."""
+        """The stage with the longest busy time among those that make the caller wait; None without any."""
         return limit_of(self.stages)
 
     def report(self) -> str:
-        """A table of the stages, the bottleneck marked; of passes too, and their slowest layers; as text."""
+        """A report as text: the stages with the bottleneck marked, the passes, and their slowest layers."""
         stages = self.stages
         if not stages:
             return (
@@ -257,5 +257,5 @@ class Profiler:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything recorded as one object for `json.dumps`; its fields are described in `telemetry/record.py`."""
+        """All records as one object for `json.dumps`; its fields are described in `telemetry/record.py`."""
         return as_record(self.title, self.stages, self.layers, self.passes, self.sums, self.in_place)

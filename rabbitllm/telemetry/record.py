@@ -1,21 +1,21 @@
-"""A profile as one object of JSON. All times are seconds, all sizes bytes; fields may be added, none changes meaning.
+"""A profile as a JSON object. All times are seconds, all sizes bytes; fields may be added, none changes meaning.
 
-    title             what was profiled
+    title             title of the profile
     bottleneck        the stage that made the caller wait longest, or null
     stages            stage -> total, the busiest first
     layers            layer -> stage -> total, in the order of the first record
     passes            one object for each of the last passes, oldest first
-    sums              kind ("prompt", "further") -> sums of all passes, forgotten ones too
-    in_place_bytes    "device tier" -> stored bytes that each pass uses where they are, without moving them
+    sums              kind ("prompt", "further") -> sums of all passes, dropped ones too
+    in_place_bytes    "device tier" -> stored bytes that each pass uses without moving them
 
 A total: `seconds` of all threads in the stage, `busy_seconds` if they shared it evenly, `count` of records, `bytes`
 moved, `cpu_seconds` (core-seconds; 0 where they were not measured), `threads`.
 
 A pass: `number` (from 1), `kind`, `seconds`, `tokens_in` (batch times length), `batch`, `length`, `past` (positions in
-the KV cache before it, or null), `tokens_made` (over the batch, or null where it is not known, as of the last pass of
-a generation), `disk_bytes`, `copied_bytes` (host to device), `overlap` (max(moving, computing) / wall), `bottleneck`,
-`stages`. Sums have `passes`, `seconds`, `median_seconds` (of those that are kept one by one), `tokens_in`,
-`tokens_made`, `tokens_per_pass` (null if unknown), and the same from `disk_bytes` on.
+the KV cache before it, or null), `tokens_made` (over the batch, or null if unknown, as for the last pass of a
+generation), `disk_bytes`, `copied_bytes` (host to device), `overlap` (max(moving, computing) / wall), `bottleneck`,
+`stages`. Sums have `passes`, `seconds`, `median_seconds` (of those kept individually), `tokens_in`, `tokens_made`,
+`tokens_per_pass` (null if unknown), and the same from `disk_bytes` on.
 """
 
 from __future__ import annotations

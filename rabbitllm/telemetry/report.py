@@ -1,4 +1,4 @@
-"""A profile as text: the stages, what the passes took, and the slowest layers. Decides nothing.
+"""A profile as text: the stages, the passes, and the slowest layers. Decides nothing.
 
 Laid out for 80 columns.
 """
@@ -16,12 +16,12 @@ _NAMES = {True: "first token", False: "further tokens"}
 
 
 def stage_table(stages: Mapping[str, Total], title: str) -> list[str]:
-    """A line for each stage, the bottleneck marked, and the bottleneck."""
+    """A line for each stage, with the bottleneck marked and named."""
     limit = limit_of(stages)
     rows = [("stage", "busy s", "threads", "core s", "records", "mean ms", "rate", "")]
     for name, total in stages.items():
         if name in EXPERT_TIERS:
-            continue  # counts, which have a table of their own
+            continue  # counts, which have their own table
         rate = speed(total.nbytes / total.busy_seconds) if total.nbytes and total.seconds else ""
         mark = "<-- BOTTLENECK" if name == limit else ""
         mean = total.seconds / total.count * 1e3
@@ -36,11 +36,11 @@ def stage_table(stages: Mapping[str, Total], title: str) -> list[str]:
 
 
 def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str]:
-    """A line for the passes over prompts and one for those over further tokens.
+    """A line for prefill passes and one for decode passes.
 
     Args:
-        sums: of all passes.
-        passes: those that are still there one by one, for the median.
+        sums: sums of all passes.
+        passes: those kept individually, for the median.
     """
     rows = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]
     for kind, total in sums.items():
@@ -62,7 +62,7 @@ def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str
 
 
 def expert_table(sums: Mapping[str, PassSums]) -> list[str]:
-    """Experts that a pass of each kind uses, and where they were found; nothing for a model without any."""
+    """Experts used per pass of each kind, and their tiers; empty for a model without experts."""
     where = (tier.removeprefix("experts ") for tier in EXPERT_TIERS)
     rows: list[Sequence[str]] = [("experts", "used a pass", *where, "")]
     for kind, total in sums.items():
@@ -76,7 +76,7 @@ def expert_table(sums: Mapping[str, PassSums]) -> list[str]:
 
 
 def slowest_layers(layers: Mapping[str, Mapping[str, Total]], count: int = SLOWEST) -> list[str]:
-    """The layers that a caller spends the most time on in the mean pass, and on what."""
+    """The layers on which a caller spends the most time in the mean pass, by stage."""
     rows: list[Sequence[str]] = [("slowest layers", "mean ms", *CALLER_STAGES)]
     spent = {layer: [_mean_ms(stages.get(stage)) for stage in CALLER_STAGES] for layer, stages in layers.items()}
     for layer in sorted(spent, key=lambda layer: -sum(spent[layer]))[:count]:
@@ -89,7 +89,7 @@ def _mean_ms(total: Total | None) -> float:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first and the last column on the left, the others on the right."""
+    """Rows as lines, with the first and last column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Stages, what each took, and which of them is the limit. Knows nothing of clocks and threads."""
+"""Stages, their totals, and the stage that limits. Independent of clocks and threads."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ EXPERTS_ON_DEVICE = "experts on the device"
 EXPERTS_IN_HOST_MEMORY = "experts in page-locked RAM"
 EXPERTS_READ = "experts on the disk"
 EXPERT_TIERS = (EXPERTS_ON_DEVICE, EXPERTS_IN_HOST_MEMORY, EXPERTS_READ)
-"""Not work but counts: where the experts that a pass used were found, and their bytes."""
+"""Counts rather than work: the tiers of the experts that a pass used, and their bytes."""
 
 HIDDEN_STAGES = frozenset({SHARD_WAIT})
-"""Not work: the time between a layer's first tensor and its last. Listed, but never the bottleneck."""
+"""Not work: the time between a layer's first and last tensor. Listed, but never the bottleneck."""
 COPIES = (UPLOAD, PINNED_UPLOAD)
-"""To a device: of what was read for this pass, and of what is kept in host memory."""
+"""Copies to a device: of weights read for this pass, and of weights kept in host memory."""
 OVERLAPPED_STAGES = frozenset({READ, *COPIES})
-"""Done in the background of a pass; what of them was not hidden shows as `READ_WAIT` and `UPLOAD_WAIT`."""
+"""Stages in the background of a pass; time that was not hidden appears as `READ_WAIT` and `UPLOAD_WAIT`."""
 CALLER_STAGES = (READ_WAIT, UPLOAD_WAIT, DEQUANTIZE, COMPUTE)
-"""What the caller of a pass spends its time on, in the order in which a layer does."""
+"""Stages of the caller of a pass, in the order of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What one stage took.
+    """The total of one stage.
 
     Attributes:
-        seconds: of all threads that were in it together, waiting included.
+        seconds: of all its threads together, waiting included.
         count: number of records.
         nbytes: bytes moved.
-        cpu_seconds: core-seconds of `seconds`; 0 where only the time was told.
-        threads: that were in it.
+        cpu_seconds: core-seconds of `seconds`; 0 where only the time was recorded.
+        threads: number of threads in it.
     """
 
     seconds: float
@@ -53,11 +53,11 @@ class Total:
 
     @property
     def busy_seconds(self) -> float:
-        """How long it would keep its threads busy if they shared it evenly."""
+        """Duration in seconds if its threads shared the work evenly."""
         return self.seconds / self.threads
 
     def plus(self, other: Total) -> Total:
-        """Both together, in as many threads as the one that had more."""
+        """The sum of both, with the larger number of threads."""
         return Total(
             self.seconds + other.seconds,
             self.count + other.count,
@@ -71,9 +71,9 @@ NOTHING = Total(0.0, 0, 0)
 
 
 def limit_of(stages: Mapping[str, Total]) -> str | None:
-    """The stage that kept its threads busy longest, among those that make the caller wait; None without any.
+    """The stage with the longest busy time among those that make the caller wait; None without any.
 
-    A pass that mostly waits for its weights waits for the disk or, where they took longer, for copies to the device.
+    A pass that mostly waits for its weights waits for the disk or, if they took longer, for copies to the device.
     """
     blocking = [stage for stage in stages if stage not in HIDDEN_STAGES]
     if READ_WAIT in stages or COMPUTE in stages:
@@ -86,6 +86,6 @@ def limit_of(stages: Mapping[str, Total]) -> str | None:
 
 
 def copies_of(stages: Mapping[str, Total]) -> Total:
-    """Of both kinds together: they share a link, so their times add up."""
+    """The sum of both kinds: they share a link, so their times add up."""
     first, second = (stages.get(stage, NOTHING) for stage in COPIES)
     return first.plus(second)

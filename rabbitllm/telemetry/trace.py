@@ -1,8 +1,8 @@
-"""Every single event of some passes, and a file of them that Perfetto and Chrome's tracing page open.
+"""Every single event of some passes, and a trace file for Perfetto and Chrome's tracing page.
 
-The file is of the JSON Object Format in Google's "Trace Event Format" (the document that Catapult's trace viewer refers
-to): complete events ("ph": "X") with `ts` and `dur` in microseconds, and metadata events ("M") that name the process
-and its threads.
+The file has the JSON Object Format of Google's "Trace Event Format" (the document that Catapult's trace viewer
+refers to): complete events ("ph": "X") with `ts` and `dur` in microseconds, and metadata events ("M") that name the
+process and its threads.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _PROCESS = 1
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One stage of one layer, once.
+    """One execution of a stage of a layer.
 
     Attributes:
-        start: in seconds of `time.perf_counter`.
-        seconds: how long it took.
-        thread: the name of the thread that did it.
-        layer, stage: what was done to what.
+        start: start in seconds of `time.perf_counter`.
+        seconds: duration.
+        thread: name of its thread.
+        layer, stage: the layer and the stage.
         nbytes: bytes moved.
     """
 
@@ -45,15 +45,15 @@ class Event:
 
     @property
     def end(self) -> float:
-        """In seconds of `time.perf_counter`."""
+        """End, in seconds of `time.perf_counter`."""
         return self.start + self.seconds
 
 
 class Trace:
-    """The last events and passes that were recorded while it was open; thread-safe.
+    """The last events and passes recorded while it was open; thread-safe.
 
     Args:
-        most_events: kept; the oldest go first.
+        most_events: limit; the oldest are dropped first.
     """
 
     def __init__(self, most_events: int = MAX_EVENTS) -> None:
@@ -69,24 +69,24 @@ class Trace:
             self._events.append(event)
 
     def add_pass(self, one: Pass, thread: str) -> None:
-        """Record a pass that a thread has made."""
+        """Record a pass of a thread."""
         with self._lock:
             self._passes.append((one, thread))
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """In the order in which they ended."""
+        """Events in the order in which they ended."""
         with self._lock:
             return tuple(self._events)
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """In the order in which they ended."""
+        """Passes in the order in which they ended."""
         with self._lock:
             return tuple(one for one, _ in self._passes)
 
     def write(self, path: str | Path) -> None:
-        """Write it as a Chrome trace (JSON).
+        """Write a Chrome trace (JSON).
 
         Raises:
             OSError: the file cannot be written.
@@ -97,12 +97,12 @@ class Trace:
 
 
 def chrome_trace(events: Sequence[Event], passes: Sequence[tuple[Pass, str]], dropped: int = 0) -> dict[str, Any]:
-    """The record of a Chrome trace: passes with their layers' stages inside them, thread by thread.
+    """A Chrome trace as an object: passes with their layers' stages inside them, by thread.
 
     Args:
-        events: of layers.
+        events: events of layers.
         passes: each with the name of its thread.
-        dropped: how many earlier events were forgotten; said in `otherData`.
+        dropped: number of dropped earlier events, for `otherData`.
     """
     begin = min([event.start for event in events] + [one.start for one, _ in passes], default=0.0)
     threads: dict[str, int] = {}
@@ -125,7 +125,7 @@ def _complete(
     name: str, category: str, start: float, seconds: float, thread: str, threads: dict[str, int], arguments: Any
 ) -> dict[str, Any]:
     number = threads.setdefault(thread, len(threads) + 1)
-    # both ends in whole nanoseconds, so that rounding moves no event out of the one around it
+    # both ends in whole nanoseconds, so that rounding keeps events inside their parents
     ts, end = round(start * 1e9), round((start + seconds) * 1e9)
     return {
         "name": name,

@@ -1,1 +1,1 @@
-"""`rabbitllm convert`: any checkpoint that can be split, as sharded safetensors."""
+"""`rabbitllm convert`: any splittable checkpoint as sharded safetensors."""

@@ -1,13 +1,13 @@
-"""Any checkpoint that can be split, as sharded safetensors with a config and a tokenizer: `rabbitllm convert`.
+"""Any splittable checkpoint as sharded safetensors with a config and a tokenizer: `rabbitllm convert`.
 
-An uncompressed split has all that is hard: each byte is moved once, in bounded memory, within a disk peak known before,
-and a crash loses nothing. So one is made in a folder of ours inside the new one; then its layer files get the names of
-shards, and an index is written with them. Of a finished split, whose original may be gone, the layer files are joined:
-uncompressed tensors keep their bits; those at 4bit and 8bit are dequantized, a few megabytes at a time; published
-quantized weights stay as they are. Knows no models.
+The work is done by an uncompressed split: each byte is moved once, in bounded memory, within a disk peak known
+beforehand, and a crash loses nothing. The split is made in a work folder inside the new folder; then its layer files
+get the names of shards, and an index is written with them. Of a finished split, whose original may be gone, the layer
+files are joined: uncompressed tensors keep their bits; those at 4bit and 8bit are dequantized, a few megabytes at a
+time; published quantized weights are copied unchanged. Independent of models.
 
-Invariants: until the index is there, the folder of ours is, and the same call goes on; the index is written when all
-that it names is durable; a folder with anything else in it is left as it is.
+Invariants: the work folder exists until the index does, and until then the same call resumes; the index is written
+once all files it names are durable; a folder that holds anything else is not touched.
 """
 
 from __future__ import annotations
@@ -47,19 +47,18 @@ from rabbitllm.store.layer_store import (
     read_manifest,
 )
 
-# The last step: layer files get the names of shards, and an index is written that says what they were made from.
+# The last step: layer files get the names of shards, and an index is written that records the source.
 #
-# A crash in between is gone on from, since what has its name already is passed over. Knows no sources but their
-# identity.
+# It resumes after a crash, since files that have their final name are skipped. Uses only the identity of the source.
 
 
 def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
-    """Give everything its place and its name, and write the index when all of it is durable there.
+    """Move every file to its final path, and write the index once all of them are durable there.
 
     Args:
-        folder: where to.
-        split_folder: what is in it has its place there already, or gets it now.
-        manifest: of the split.
+        folder: the destination.
+        split_folder: the split; its files may have been moved already.
+        manifest: the manifest of the split.
 
     Raises:
         IncompleteSplitError: a layer is in neither folder, or has another size.
@@ -81,13 +80,13 @@ def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
 
 
 def _move(path: Path, to: Path) -> None:
-    """Rename; an earlier run may have done it."""
+    """Rename a file, unless an earlier run did."""
     if path.exists():
         durable.rename(path, to)
 
 
 def sidecars_of(folder: Path) -> dict[str, Path]:
-    """Config, tokenizer and the like of a split directory, or of the folder that it is in: name -> path."""
+    """Config, tokenizer and similar files of a split directory, or of its parent folder: name -> path."""
     return {name: path for name, path in sidecars_in(folder).items() if name != MANIFEST_NAME}
 
 
@@ -96,7 +95,7 @@ def _index(folder: Path, names: Iterable[str], source: SourceIdentity) -> bytes:
 
 
 def converted_from(source: SourceIdentity) -> dict[str, Any]:
-    """What an index says of where its shards came from; `origin_of` reads it back."""
+    """The index metadata that records the source of the shards; `origin_of` reads it back."""
     origin = {
         "kind": source.kind,
         "name": source.name,
@@ -107,10 +106,10 @@ def converted_from(source: SourceIdentity) -> dict[str, Any]:
 
 
 def origin_of(folder: Path) -> SourceIdentity:
-    """What the checkpoint in a folder was converted from.
+    """The source from which the checkpoint in a folder was converted.
 
     Raises:
-        OptionError: it was not made here.
+        OptionError: the folder is not a finished conversion.
     """
     try:
         metadata: Any = read_json(folder / INDEX_NAME).get("metadata")
@@ -124,23 +123,23 @@ def origin_of(folder: Path) -> SourceIdentity:
 
 
 WORK_NAME = ".converting"
-"""The folder of ours inside the new one, for as long as that is not whole."""
+"""Name of the work folder inside the new folder, which exists until the conversion is complete."""
 _READY_NAME = "split.is.whole"
-"""In that folder: the split is whole and cleared away, so that its files may be moved."""
+"""File in that folder: the split is complete and cleaned up, so that its files may be moved."""
 SHARD_BYTES = 5_000_000_000
-"""Of a shard that layer files of a finished split are joined into, at most, unless one tensor is larger."""
+"""Limit of a shard into which layer files of a finished split are joined; a single larger tensor exceeds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was made.
+    """The result of a conversion.
 
     Attributes:
-        folder: where it is.
-        shards, tensors: how many.
-        nbytes: of all tensors.
-        beside: config, tokenizer and the like that were copied, by name.
-        before: it was whole already.
+        folder: the new folder.
+        shards, tensors: their numbers.
+        nbytes: bytes of all tensors.
+        beside: names of config, tokenizer and similar files that were copied.
+        before: whether it was complete before this call.
     """
 
     folder: Path
@@ -165,26 +164,26 @@ def convert(
     min_free_disk: int | str = "1GB",
     shard_transfer: str = "auto",
 ) -> Conversion:
-    """Write a checkpoint again as safetensors, a shard a layer; or finish what an earlier call began.
+    """Rewrite a checkpoint as safetensors, one shard per layer; or resume an earlier call.
 
     Args:
         path_or_repo_id: a folder or a repository, as `AutoModel.from_pretrained` takes it, or a single file of weights.
-            Of a split directory, or a folder whose shards are used up by a split, the layer files are converted; what
-            is compressed is dequantized to the dtype of its config.
-        folder: where to, empty or not there yet.
-        sequential: take one shard at a time, and delete it as soon as it is used up.
-        delete_original: remove the original when all of it is in the new folder.
+            Of a split directory, or a folder whose shards were deleted by a split, the layer files are converted;
+            compressed tensors are dequantized to the dtype of the config.
+        folder: the destination, empty or not existing yet.
+        sequential: take one shard at a time, and delete it as soon as all its tensors are copied.
+        delete_original: remove the original once all of it is in the new folder.
         revision: branch, tag or commit of the repository.
-        token: for the hub.
+        token: access token for the hub.
         cache_dir: the hub cache.
-        max_disk: bytes that this may occupy, e.g. "57GiB".
-        min_free_disk: bytes of the disk that are to stay free.
-        shard_transfer: how shards of a repository arrive with `sequential`: "file", "stream" or "auto".
+        max_disk: disk budget in bytes, e.g. "57GiB".
+        min_free_disk: bytes of the disk that must stay free.
+        shard_transfer: how shards of a repository are fetched with `sequential`: "file", "stream" or "auto".
 
     Raises:
-        OptionError: the folder has something else in it.
-        SplitMismatchError: the folder has, or is in work for, another checkpoint.
-        RabbitLLMError: the source is malformed, or does not fit; nothing was touched.
+        OptionError: the folder holds something else.
+        SplitMismatchError: the folder holds a conversion, finished or not, of another checkpoint.
+        RabbitLLMError: the source is malformed, or the disk budget is too small; nothing was changed.
     """
     options = SplitOptions(
         sequential=sequential,
@@ -217,7 +216,7 @@ def convert(
             _require_empty(target)
         source = input_of(str(path_or_repo_id), access, work)
         if not (work / _READY_NAME).exists():
-            if (begun := _begun(split_folder)) is not None:  # before any shard of another one can be given up
+            if (begun := _begun(split_folder)) is not None:  # before any shard of another checkpoint can be deleted
                 require_same(begun, source, target)
             source.split(options)
             require_same(_manifest(split_folder).source, source, target)
@@ -239,7 +238,7 @@ def _require_empty(folder: Path) -> None:
 
 
 def _begun(split_folder: Path) -> SourceIdentity | None:
-    """What the split in our folder is made from, finished or not; None if there is none."""
+    """The source of the split in the work folder, finished or not; None if there is none."""
     if (manifest := read_manifest(split_folder)) is not None:
         return manifest.source
     earlier = journal.replay(split_folder)
@@ -257,7 +256,7 @@ def _manifest(split_folder: Path) -> Manifest:
 
 
 def _clear(work: Path) -> None:
-    """Remove our folder, from which everything that is wanted has gone."""
+    """Remove the work folder, from which all needed files have been moved."""
     if not work.exists():
         return
     folders = [path for path in work.rglob("*") if path.is_dir()]
@@ -277,18 +276,18 @@ def _made(folder: Path, *, before: bool = False) -> Conversion:
 
 
 def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
-    """Write the checkpoint that a split was made from, as far as the split has its bits.
+    """Write the checkpoint that a split was made from, bit for bit where the split is uncompressed.
 
     Args:
-        split_folder: a finished split directory, of RabbitLLM 1.1 too.
-        named: the folder that the user named; config and tokenizer are taken from there if the split has none.
-        folder: where to, empty or not there yet.
+        split_folder: a finished split directory, also one of RabbitLLM 1.1.
+        named: the folder named by the user; config and tokenizer are taken from it if the split has none.
+        folder: the destination, empty or not existing yet.
 
     Raises:
-        OptionError: the folder has weights in it.
-        SplitMismatchError: they are a conversion of something else.
+        OptionError: the folder holds weights.
+        SplitMismatchError: the folder holds a conversion of something else.
         IncompleteSplitError: a layer file is missing or damaged.
-        NotEnoughSpaceException: it does not fit.
+        NotEnoughSpaceException: the disk is too small.
     """
     from rabbitllm.store.plain_tensors import PlainReader, plain  # with torch
 
@@ -320,7 +319,7 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
 
 
 def _identity_of(store: LayerStore) -> SourceIdentity:
-    """A split by the checksums of its layer files; by their sizes where RabbitLLM 1.1 made them."""
+    """The identity of a split: checksums of its layer files, or their sizes where RabbitLLM 1.1 made them."""
     if store.manifest is not None:
         marks = {record.file: f"crc32:{record.crc32:08x}" for record in store.manifest.layers}
     else:
@@ -330,7 +329,7 @@ def _identity_of(store: LayerStore) -> SourceIdentity:
 
 
 def _dtype_of(stored: StoredTensor, home: Path) -> str:
-    """What a compressed tensor is dequantized to: the dtype that it had, else the config's, else float32."""
+    """The dtype to which a compressed tensor is dequantized: its original one, else the config's, else float32."""
     names = {entry.torch_name: name for name, entry in DTYPES.items() if entry.quantizable}
     if stored.quantized is not None and stored.quantized.dtype is not None:
         return names[stored.quantized.dtype]

@@ -1,4 +1,4 @@
-"""What is converted: a folder, a repository or a single file of weights, and whether a folder is for it or another."""
+"""The inputs of a conversion: a folder, a repository or a single file of weights; and the check of the new folder."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ from rabbitllm.store.layer_store import directory_name, is_finished, read_manife
 
 
 class Input(Protocol):
-    """What is converted."""
+    """An input of a conversion."""
 
     name: str
 
     def split(self, options: SplitOptions) -> None:
-        """Make its split in our folder, or finish it."""
+        """Make or resume its split in the work folder."""
         ...
 
     def checkpoint(self) -> Checkpoint | None:
-        """The weights as far as they are still there; None if nothing of them is, or the hub cannot be asked."""
+        """The remaining weights; None if none are left or the hub cannot be reached."""
         ...
 
 
 def input_of(name: str, access: HubAccess, work: Path) -> Input:
-    """What a user means.
+    """The input that a user names.
 
     Args:
-        name: as the user wrote it.
-        access: to the hub.
-        work: the folder of ours, in which its split is made.
+        name: the name as the user wrote it.
+        access: options for the hub.
+        work: the work folder, in which the split is made.
 
     Raises:
-        OptionError: an index is named instead of its folder.
+        OptionError: `name` is an index instead of its folder.
     """
     path = expand(name)
     if name and not path.is_dir() and (path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir())):
@@ -115,7 +115,7 @@ _WITHOUT_DELETING = "Without sequential and delete_original nothing is deleted, 
 
 @contextlib.contextmanager
 def _acceptance(source: prepare.Source) -> Iterator[Acceptance | None]:
-    """The check before something is deleted; none where there is no config that says of which model the weights are."""
+    """The check before deletion; none without a config that identifies the model."""
     with prepare.config_folder(source) as folder:
         has_config = (folder / CONFIG_NAME).exists()
     if not has_config:
@@ -126,10 +126,10 @@ def _acceptance(source: prepare.Source) -> Iterator[Acceptance | None]:
 
 
 def finished_split_of(name: str) -> Path | None:
-    """The split directory that a name means: itself, or the most exact one of a folder that has no shard left.
+    """The split directory that a name means: the folder itself, or the most exact split in a folder without shards.
 
     Args:
-        name: as the user wrote it.
+        name: the name as the user wrote it.
     """
     folder = expand(name)
     if not name or not folder.is_dir():
@@ -147,7 +147,7 @@ def finished_split_of(name: str) -> Path | None:
 
 @dataclass
 class _File:
-    """A single file of weights. Other files of its folder are used only if the folder has a config."""
+    """A single file of weights. Other files in its folder are used only if the folder has a config."""
 
     name: str
     path: Path
@@ -187,7 +187,7 @@ class _File:
 
 
 class _OfOneFile(LocalCheckpoint):
-    """A file of weights, whatever else there is in its folder."""
+    """A single file of weights; other weights in its folder are ignored."""
 
     def __init__(self, folder: Path, file: str, index: CheckpointIndex) -> None:
         super().__init__(folder, index=index)
@@ -202,7 +202,7 @@ class _OfOneFile(LocalCheckpoint):
 
 
 def _naming(family: str | None) -> LayerNaming | None:
-    """What groups the tensors of a family that is not known: a guess is good enough for shards."""
+    """The layer naming for an unknown family: a guess is good enough for shards."""
     return None if naming_for(family) is not None else guessed_naming()
 
 
@@ -218,10 +218,10 @@ def _refuse_one_of_several(folder: Path, name: str) -> None:
 
 
 def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
-    """Refuse another checkpoint than the one that the folder is for, as far as anything is left of it to tell.
+    """Refuse a checkpoint other than the folder's, by fingerprints, or by name if nothing else is left.
 
     Raises:
-        SplitMismatchError: it says what differs.
+        SplitMismatchError: it is another one; the message says how they differ.
     """
     checkpoint = source.checkpoint()
     if checkpoint is None:
@@ -242,6 +242,6 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
 
 
 def _present(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:
-    """Facts of the shards that are on this machine; to know a repository, none of the others is needed."""
+    """The metadata of the shards on this machine; the others are not needed to identify a repository."""
     here = (shard for shard in checkpoint.index.shards if not checkpoint.stages(shard))
     yield from (facts for shard in here if (facts := checkpoint.facts(shard)) is not None)

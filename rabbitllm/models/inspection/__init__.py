@@ -1,1 +1,1 @@
-"""What a file, a folder or a repository holds, without reading any weights: facts as records, and a report as text."""
+"""The content of a file, a folder or a repository, without reading any weights: as records, and as a report in text."""

@@ -1,4 +1,4 @@
-"""Which of many rows to show: those whose name matches, from where on, and how many. Pure."""
+"""The choice of rows to show: by name, offset and number. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
-    """Which rows to show.
+    """A choice of rows.
 
     Attributes:
-        name: a part of a name, or a pattern with `*`, `?` or `[]` for the whole of it; None for all.
-        skip: rows to leave out first.
-        limit: rows to show at most; None for all.
+        name: a substring of names, or a pattern with `*`, `?` or `[]` for whole names; None for all.
+        skip: number of rows to skip.
+        limit: limit of rows to show; None for all.
     """
 
     name: str | None = None
@@ -27,7 +27,7 @@ class RowChoice:
     limit: int | None = None
 
     def matches(self, text: str) -> bool:
-        """Whether a name is among those that are wanted."""
+        """Whether a name is chosen."""
         if self.name is None:
             return True
         if any(sign in self.name for sign in "*?["):
@@ -35,7 +35,7 @@ class RowChoice:
         return self.name in text
 
     def of(self, rows: Sequence[T], name_of: Callable[[T], str]) -> tuple[Sequence[T], int, int]:
-        """The rows to show, how many match the name, and how many of these come after the last that is shown."""
+        """The rows to show, the number of rows whose name matches, and the number of these after the last row shown."""
         wanted = rows if self.name is None else [row for row in rows if self.matches(name_of(row))]
         end = len(wanted) if self.limit is None else self.skip + self.limit
         shown = wanted[self.skip : end]
@@ -43,5 +43,5 @@ class RowChoice:
 
 
 def searched(opcode: Opcode) -> str:
-    """What stands for the name of an opcode."""
+    """The text of an opcode that names are matched against."""
     return f"{opcode.name} {opcode.argument}"

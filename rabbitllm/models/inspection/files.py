@@ -1,6 +1,6 @@
-"""A single file, looked at: which format it is of by its first bytes, and what that format's reader says of it.
+"""The inspection of a single file: its format by its first bytes, and its content by that format's reader.
 
-Reads headers, directories and pickles, and no weights. Knows no folders and no repositories.
+Reads headers, directories and pickles, but no weights. Independent of folders and repositories.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from rabbitllm.models.inspection.records import (
 
 # The pickles of a file as lists of opcodes, for people to look at. Nothing of them is run, built or imported.
 #
-# A file that is refused is what one wants to look at most, so what the strict readers refuse is still listed as far as
-# it can be told: a zip that is not as torch writes it by Python's own reader (which may see another file in it than
-# torch does), a pickle that is cut off up to where it is.
+# A refused file is the one most worth looking at, so content that the strict readers refuse is still listed as far as
+# possible: a zip unlike torch's by Python's own reader (which may see another file in it than torch does), a truncated
+# pickle up to its end.
 
 MAX_PICKLES = 8
-"""A torch file from before 1.6 has five in a row, a TorchScript archive two."""
+"""Limit of pickles per file. A torch file from before 1.6 has five in a row, a TorchScript archive two."""
 HAVE_PICKLES = (Weights.TORCH_ZIP, Weights.TORCH_LEGACY, Weights.PICKLE)
 _OPENS = {"MARK"}
 _CLOSES = {
@@ -59,7 +59,7 @@ def list_pickles(path: Path, kind: Weights) -> Pickles:
 
     Args:
         path: the file.
-        kind: what it is; one of `HAVE_PICKLES`.
+        kind: its format; one of `HAVE_PICKLES`.
     """
     if kind is Weights.TORCH_ZIP:
         return Pickles(tuple(_listed(data, name) for name, data in _pickles_of_zip(path)))
@@ -76,7 +76,7 @@ def _pickles_of_zip(path: Path) -> list[tuple[str, bytes]]:
 
 
 def _by_pythons_reader(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The pickles of any zip; each within the limit, whatever it claims to become."""
+    """The pickles of any zip; the size limit holds for each, whatever size it declares."""
     try:
         with zipfile.ZipFile(path) as archive:
             wanted = (entry for entry in archive.infolist() if entry.filename.endswith(".pkl"))
@@ -84,7 +84,7 @@ def _by_pythons_reader(path: Path) -> Iterator[tuple[str, bytes]]:
                 with archive.open(entry) as stream:
                     yield entry.filename, stream.read(MAX_PICKLE_BYTES)
     except (zipfile.BadZipFile, zlib.error, OSError, ValueError, RuntimeError, NotImplementedError, EOFError):
-        return  # its reader has said what is wrong with it
+        return  # the strict reader has reported the problem
 
 
 def _one_after_the_other(data: bytes, name: str, most: int) -> Iterator[Pickle]:
@@ -98,7 +98,7 @@ def _one_after_the_other(data: bytes, name: str, most: int) -> Iterator[Pickle]:
 
 
 def _listed(data: bytes, name: str, begin: int = 0) -> Pickle:
-    """A pickle's opcodes up to its STOP; positions count from `begin` bytes before it."""
+    """A pickle's opcodes up to its STOP; positions count from `begin` bytes before the pickle."""
     opcodes: list[Opcode] = []
     depth, stopped = 0, None
     try:
@@ -114,14 +114,14 @@ def _listed(data: bytes, name: str, begin: int = 0) -> Pickle:
 
 
 class WeightlessFile(enum.Enum):
-    """A file that holds no weights; the value is its format in words."""
+    """A file without weights; the value is its format in words."""
 
     VOCABULARY = "a SentencePiece vocabulary"
     JSON = "JSON"
 
 
 def kind_of(head: bytes, name: str) -> Weights | WeightlessFile:
-    """What a file is that begins with `head`; its name decides only where that is like nothing known."""
+    """The format of a file that begins with `head`; its name decides only where `head` is of no known format."""
     found = recognise(head)
     if found is not Weights.UNKNOWN:
         return found
@@ -133,22 +133,22 @@ def kind_of(head: bytes, name: str) -> Weights | WeightlessFile:
 
 
 def _begins_with_a_piece(head: bytes) -> bool:
-    """Whether the first message is one with a text and a score, and perhaps a type, as the library writes it."""
+    """Whether the first message has a text and a score, and perhaps a type, as sentencepiece writes them."""
     return len(head) > 3 and head[0] == head[2] == 0x0A and head[1] - head[3] in (7, 9)
 
 
 def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
-    """What a file says of what is in it; one that its reader refuses comes with the refusal.
+    """The content of a file; for a file that its reader refuses, with the refusal.
 
     Args:
         path: a regular file.
-        opcodes: list its pickles instead of its tensors; a bare pickle has nothing else to be listed.
+        opcodes: list its pickles instead of its tensors; a bare pickle can only be listed so.
 
     Raises:
-        CheckpointNotFoundError: there is no such file, or it is none that can be read.
+        CheckpointNotFoundError: there is no such file, or it cannot be read.
     """
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for its writer
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its writer
         raise CheckpointNotFoundError(
             f"{path} is neither a file nor a folder.", "Name a file, a folder or a repository."
         )
@@ -198,7 +198,7 @@ def _read_weights(path: Path, kind: Weights | WeightlessFile) -> Tensors:
 
 
 def family_in(folder: Path) -> str | None:
-    """The `model_type` of the config in a folder, if there is one that can be read."""
+    """The `model_type` of the config in a folder, if there is a readable one."""
     try:
         family = read_json(folder / "config.json").get("model_type")
     except (CheckpointError, OSError):
@@ -207,7 +207,7 @@ def family_in(folder: Path) -> str | None:
 
 
 def layers_of(names: Iterable[str], family: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The id of each tensor's layer, and all ids in the order of a pass; guessed where the family is not known."""
+    """The id of each tensor's layer, and all ids in the order of a pass; guessed for an unknown family."""
     assigned = assign_layers(list(names), family, naming_for(family) or guessed_naming())
     stems = {layer.id: layer.stem for layer in assigned.values()}
     ids = {tensor: layer.id for tensor, layer in assigned.items()}
@@ -215,7 +215,7 @@ def layers_of(names: Iterable[str], family: str | None) -> tuple[dict[str, str],
 
 
 def of_spec(spec: TensorSpec, layer: str) -> TensorInfo:
-    """A tensor as a shard's header describes it."""
+    """A tensor in a shard's header."""
     strides = row_major(spec.shape) if spec.strides is None else spec.strides
     return TensorInfo(spec.name, spec.dtype, spec.shape, strides, spec.offset, spec.nbytes, layer, spec.file)
 

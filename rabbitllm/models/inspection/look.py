@@ -1,7 +1,7 @@
-"""What there is at a name: a file, a checkpoint's folder, a split directory or a repository on the hub.
+"""The inspection of a name: a file, a checkpoint's folder, a split directory or a repository on the hub.
 
-Finds them as a split would and reads headers only; of a repository, by range requests. Writes nothing but small files
-into the hub cache.
+Finds them as a split would and reads headers only; of a repository, by range requests. Writes only small files into
+the hub cache.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _FILE_SUFFIXES = (*ALL_WEIGHT_SUFFIXES, ".model", ".json")
 def look(
     name: str | Path, *, revision: str | None = None, token: str | bool | None = None, opcodes: bool = False
 ) -> Inspection:
-    """What there is at a name.
+    """The content of a file, folder or repository.
 
     Args:
         name: a file, a folder, or a repository as `organisation/name`.
         revision: branch, tag or commit of the repository.
-        token: for the hub.
+        token: access token for the hub.
         opcodes: list the pickles of a file instead of its tensors.
 
     Returns:
-        A record; its `refusal` says what is wrong with what was found.
+        A record; its `refusal` is the problem with it, if any.
 
     Raises:
-        CheckpointNotFoundError: there is nothing of that name.
+        CheckpointNotFoundError: nothing of that name exists.
         HubError: the hub did not answer.
-        OptionError: opcodes of something that is no file.
+        OptionError: opcodes of something that is not a file.
     """
     path = expand(name)
     if str(name) and path.exists() and not path.is_dir():
@@ -114,7 +114,7 @@ def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | Non
 
 
 def _facts(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointError | None:
-    """What a shard says of itself, or why it is not believed; None where it is not there."""
+    """The metadata of a shard, or the error in it; None where the shard is absent."""
     try:
         return checkpoint.facts(shard)
     except CheckpointError as error:
@@ -127,7 +127,7 @@ def _refusal(
     facts: Mapping[str, ShardMetadata],
     absent: tuple[str, ...],
 ) -> CheckpointError | None:
-    """What a split would say: of a shard that is not sound, of those that are missing, or of the index."""
+    """The error that a split would raise: an unsound shard, missing shards, or an unsound index."""
     broken = next((one for one in found.values() if isinstance(one, CheckpointError)), None)
     if broken is not None:
         return broken

@@ -1,4 +1,4 @@
-"""An inspection as one object for programs (`--json`): all that the report shows, exactly, and what it cuts short."""
+"""An inspection as a JSON object (`--json`): everything in the report, with exact numbers and nothing shortened."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rabbitllm.models.inspection.records import Entries, Inspection, Pickle, Pic
 
 
 def as_record(found: Inspection, choice: RowChoice) -> dict[str, Any]:
-    """What `json.dump` takes. The summary is of everything, the rows are those that the choice asks for."""
+    """The record for `json.dump`. The summary covers everything, the rows are those of the choice."""
     record: dict[str, Any] = {"source": found.source, "format": found.format, "bytes": found.size}
     if found.shards:
         record |= {"files": dict(found.shards), "missing": list(found.absent), "beside": list(found.beside)}

@@ -1,4 +1,4 @@
-"""What was found when something was looked at, as records. Nothing here opens a file."""
+"""Records of an inspection. Nothing here opens a file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class TensorInfo:
     """One tensor of a file.
 
     Attributes:
-        name: the file's own name for it; of a split directory, the checkpoint's.
+        name: its name in the file; in a split directory, its name in the checkpoint.
         dtype: as safetensors names it; "8bit", "4bit" or "4bit-double" where it is compressed.
-        shape, strides: elements along each dimension, and from one index to the next.
-        offset: its first byte, from the start of the file.
-        nbytes: what it takes, bytes; in row-major order.
-        layer: id of the layer that it belongs to.
-        file: the file that it is in.
-        storage: of a torch zip, the run of bytes that it views, by its entry's name; tensors may share one.
+        shape, strides: shape and strides in elements.
+        offset: of its first byte, from the start of the file.
+        nbytes: its size in row-major order.
+        layer: id of its layer.
+        file: name of its file.
+        storage: in a torch zip, the entry whose bytes it views; several tensors may view the same.
     """
 
     name: str
@@ -39,7 +39,7 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -48,7 +48,7 @@ class Tensors:
     """The tensors of a file, or of all files of a checkpoint.
 
     Attributes:
-        tensors: in the file's own order.
+        tensors: in the order of the file.
         layers: ids in the order of a pass.
         metadata: `__metadata__` of a safetensors file.
         left_out: keys of a training checkpoint that hold no weights.
@@ -61,28 +61,28 @@ class Tensors:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, bytes."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def parameters(self) -> int:
-        """Elements of all tensors."""
+        """Number of elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
     @property
     def dtypes(self) -> Mapping[str, int]:
-        """How many tensors have which dtype, the commonest first."""
+        """Number of tensors of each dtype, most frequent first."""
         return dict(Counter(tensor.dtype for tensor in self.tensors).most_common())
 
     @property
     def sharing(self) -> int:
-        """Tensors in a storage that an earlier one is in, too."""
+        """Number of tensors that share a storage with an earlier one."""
         held = [tensor.storage for tensor in self.tensors if tensor.storage is not None and tensor.elements]
         return len(held) - len(set(held))
 
     @property
     def strided(self) -> int:
-        """Tensors whose elements do not lie one after the other."""
+        """Number of tensors that are not row-major."""
         return sum(tensor.elements > 0 and not is_row_major(tensor.shape, tensor.strides) for tensor in self.tensors)
 
 
@@ -110,7 +110,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True)
 class Opcode:
-    """One opcode of a pickle: its byte, how many marks are open, its name, and its argument as text."""
+    """One opcode of a pickle: its byte offset, the number of open marks, its name, and its argument as text."""
 
     position: int
     depth: int
@@ -123,10 +123,10 @@ class Pickle:
     """A pickle's opcodes.
 
     Attributes:
-        name: where it is: the entry of a zip, or the file.
-        nbytes: its length, or of what is left of the file where it begins.
-        opcodes: as far as they can be told.
-        stopped: why they end before the pickle does; None if they do not.
+        name: the entry of a zip, or the file.
+        nbytes: its length, or the length of the rest of the file from its beginning.
+        opcodes: as many as could be decoded.
+        stopped: why the list ends before the pickle; None if it is complete.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Pickle:
 
 @dataclass(frozen=True, slots=True)
 class Pickles:
-    """What a file has of pickles, listed and not run."""
+    """The pickles of a file, listed but not run."""
 
     pickles: tuple[Pickle, ...]
 
@@ -147,18 +147,18 @@ Content = Tensors | Vocabulary | Entries | ShardMap | Pickles
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What there is at a name.
+    """The content of a file, folder or repository.
 
     Attributes:
-        source: as the user wrote it; of a repository, with its commit.
+        source: as the user wrote it; for a repository, with its commit.
         format: in words.
         size: bytes of the file, or of all shards.
-        content: None where nothing could be told.
-        shards: of a checkpoint, each file of weights and its bytes.
-        absent: shards that the index names and that are not there.
-        beside: other files of a checkpoint, by name.
-        has_pickle: whether `--opcodes` would list something.
-        refusal: what is wrong with it; a split would be refused with the same words.
+        content: None where nothing could be read.
+        shards: each file of weights of a checkpoint, with its bytes.
+        absent: missing shards that the index names.
+        beside: names of the other files of a checkpoint.
+        has_pickle: whether `--opcodes` would list anything.
+        refusal: the error that a split would raise.
     """
 
     source: str
@@ -173,7 +173,7 @@ class Inspection:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements lie one after the other, in elements, as torch gives them."""
+    """The strides of a contiguous tensor, in elements, as torch reports them."""
     strides = [1] * len(shape)
     for at in range(len(shape) - 2, -1, -1):
         strides[at] = strides[at + 1] * max(shape[at + 1], 1)
@@ -181,5 +181,5 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements lie one after the other; the stride of a dimension of one element says nothing."""
+    """Whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
     return all(size == 1 or a == b for size, a, b in zip(shape, strides, row_major(shape), strict=True))

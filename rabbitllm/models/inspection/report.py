@@ -1,7 +1,7 @@
-"""An inspection as text for people: a summary, then a table of what there is. Decides nothing and opens nothing.
+"""An inspection as text for people: a summary, then a table. Decides nothing and opens nothing.
 
-Laid out for 80 columns; what does not fit there is left out of the table, and said. Elsewhere than on a terminal every
-row is one plain line with all columns.
+Laid out for 80 columns; columns that do not fit are left out of the table, with a note. Outside a terminal every row
+is one plain line with all columns.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rabbitllm.models.inspection.records import (
 )
 
 ON_A_TERMINAL = 50
-"""Rows that are shown there unless the user says how many."""
+"""Default number of rows on a terminal."""
 VALUE = 100
-"""Characters of a value, a piece or an opcode's argument in a table."""
+"""Limit of characters of a value, a piece or an opcode's argument in a table."""
 DEEPEST = 12
-"""Marks in one another by which a listing is indented; a pickle may open a thousand."""
+"""Limit of nested marks by which a listing is indented; a pickle may open a thousand."""
 _SOME = 12
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
@@ -92,7 +92,7 @@ def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
 
 
 def runs(layers: Iterable[str]) -> list[str]:
-    """Layers with numbers that follow one another as one: `layers.0 to layers.31`."""
+    """Ranges of layers with consecutive numbers: `layers.0 to layers.31`."""
     found: list[list[str]] = []
     for layer in layers:
         if found and _follows(found[-1][-1], layer):
@@ -125,7 +125,7 @@ def _of_vocabulary(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
 
 
 def _spec(spec: TrainerSpec | NormalizerSpec) -> str:
-    """The fields of a spec that are not as they are by default, all of them in the JSON."""
+    """The fields of a spec that differ from their defaults; the JSON has all of them."""
     told = []
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
@@ -159,7 +159,7 @@ def _of_pickles(pickles: Pickles) -> Iterator[tuple[str, str]]:
 
 
 def _globals(pickle: Pickle) -> Iterator[str]:
-    """What it would import, each once; how much of that comes from the stack, where only running it would tell."""
+    """The globals that it would import, each once, and the number of those taken from the stack."""
     told = (opcode.argument for opcode in pickle.opcodes if opcode.name in ("GLOBAL", "INST"))
     for argument in dict.fromkeys(told):
         yield argument.strip("'\"").replace(" ", ".")
@@ -173,7 +173,7 @@ def _some(texts: Sequence[str]) -> str:
 
 
 def _compact(value: object) -> str:
-    """A value of a JSON file in one line."""
+    """A value of a JSON file on one line."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
 
 
@@ -240,7 +240,7 @@ def _show_pieces(model: SentencePieceModel, choice: RowChoice, console: Console)
 
 
 def score(value: float) -> str:
-    """A score; whole ones, as those of BPE are, with all their digits."""
+    """A score; whole numbers, such as those of BPE, with all digits."""
     return f"{value:.0f}" if value == int(value) else f"{value:.6g}"
 
 
@@ -269,7 +269,7 @@ def _table(
     more: int,
     what: str,
 ) -> None:
-    """A table, and in a line below it what of all there is it does not show."""
+    """A table, and a line below it about the rows that it leaves out."""
     if choice.name is not None:
         put(console, Text(f"{harmless(choice.name)!r} matches {counted(matching, what)} of {total:,}", "dim"))
     if not rows and matching:

@@ -1,1 +1,1 @@
-"""The split directories of this machine: what there is, whose it is, and taking one away."""
+"""The split directories of this machine: listing them, describing their models, removing them."""

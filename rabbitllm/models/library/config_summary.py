@@ -1,4 +1,4 @@
-"""What a config says of a model that people ask about. Pure: a mapping in, facts out; believes no type."""
+"""The main facts of a config. Pure: a mapping in, facts out; values of an unexpected type are ignored."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rabbitllm.checkpoints.routing import experts_a_token
 
 @dataclass(frozen=True, slots=True)
 class ConfigSummary:
-    """Of a model; None for what its config does not say.
+    """A summary of a model; None for facts that its config lacks.
 
     Attributes:
-        architecture: the class that transformers makes.
+        architecture: name of the class in transformers.
         family: `model_type`.
         layers: decoder layers.
         hidden_size, heads, key_value_heads, vocabulary: sizes.
-        context: positions that it was made for.
-        dtype: of the weights as they are published.
+        context: limit of positions.
+        dtype: of the published weights.
         experts, experts_a_token: of a mixture of experts.
-        quantized: how the weights are quantized as they are published.
+        quantized: quantization method of the published weights.
     """
 
     architecture: str | None
@@ -40,7 +40,7 @@ class ConfigSummary:
 
 
 def config_facts(config: Mapping[str, Any]) -> ConfigSummary:
-    """The facts of a `config.json`; those of a model of several kinds of input are in its `text_config`."""
+    """The facts of a `config.json`; a multimodal model has them in its `text_config`."""
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, dict) else {}
 

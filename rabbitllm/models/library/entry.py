@@ -1,6 +1,6 @@
-"""One split directory seen from outside, whole or not: what it says of itself, and what is on the disk.
+"""A split directory from outside, complete or not: its own record, and the sizes of its files.
 
-Reads `split.json` or the journal's first line and asks for the sizes of files; opens no layer.
+Reads `split.json` or the journal's first line and the sizes of files; opens no layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HALF_REMOVED = "half removed"
 REMOVED_SUFFIX = ".removed"
 """Appended to the name of a manifest or journal while its directory is being removed."""
 RECORDS = (MANIFEST_NAME, JOURNAL_NAME, MANIFEST_NAME + REMOVED_SUFFIX, JOURNAL_NAME + REMOVED_SUFFIX)
-"""Files by which a split directory of this version is known."""
+"""Files that mark a split directory of this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,18 @@ class SplitEntry:
     """A split directory.
 
     Attributes:
-        folder: where it is.
-        name: the repository id, or the name of the folder that was split; of RabbitLLM 1.1's, which do not say, the
-            folder around it.
+        folder: the split directory.
+        name: the repository id, or the name of the folder that was split; for RabbitLLM 1.1's, which do not record it,
+            the parent folder.
         state: `WHOLE`, `UNFINISHED`, `DAMAGED` or `HALF_REMOVED`.
-        source: what was split; None where nothing says so.
-        compression: None, one for all tensors, or "auto".
-        nbytes: what it occupies on the disk.
-        layers, layers_of: layer files that have their final name, and how many there are to be.
-        shards, shards_used: of an unfinished split, those of the source and how many of them are used up.
-        changed_at: when its manifest or journal was last written, ISO 8601 with seconds.
-        problem: what is wrong with it.
-        legacy: RabbitLLM 1.1 made it.
+        source: the checkpoint that was split; None where nothing records it.
+        compression: None, a single one for all tensors, or "auto".
+        nbytes: bytes on the disk.
+        layers, layers_of: layer files that have their final name, and their final number.
+        shards, shards_used: of an unfinished split, the shards of the source and how many of them are used up.
+        changed_at: time of the last write to its manifest or journal, ISO 8601 with seconds.
+        problem: damage found; None if none.
+        legacy: whether RabbitLLM 1.1 made it.
     """
 
     folder: Path
@@ -69,10 +69,10 @@ class SplitEntry:
 
 
 def look(folder: Path) -> SplitEntry | None:
-    """What there is in a folder; None if it is no split directory.
+    """The split directory in a folder; None if it is not one.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the folder cannot be read.
     """
     if folder.is_symlink() or not folder.is_dir():
         return None
@@ -138,7 +138,7 @@ def _finished(folder: Path, record: str) -> SplitEntry:
 
 
 def _problem(manifest: Manifest, sizes: Mapping[str, int | None]) -> str | None:
-    """The first layer file that is not as it was written."""
+    """The first layer file whose size differs from the manifest; None if all match."""
     wrong = [r for r in manifest.layers if sizes[r.file] != r.size]
     if not wrong:
         return None

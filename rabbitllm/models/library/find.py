@@ -1,6 +1,6 @@
-"""Which split directories there are: all that are known here, those below a folder, and those of one model.
+"""The search for split directories: all under `home()`, those in a folder, and those of one model.
 
-Known are those under `locations.home()`; one that was put elsewhere is found by its folder. Asks no hub.
+A split directory outside `locations.home()` is only found by its folder. Never contacts the hub.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def known() -> list[SplitEntry]:
 
 
 def below(folder: Path) -> list[SplitEntry]:
-    """The split directories in a folder, or the folder itself if it is one.
+    """Split directories in a folder, or the folder itself if it is one.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
@@ -41,12 +41,12 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
     """The split directories of one model, the largest compression last.
 
     Args:
-        name: a split directory, a checkpoint's folder, a repository, or a name that `known` gives.
-        compression: only those at one of `SPLITS`, "none" for uncompressed; None for all.
-        saving_path: where the user had them put; None for the usual places.
+        name: a split directory, a checkpoint's folder, a repository, or a name in the entries of `known`.
+        compression: one of `SPLITS`, "none" for uncompressed; None for all.
+        saving_path: folder that the user chose for them; None for the usual locations.
 
     Raises:
-        OptionError: there is no such compression.
+        OptionError: the compression is unknown.
     """
     if compression not in ("none", *SPLITS):
         raise OptionError(
@@ -78,13 +78,13 @@ def one_of_model(name: str, compression: str | None = None, saving_path: Path | 
 
 
 def compression_here(name: str, saving_path: Path | None = None) -> str | None:
-    """The compression of a model whose user does not say one: that of its least compressed whole split, else none."""
+    """The default compression of a model: that of its least compressed complete split, else none."""
     whole = [entry.compression for entry in of_model(name, saving_path=saving_path) if entry.state == WHOLE]
     return min(whole, key=losses_first, default=None)
 
 
 def no_split_of(name: str) -> CheckpointNotFoundError:
-    """What to say where a model is not split here."""
+    """The error for a model without a split on this machine."""
     error = CheckpointNotFoundError(
         f"No split of {name} is known here.",
         "`rabbitllm ls` shows those that are; one that lies elsewhere is named by its folder.",
@@ -93,7 +93,7 @@ def no_split_of(name: str) -> CheckpointNotFoundError:
 
 
 def _places(name: str, saving_path: Path | None) -> Iterator[Path]:
-    """Where splits of a model may be; some of these are none."""
+    """Folders that may be splits of a model; some may not exist."""
     folder = expand(name)
     if name and folder.is_dir():
         if look(folder) is not None:

@@ -1,7 +1,7 @@
-"""Whether what a split directory was made from can still be had, or its layer files are the only copy.
+"""Whether the source of a split directory is still available, or its layer files are the only copy.
 
-Reads headers and samples of shards that are here; asks no hub: what was fetched from one is taken to be there still, at
-its pinned commit.
+Reads headers and samples of local shards; never contacts the hub: a source fetched from the hub is assumed to be
+still there, at its pinned commit.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rabbitllm.store.layer_store import JOURNAL_NAME
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """What a split was made from, as far as it is still there.
+    """The source of a split, as far as it still exists.
 
     Attributes:
-        there: all of it that the split directory has can be had elsewhere.
-        where: in words: where it is, or what is not known or missing.
+        there: whether every part in the split directory is also available elsewhere.
+        where: in words: where it is, or which part is missing or unknown.
     """
 
     there: bool
@@ -36,7 +36,7 @@ def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
 
     Args:
         entry: the split directory.
-        folder: of the checkpoint, if the user named it; else the one around the split directory is looked at.
+        folder: the checkpoint's folder, if the user named it; else the parent of the split directory is searched.
     """
     source = entry.source
     if source is not None and source.kind == "hub":
@@ -59,7 +59,7 @@ def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
 
 
 def _needed(entry: SplitEntry) -> list[str]:
-    """The shards without which something of the split directory would be lost: of an unfinished one, those used up."""
+    """The shards that the split directory has the content of: of an unfinished split, those used up."""
     assert entry.source is not None
     for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):
         if (seen := journal.glance(entry.folder, name)) is not None and entry.shards_used < entry.shards:
@@ -68,7 +68,7 @@ def _needed(entry: SplitEntry) -> list[str]:
 
 
 def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
-    """Whether a shard is in a folder and is the one that was split."""
+    """Whether a folder holds the shard that was split."""
     if not (folder / shard).is_file():
         return False
     try:
@@ -79,7 +79,7 @@ def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
 
 
 def _of_an_unknown(folders: Iterable[Path]) -> Original:
-    """RabbitLLM 1.1 noted no source: if the folder around holds a checkpoint with all of its shards, it was that."""
+    """The original of a RabbitLLM 1.1 split, which has no record of it: a complete checkpoint around it."""
     for folder in folders:
         try:
             checkpoint = LocalCheckpoint(folder)

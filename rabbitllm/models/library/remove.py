@@ -1,8 +1,8 @@
-"""Taking a split directory away: that and nothing else.
+"""Removal of a split directory, and nothing else.
 
-Everything in it is looked at before the first file goes; one thing that is not ours, and nothing is touched. The record
-(`split.json`, or the journal) is renamed first, durably, so that what a crash leaves is never taken for a whole split,
-and removing it again goes on; it is the last file to go. Knows nothing of prompts and terminals.
+Everything in it is checked before the first file is removed; if one file is not ours, nothing is changed. The record
+(`split.json`, or the journal) is renamed first, durably, so that the remains after a crash are never taken for a
+complete split, and the removal can be resumed; it is the last file to be removed. Independent of prompts and terminals.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _CONFIGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What would go.
+    """The plan of a removal.
 
     Attributes:
         entry: the split directory.
-        files: everything in it but the records, in the order in which they go.
+        files: every file except the records, in the order of removal.
         folders: its own folders, innermost first.
-        nbytes: what is freed.
+        nbytes: bytes that are freed.
     """
 
     entry: SplitEntry
@@ -57,10 +57,10 @@ class Removal:
 
 
 def plan_removal(folder: Path) -> Removal:
-    """Look at everything in a split directory; change nothing.
+    """Check everything in a split directory; change nothing.
 
     Raises:
-        SplitError: it is none, or has something in it that is not RabbitLLM's.
+        SplitError: it is not a split directory, or holds something that is not RabbitLLM's.
     """
     if folder.is_symlink():
         raise SplitError(
@@ -90,17 +90,17 @@ def plan_removal(folder: Path) -> Removal:
         )
     records = {folder / name for name in (*RECORDS, LOCK_NAME, HOLDER_NAME)}
     files = [path for path in found if not path.is_dir() and path not in records]
-    files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # no layer looks finished when others are gone
+    files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # first the done markers: no remnant looks whole
     folders = sorted((path for path in found if path.is_dir()), key=lambda path: -len(path.parts))
     return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder))
 
 
 @system_errors_by_name()
 def remove(removal: Removal) -> int:
-    """Carry it out, and return the bytes that were freed.
+    """Remove the directory, and return the bytes that were freed.
 
     Raises:
-        SplitError: another process is at work on the folder, or it is no longer as it was looked at.
+        SplitError: another process works on the folder, or it has changed since the check.
         OSError: something in it cannot be removed; call again.
     """
     folder = removal.entry.folder
@@ -127,7 +127,7 @@ def remove(removal: Removal) -> int:
 
 
 def _everything(folder: Path) -> Iterator[Path]:
-    """Files, folders, links and whatever else there is below a folder; links are not followed."""
+    """Everything below a folder: files, folders, links and others; links are not followed."""
     with os.scandir(folder) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
@@ -137,7 +137,7 @@ def _everything(folder: Path) -> Iterator[Path]:
 
 
 def _layer_files(folder: Path, entry: SplitEntry) -> frozenset[str] | None:
-    """The names that the layer files of a whole split have; None where only their endings are known."""
+    """Names of the layer files of a split; None where only their endings are known."""
     for name in (MANIFEST_NAME, MANIFEST_NAME + REMOVED_SUFFIX):
         if entry.source is not None and (folder / name).exists():
             manifest = read_manifest(folder, name)
@@ -150,10 +150,10 @@ def _layer_files(folder: Path, entry: SplitEntry) -> frozenset[str] | None:
 
 
 def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: float) -> bool:
-    """Whether RabbitLLM made something that lies in a split directory.
+    """Whether a file in a split directory was made by RabbitLLM.
 
-    Of what came with the model only well-known names are believed at any age; everything else that looks like it must
-    be older than the record, since it is copied before that is written.
+    Of the files copied from the model, well-known names count at any age; any other must be older than the record,
+    which is written after them.
     """
     status = path.lstat()
     at = path.relative_to(folder)
@@ -185,10 +185,10 @@ def _own_parents(folder: Path) -> list[Path]:
 
 
 def refuse_only_copy(removal: Removal, original: Original) -> None:
-    """Refuse to remove what cannot be had again.
+    """Refuse to remove the only copy.
 
     Raises:
-        SplitError: the original is not found.
+        SplitError: the original was not found.
     """
     if original.there:
         return

@@ -1,6 +1,6 @@
 """Split directories and models as text. Decides nothing.
 
-What a file says of itself is printed as text and never as markup.
+Values from files are printed as plain text, never as markup.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMIT_CHARACTERS = 8
 
 
 def put_entries(entries: Sequence[SplitEntry], console: Console) -> None:
-    """A table of split directories, what is wrong with some, and their sum."""
+    """Print a table of split directories, with problems and the sum of their sizes."""
     if not entries:
         put(console, Text("No model is split here yet. `rabbitllm pull MODEL` does it."))
         return
@@ -61,12 +61,12 @@ def _row(entry: SplitEntry) -> list[str]:
 
 
 def when(moment: str) -> str:
-    """An ISO time for people: to the minute, in its own zone."""
+    """An ISO time for people: to the minute, in its own time zone."""
     return moment[:16].replace("T", " ")
 
 
 def _note(entry: SplitEntry) -> str | None:
-    """What is missing or wrong, and what to do about it."""
+    """Missing or damaged parts, and the command that helps."""
     match entry.state:
         case state if state == UNFINISHED:
             left = entry.shards - entry.shards_used
@@ -81,7 +81,7 @@ def _note(entry: SplitEntry) -> str | None:
 
 
 def go_on(entry: SplitEntry) -> str:
-    """The command that finishes an unfinished split, as far as its folder tells."""
+    """The command that resumes an unfinished split, as far as its folder records it."""
     hub = entry.source is not None and entry.source.kind == "hub"
     words = ["rabbitllm", "pull", entry.name if hub else str(entry.folder.parent)]
     if entry.compression is not None:
@@ -92,7 +92,7 @@ def go_on(entry: SplitEntry) -> str:
 
 
 def put_shown(shown: Shown, console: Console) -> None:
-    """One model."""
+    """Print a model."""
     put(console, Text(harmless(shown.name), "bold"))
     if shown.config is not None:
         _put_config(shown.config, console)
@@ -148,7 +148,7 @@ def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
 
 
 def put_removal(removal: Removal, original: Original, console: Console) -> None:
-    """What would go, and what stays."""
+    """Print which files would be removed, and whether the original is kept."""
     entry = removal.entry
     put(console, Text(f"{harmless(entry.name)}, {entry.compression or 'uncompressed'}, {entry.state}", "bold"))
     put_fact(console, "folder", harmless(str(entry.folder), 400))

@@ -1,7 +1,7 @@
-"""`rabbitllm show`: one model, split or not: what it is by its config and headers, and where its splits are.
+"""`rabbitllm show`: one model, split or not: its config, its tensors, and its splits.
 
-Puts together what `inspection` and the split directories say. A model that is split is described from its split
-directory, without the hub; another one from its headers, on the hub too.
+Combines inspection and split directories. A split model is described from its split directory, without the hub;
+any other from its headers, if need be on the hub.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rabbitllm.store.model_name import meant
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One model.
+    """A model.
 
     Attributes:
-        name: as the user named it, made plain.
-        config: what its config says; None where there is none.
-        inside: what its headers say; None where some of it is in an unfinished split and the rest is gone.
-        splits: its split directories with what they were made from.
+        name: the user's name for it, normalised.
+        config: summary of its config; None without a config.
+        inside: inspection of its headers; None where part of it is in an unfinished split and the original is gone.
+        splits: its split directories with their originals.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Shown:
 
     @property
     def tensors(self) -> Tensors | None:
-        """What the headers say of tensors."""
+        """The tensors in its headers."""
         return self.inside.content if self.inside is not None and isinstance(self.inside.content, Tensors) else None
 
 
@@ -55,12 +55,12 @@ def show(
 
     Args:
         name: a folder, a file of weights, a split directory or a repository.
-        saving_path: where its split directories are, if not in the usual place.
+        saving_path: folder of its split directories, if not the usual one.
         revision: of a repository that is not split here.
-        token: for the hub.
+        token: access token for the hub.
 
     Raises:
-        RabbitLLMError: there is nothing of that name, or what there is is malformed.
+        RabbitLLMError: nothing of that name exists, or it is malformed.
     """
     plain = meant(name)
     entries = of_model(plain, saving_path=saving_path)
@@ -111,7 +111,7 @@ def _config_in(folder: Path) -> ConfigSummary | None:
 
 
 def _config_of(name: str, revision: str | None, token: str | bool | None) -> ConfigSummary | None:
-    """Of a source that is not split."""
+    """The config of a source that is not split."""
     if expand(name).is_file():
         return None
     sought = prepare.Sought(name, access=HubAccess(revision, token), only_look=True)

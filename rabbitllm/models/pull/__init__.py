@@ -1,1 +1,1 @@
-"""`rabbitllm pull`: a model made ready, or told beforehand whether it would fit."""
+"""`rabbitllm pull`: prepare a model, or predict whether it would fit."""

@@ -1,4 +1,4 @@
-"""The model of a `Wish`, ready to generate: split first if need be, with its progress, then loaded."""
+"""The model of a `Wish`, ready to generate: split first if necessary, with a progress display, then loaded."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def loaded_model(
     """The model, as `AutoModel.from_pretrained` gives it.
 
     Args:
-        wish: what, and how.
-        console: where it is said that it loads.
-        split: False for out of the checkpoint's own shards; nothing is written then.
-        profiling: record from the first pass on where the time goes.
+        wish: the model and the options for loading it.
+        console: receives the progress messages.
+        split: False to stream from the checkpoint's own shards without writing anything.
+        profiling: whether to profile from the first pass on.
         fast_bfloat16: see `AutoModel.from_pretrained`.
 
     Raises:
-        RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
+        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
     """
     found = pulled(wish) if split else None
     return load(wish, found, console, profiling_mode=profiling, fast_bfloat16=fast_bfloat16)
 
 
 def pulled(wish: Wish) -> Pulled:
-    """Split it unless that is done, with its progress; for this process to load.
+    """Split the model unless that is done, with a progress display; this process will load it.
 
     Raises:
-        RabbitLLMError: as `pull` does.
+        RabbitLLMError: see `pull`.
     """
     with shown():
         return pull(wish, loads=True)
@@ -44,13 +44,13 @@ def load(wish: Wish, found: Pulled | None, console: Console, **more: Any) -> Any
     """The model, as `AutoModel.from_pretrained` gives it.
 
     Args:
-        wish: what, and how.
-        found: its split; None for out of the checkpoint's own shards.
-        console: where it is said that it loads.
+        wish: the model and the options for loading it.
+        found: its split; None to stream from the checkpoint's own shards.
+        console: receives the progress messages.
         **more: for `from_pretrained`.
 
     Raises:
-        RabbitLLMError: as `AutoModel.from_pretrained` does.
+        RabbitLLMError: see `AutoModel.from_pretrained`.
     """
     options: dict[str, Any] = {
         "device": wish.where,

@@ -1,8 +1,8 @@
-"""Gets a model ready, and says what is where afterwards; or tells beforehand whether it would fit.
+"""Prepares a model and reports where its parts are; or predicts whether it would fit.
 
-A split as `AutoModel.from_pretrained` makes it, with one difference: of a repository, shards are by default taken one
-at a time and those that were fetched for this are not kept, while what the user had on the disk before stays, in the
-hub cache as well as in a folder.
+A split as `AutoModel.from_pretrained` makes it, with one difference: the shards of a repository are by default taken
+one at a time, and those fetched for the split are not kept; files that the user had before are kept, in the hub cache
+as well as in a folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rabbitllm.store.chosen import AUTO, check_split
 
 
 class Shards(enum.Enum):
-    """What there is of a checkpoint's shards after a split."""
+    """The state of a checkpoint's shards after a split."""
 
     KEPT = "kept"
     FETCHED = "fetched, and not kept"
@@ -47,22 +47,22 @@ class Shards(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to get ready, and how.
+    """A model and the options for preparing it.
 
     Attributes:
         name: a folder, a file of weights, a split directory or a repository.
-        compression: None, one for all tensors, or "auto".
-        folder: for the split directory; None for the usual place.
-        sequential: delete each shard when it is used up, wherever it is.
-        keep_shards: of a repository: fetch all shards into the hub cache first, and keep them.
-        delete_original: remove what is left of the original when the split is whole.
+        compression: None, a single one for all tensors, or "auto".
+        folder: the split directory; None for the usual one.
+        sequential: delete each shard once it is used up, wherever it is.
+        keep_shards: for a repository: fetch all shards into the hub cache first, and keep them.
+        delete_original: remove the rest of the original once the split is complete.
         access: how to reach the hub.
-        max_disk, min_free_disk: bytes, as a number or in words.
+        max_disk, min_free_disk: in bytes, or text such as "1GB".
         shard_transfer: "auto", "file" or "stream".
-        device, max_memory, trust_remote_code: of the generation that comes later; what that would refuse is refused
-            before the split. By default the first GPU, else the CPU.
-        verify_checksums: of it too; see `StreamOptions`.
-        hosts: of it too: processes that compute it together.
+        device, max_memory, trust_remote_code: of the later generation; errors in them are raised before the split. By
+            default the first GPU, else the CPU.
+        verify_checksums: likewise; see `StreamOptions`.
+        hosts: likewise: processes that compute it together.
         fit_scales, verify_source: see `SplitOptions`.
     """
 
@@ -85,15 +85,15 @@ class Wish:
     verify_source: bool = False
 
     def sought(self, *, only_look: bool = False) -> prepare.Sought:
-        """What to look for."""
+        """The model to look for."""
         folder = expand(self.folder) if self.folder is not None else None
         return prepare.Sought(self.name, self.compression, folder, self.access, only_look=only_look)
 
     def split_options(self) -> SplitOptions:
-        """How to split, checked.
+        """The options of the split, checked.
 
         Raises:
-            OptionError: something that no split could honour.
+            OptionError: options that contradict each other or are invalid.
         """
         check_split(self.compression)
         if self.sequential and self.keep_shards:
@@ -112,8 +112,8 @@ class Wish:
         )
 
     def too_little(self, *, loads: bool = False) -> TooLittle:
-        """What to do if one layer does not fit the memory of this process: a split may be for another machine, unless
-        this process `loads` it or the wish says where to run it."""
+        """The reaction if one layer does not fit the memory of this process: a split may be for another machine, unless
+        this process `loads` it or the wish names a device or limits."""
         if self.hosts is not None:
             return "ignore"
         return "refuse" if loads or self.device is not None or self.max_memory is not None else "warn"
@@ -126,28 +126,28 @@ class Wish:
         return self.device or default_device()
 
     def stream_options(self) -> StreamOptions:
-        """How it will be run."""
+        """The options for running it."""
         limits = parse_max_memory(self.max_memory)
         return StreamOptions(device=self.where, max_memory=limits, trust_remote_code=self.trust_remote_code)
 
     def with_memory(self, options: SplitOptions) -> SplitOptions:
-        """Options of a split, at "auto" with the memory that its weights should stay in."""
+        """The options of a split; for "auto", with the memory in which its weights should be resident."""
         return prepare.with_memory(options, self.stream_options()) if options.compression == AUTO else options
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A model that is ready.
+    """A prepared model.
 
     Attributes:
-        name: as the user named it, made plain.
+        name: the user's name for it, normalised.
         entry: its split directory.
-        config_folder: where config and tokenizer are.
-        before: it was whole already.
-        seconds: that this call took.
-        shards: what there is of them; None where nothing says so.
-        shards_at: the folder that has shards, if there are any.
-        peak_disk_bytes: the most that the split directory occupied meanwhile; 0 where nothing was split.
+        config_folder: folder of config and tokenizer.
+        before: whether it was complete before this call.
+        seconds: duration of this call.
+        shards: their state; None where it is unknown.
+        shards_at: the folder that has shards, if any.
+        peak_disk_bytes: peak size of the split directory during the split; 0 where nothing was split.
     """
 
     name: str
@@ -162,12 +162,12 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What `pull` would do.
+    """The outcome that `pull` would have.
 
     Attributes:
-        name: as the user named it, made plain.
-        outlook: at the wished compression.
-        routes: those that the wish allows, the one to prefer first.
+        name: the user's name for it, normalised.
+        outlook: the estimate at the wished compression.
+        routes: those that the wish allows, preferred ones first.
     """
 
     name: str
@@ -176,27 +176,27 @@ class DryRun:
 
     @property
     def route(self) -> Route | None:
-        """The one that would be taken."""
+        """The route that would be taken."""
         return next((route for route in self.routes if route.fits), None)
 
     @property
     def fits(self) -> bool:
-        """Whether `pull` would succeed as far as can be told."""
+        """Whether `pull` would succeed, by the estimate."""
         return self.outlook.finished or self.route is not None
 
 
 @system_errors_by_name()
 def pull(wish: Wish, executor: ShardExecutor | None = None, *, loads: bool = False) -> Pulled:
-    """Find a model, split it unless that is done, and say what is where.
+    """Find a model, split it unless that is done, and report where its parts are.
 
     Args:
-        wish: what, and how.
-        executor: who fills layer files elsewhere, quantizing on the CPU; None for this process.
-        loads: this process will load the model; without, too little memory for a layer is a warning only, unless the
-            wish has a device or limits.
+        wish: the model and the options for preparing it.
+        executor: fills layer files elsewhere, quantizing on the CPU; None for this process.
+        loads: whether this process will load the model; if not, a layer too large for memory is only a warning,
+            unless the wish has a device or limits.
 
     Raises:
-        RabbitLLMError: as `AutoModel.from_pretrained` does; whatever can be refused is refused before the split.
+        RabbitLLMError: see `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
     """
     start = time.perf_counter()
     options = wish.split_options()
@@ -240,7 +240,7 @@ def _split(
 
 
 def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, Path | None]:
-    """What there is of the shards now."""
+    """The state of the shards now, and the folder that has some."""
     if entry.source is None or (source.repository is None and source.local is None):
         return None, None
     names = list(entry.source.fingerprints)
@@ -257,12 +257,12 @@ def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, P
 
 @system_errors_by_name()
 def dry_run(wish: Wish) -> DryRun:
-    """Tell from headers whether `pull` would fit, by the plan's own estimate. Writes and measures nothing.
+    """Predict from headers whether `pull` would fit, by the plan's own estimate. Writes and measures nothing.
 
     Raises:
-        RabbitLLMError: as `rabbitllm.plan` does.
+        RabbitLLMError: see `rabbitllm.plan`.
     """
-    from rabbitllm.estimate.plan import outlook_at  # with all that measures; a split needs none of it
+    from rabbitllm.estimate.plan import outlook_at  # imports all measuring code, which a split does not need
     from rabbitllm.estimate.source_scan import SourceScan
 
     options = wish.with_memory(wish.split_options())

@@ -1,4 +1,4 @@
-"""What `rabbitllm pull` says at its end: what is where, how large, and what to type next. Decides nothing."""
+"""The final report of `rabbitllm pull`: locations, sizes, and the next command. Decides nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rabbitllm.splitter.split_estimate import STANDARD
 
 
 def show_pulled(pulled: Pulled, wish: Wish, console: Console) -> None:
-    """Print what came of it."""
+    """Print the outcome."""
     entry = pulled.entry
     how = entry.compression or "uncompressed"
     state = "is ready; it was whole already" if pulled.before else "is ready"
@@ -41,12 +41,12 @@ def _of_the_original(pulled: Pulled) -> str | None:
 
 
 def next_command(pulled: Pulled, wish: Wish) -> str:
-    """What runs this model."""
+    """The command that runs this model."""
     return shlex.join(["rabbitllm", "run", *model_words(pulled.name, wish)]) + ' "What is a rabbit?"'
 
 
 def model_words(name: str, wish: Wish) -> list[str]:
-    """A model and what else has to be said to mean this split of it."""
+    """The arguments that name a model and this split of it."""
     words = [name]
     if wish.compression is not None:
         words += ["--compression", wish.compression]
@@ -58,7 +58,7 @@ def model_words(name: str, wish: Wish) -> list[str]:
 
 
 def show_dry_run(found: DryRun, wish: Wish, console: Console) -> None:
-    """Print what would be done, and whether it fits."""
+    """Print the plan, and whether it fits."""
     outlook, how = found.outlook, found.outlook.compression or "uncompressed"
     put(console, Text(f"{found.name}, {how}", "bold"))
     if outlook.output_bytes is not None:
