@@ -91,7 +91,7 @@ def test_from_when_on_it_does_not_stay_there_it_goes_past(tmp_path: Path) -> Non
     stored = file.put(first)
     assert stored is not None
     assert pages(tmp_path) > 0
-    file._beside = MORE_THAN_ANY_MEMORY
+    file._weight_bytes = MORE_THAN_ANY_MEMORY
     fill_and_compare(file, range(1, 12))
     assert file.is_past_the_cache
     assert torch.equal(file.get(stored).keys, first.keys)  # written through the cache, read past it
