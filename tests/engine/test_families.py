@@ -76,7 +76,12 @@ def test_uncompressed_is_what_transformers_computes(
 def test_compressed_is_what_transformers_makes_of_dequantized_weights(
     tmp_path: Path, family: str, tied: bool, dtype: torch.dtype, compression: str
 ) -> None:
-    folder = build_checkpoint(tmp_path / "model", family, tied=tied, dtype=dtype, shards=3)
+    more: dict[str, Any] = {}
+    if (tied, dtype, compression) == (True, torch.bfloat16, "8bit") and family in ("gpt_oss", "mixtral", "qwen3_moe"):
+        # only with so many layers do all codes, and one unit that is made of them, take less than all units made
+        more = {"num_hidden_layers": 6}
+        more |= {"layer_types": ["sliding_attention", "full_attention"] * 3} if family == "gpt_oss" else {}
+    folder = build_checkpoint(tmp_path / "model", family, tied=tied, dtype=dtype, shards=3, **more)
     expected = reference_logits(dequantized(folder, tmp_path / "reference", compression, dtype), INPUT, dtype)
     directory = split(folder, compression)
     stored = LayerStore(directory).tensors
