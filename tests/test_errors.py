@@ -140,9 +140,33 @@ except rabbitllm.errors.RabbitLLMError as error:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
     other = shutil.copytree(model, tmp_path / "other")
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(model), str(other)], capture_output=True, text=True)
+    command = [sys.executable, "-c", LIMITED, str(model), str(other)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "not enough memory" in done.stdout
+
+
+NO_ROOM = """
+import resource
+from rabbitllm.base.forks import THREAD_BYTES, Workers
+def limit(room):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+limit(8 * THREAD_BYTES)
+assert Workers(1, "one").submit(lambda: 5).result() == 5
+limit(THREAD_BYTES // 2)
+try:
+    Workers(1, "another")
+except MemoryError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_thread_that_has_no_room_is_not_waited_for() -> None:
+    """Python's own start of a thread never returns where the thread cannot allocate its state."""
+    done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("can't start new thread\n", "")
 
 
 def test_the_command_says_it_in_one_message(model: Path, tmp_path: Path) -> None:

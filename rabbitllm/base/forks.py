@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,31 @@ def own_lock(lock: L) -> L:
 def in_child(method: Callable[[], object]) -> None:
     """Call a method of an object in every forked child, while the object lives; the method must not wait or raise."""
     _IN_CHILD.append(weakref.WeakMethod(method))
+
+
+THREAD_BYTES = 16 << 20
+"""Address space of a new thread: its stack, and allocations before its first line."""
+
+
+def require_room_for_a_thread() -> None:
+    """Refuse to start a thread that a limit of address space leaves no room for; call this before the start.
+
+    `threading.Thread.start` never returns if the new thread cannot allocate its own state.
+
+    Raises:
+        MemoryError: less than `THREAD_BYTES` are left of RLIMIT_AS (Linux, getrlimit(2)).
+    """
+    if sys.platform != "linux":
+        return
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    if limit - used < THREAD_BYTES:
+        raise MemoryError("can't start new thread")
 
 
 class ForkGuard:
@@ -93,6 +119,7 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
+        require_room_for_a_thread()
         self._pool = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
 
     def _start_again(self) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import DiskSampled, tell
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import DiskFullError
@@ -72,6 +73,7 @@ class DiskSampler:
         self._process = psutil.Process()
         self._memory_at_start = self._max_memory = anonymous_bytes(self._process)
         self._tell(self._sample())  # so the first check raises on a disk that is too full at the start
+        require_room_for_a_thread()
         self._thread.start()
         return self
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
@@ -131,6 +132,7 @@ class Mover:
         *,
         fitted: bool = False,
     ) -> None:
+        require_room_for_a_thread()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="split")
         self._threads = threads
         self._quantize_on = quantize_on
