@@ -23,7 +23,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
-from rabbitllm.engine.row_products import RowProducts
+from rabbitllm.engine.forwards import RowProducts
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.carriers import Carrier, Carrying

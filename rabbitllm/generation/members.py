@@ -10,7 +10,7 @@ from typing import Any
 from greenlet import greenlet
 from torch import nn
 
-from rabbitllm.engine.pass_entry import entry_of
+from rabbitllm.engine.pass_line import entry_of
 from rabbitllm.generation.rows import RowKind
 from rabbitllm.telemetry.passes import PassInput
 

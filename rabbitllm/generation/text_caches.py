@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
-from rabbitllm.engine.allocator import keep_large_apart, trimming
-from rabbitllm.engine.row_products import make_kernels
+from rabbitllm.engine.forwards import make_kernels
+from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.generation.cache_memory import CacheMemory
 from rabbitllm.generation.filing import Begins, Running, begins, file_for
 from rabbitllm.generation.generation import Generation
