@@ -71,9 +71,8 @@ def test_the_files_name_no_other_place_and_make_nothing_of_text() -> None:
 
 
 def test_packages_carry_the_files() -> None:
-    """`package_data` of setup.py."""
-    root = STATIC.parent.parent.parent
-    assert '"rabbitllm.server": ["static/*"]' in (root / "setup.py").read_text(encoding="utf-8")
+    project = STATIC.parent.parent.parent / "pyproject.toml"
+    assert '"rabbitllm.server" = ["static/*"]' in project.read_text(encoding="utf-8")
 
 
 def test_the_status_says_where_the_time_goes(served: Running) -> None:
