@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rabbitllm.generation.answer import Sampling
-from rabbitllm.generation.request import Request
+from rabbitllm.generation.request import Request, Sampling
 from rabbitllm.server.api_error import bad
 from rabbitllm.server.schemas import GenerationBody
 from rabbitllm.server.settings import ModelLimits, Settings

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from rabbitllm.generation.generation_stream import UNFINISHED
+from rabbitllm.generation.streams import UNFINISHED
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"
