@@ -27,8 +27,8 @@ from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import ReadMode, SpanReader
 from rabbitllm.engine.weight_tensors import Grouping, QuantizedWeight, reads_memory, refuse_writing
 from rabbitllm.errors import AbsentWeightError
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import WeightFiles
-from rabbitllm.store.order import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import Profiler
 
 _WHY = "experts are read from the disk, or by their codes"

@@ -28,7 +28,7 @@ from rabbitllm.engine.expert_pool import routed
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.span_reader import FileSpan, Paths
 from rabbitllm.errors import ForkedError
-from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store.checksums import GROUP_BYTES, LayerChecks
 from rabbitllm.store.layer_store import StoredTensor
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.checkpoints.quantized import BITSANDBYTES, LEFTOVER, method_of
+from rabbitllm.checkpoints.config import BITSANDBYTES, LEFTOVER, method_of
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.store.layer_store import StoredTensor

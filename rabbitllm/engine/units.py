@@ -25,8 +25,8 @@ from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, Store
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.compression import Quantized, dequantize, expanded_bytes, operands
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
-from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

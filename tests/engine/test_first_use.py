@@ -17,7 +17,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rabbitllm import lazy_load
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.cli.main import app
 from rabbitllm.engine import first_use
@@ -26,8 +25,9 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import FileSpan
 from rabbitllm.errors import HostsError, IncompleteSplitError
-from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.generation.scoring import ScoredText, score
+from rabbitllm.lazy.load import lazy_load
+from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store import checksums
 from rabbitllm.store.layer_store import LayerStore
 from tests.engine.test_span_reader import Folder, _cached_pages
