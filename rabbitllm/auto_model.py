@@ -23,7 +23,7 @@ from rabbitllm.base.options import (
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
 from rabbitllm.errors import OptionError, system_errors_by_name
-from rabbitllm.quant.compression import check_fitting
+from rabbitllm.quant.schemes import check_fitting
 from rabbitllm.storage.folder_lock import FolderLock
 from rabbitllm.store.manifest import check_split
 

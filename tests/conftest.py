@@ -45,7 +45,7 @@ if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
     # without fused multiply-add, bitsandbytes' 8bit table has other last bits than everywhere else (`int8_code`)
     import bitsandbytes.functional
 
-    from rabbitllm.quant.compression.library import int8_table
+    from rabbitllm.quant.library import int8_table
 
     bitsandbytes.functional.name2qmap["dynamic"] = int8_table(torch.device("cpu"))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.quant.compression import Quantized
+from rabbitllm.quant.schemes import Quantized
 
 _FORM = "bitsandbytes "
 _BLOCK = 64

@@ -29,7 +29,7 @@ from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, FileSpan, ReadMode, 
 from rabbitllm.estimate import products
 from rabbitllm.estimate.products import small_pages
 from rabbitllm.estimate.reading import FileSample
-from rabbitllm.quant.compression import NESTED_BLOCK, code_values
+from rabbitllm.quant.schemes import NESTED_BLOCK, code_values
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import Profiler
 

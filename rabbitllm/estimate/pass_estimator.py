@@ -22,7 +22,7 @@ from rabbitllm.estimate.products import WorkingSet, working_set
 from rabbitllm.estimate.reading import FileSample
 from rabbitllm.estimate.routing import RoutedWork, by_unit
 from rabbitllm.estimate.work import UnitWork, shapes
-from rabbitllm.quant.compression import BLOCKS
+from rabbitllm.quant.schemes import SCHEMES
 
 # The time of a pass, from the times of reading and computing each unit. Pure: seconds in, seconds out.
 #
@@ -407,7 +407,7 @@ class PassEstimator:
             said = set()
             for (form, _), rate in known.rates.items():
                 if form not in said:
-                    what = f"{form} codes" if form in BLOCKS else form
+                    what = f"{form} codes" if form in SCHEMES else form
                     self._speeds.append(Speed(f"multiplying with {what} on {device}", rate))
                 said.add(form)
         if reads is not None and self._streamed:

@@ -19,7 +19,7 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.source_scan import SourceScan
-from rabbitllm.quant.compression import CODES, check_fitting
+from rabbitllm.quant.schemes import SCHEMES, check_fitting
 from rabbitllm.splitter import rates, split_estimate
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
 from rabbitllm.splitter.choosing import AllocationSummary, allocation_of
@@ -168,10 +168,10 @@ def _measure(survey: SourceScan, said: Rate | None) -> Rates:
         read = rates.read_rate([survey.checkpoint.acquire(shard) for shard in here])
     quantize: dict[str, Rate] = {}
     fitted = survey.options.fit_scales
-    for scheme, codes in CODES.items():
+    for scheme, entry in SCHEMES.items():
         dtype = commonest_dtype(survey.feasible[scheme]) if scheme in survey.feasible else None
         # before its scales are quantized 4bit-double is 4bit, unless they are fitted
-        same = scheme if fitted else codes
+        same = scheme if fitted else entry.codes
         if dtype is None or same in quantize:
             continue
         if (rate := rates.quantize_rate(same, dtype, threads, device, fitted=fitted)) is not None:

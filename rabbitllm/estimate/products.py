@@ -19,8 +19,8 @@ from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.bitsandbytes_products import is_form, matrix, nbytes_of
-from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantized, code_values
-from rabbitllm.quant.packed_products import Matrix
+from rabbitllm.quant.products import Matrix
+from rabbitllm.quant.schemes import SCHEMES, Quantized, code_values
 
 SET_BYTES = 256 << 20
 """Bytes of all matrices that are multiplied with in turn."""
@@ -153,8 +153,8 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
     if is_form(form):
         return nbytes_of(form, rows, columns)
     elements = rows * columns
-    if form in BLOCKS:
-        return elements // CODES_A_BYTE[form] + -(-elements // BLOCKS[form]) * 4
+    if form in SCHEMES:
+        return elements // SCHEMES[form].codes_a_byte + -(-elements // SCHEMES[form].block) * 4
     dtype: torch.dtype = getattr(torch, form)
     return elements * dtype.itemsize
 
@@ -162,12 +162,12 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
 def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memory) -> torch.Tensor:
     if is_form(form):
         return QuantizedWeight(matrix(form, rows, columns, lambda nbytes: _filled(memory, nbytes)), dtype)
-    if form not in BLOCKS:
+    if form not in SCHEMES:
         plain: torch.dtype = getattr(torch, form)
         return _filled(memory, rows * columns * plain.itemsize).view(plain).view(rows, columns)
     elements = rows * columns
-    payload = _filled(memory, elements // CODES_A_BYTE[form]).view(-1, 1)
-    absmax = torch.ones(-(-elements // BLOCKS[form]))
+    payload = _filled(memory, elements // SCHEMES[form].codes_a_byte).view(-1, 1)
+    absmax = torch.ones(-(-elements // SCHEMES[form].block))
     return QuantizedWeight(
         Matrix(Quantized(form, (rows, columns), "float32"), payload, absmax, code_values(form)), dtype
     )

@@ -18,7 +18,7 @@ from rabbitllm.engine.tier_picture import draw_placement
 from rabbitllm.errors import OptionError
 from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.generation_report import generation_basis, moment, show_generations
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.anatomy import Anatomy, TensorGroup
 from rabbitllm.splitter.choosing import AllocationSummary
 from rabbitllm.splitter.split_estimate import (

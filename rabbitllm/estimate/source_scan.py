@@ -18,7 +18,7 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
 from rabbitllm.formats.bounded import read_json
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed

@@ -17,7 +17,7 @@ from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.units import Place, UnitSource
 from rabbitllm.estimate.bitsandbytes_products import form_of
-from rabbitllm.quant.compression import expanded_bytes
+from rabbitllm.quant.quantize import expanded_bytes
 
 HOOKED = (Tier.PACKED, Tier.PINNED, Tier.STREAMED)
 """Tiers whose parameters are bound for each pass."""

@@ -10,7 +10,7 @@ from typing import Any
 from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
-from rabbitllm.quant.compression import MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible
+from rabbitllm.quant.schemes import MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible
 from rabbitllm.splitter.plan import SplitPlan
 
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^output\.")

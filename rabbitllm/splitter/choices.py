@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
+from rabbitllm.quant.schemes import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at
 from rabbitllm.splitter.sensitivity import SchemeGroup

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException
-from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE
+from rabbitllm.quant.schemes import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter.choices import BitChoice, BitChoices
 from rabbitllm.splitter.disk_budget import DiskBudget, Shortage, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed

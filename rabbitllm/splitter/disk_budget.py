@@ -14,7 +14,7 @@ from pathlib import Path
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.disk_sampler import existing
 from rabbitllm.splitter.disk_use import (
     BLOCK_BYTES,

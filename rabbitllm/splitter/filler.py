@@ -15,7 +15,7 @@ from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, header_length, parse_header
 from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
 from rabbitllm.formats.tensor_spec import Header
-from rabbitllm.quant.compression import StoredForm
+from rabbitllm.quant.schemes import StoredForm
 from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.splitter.gaps import Gaps

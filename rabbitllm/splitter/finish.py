@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal
 from rabbitllm.checkpoints.index import natural_key
-from rabbitllm.quant.compression import Settling, StoredForm, constants
+from rabbitllm.quant.schemes import Settling, StoredForm, constants
 from rabbitllm.splitter.request import SplitRequest
 from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
 from rabbitllm.splitter.work import SplitWork

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rabbitllm.formats.tensor_spec import DTYPES
-from rabbitllm.quant.compression import BLOCKS, StoredForm
+from rabbitllm.quant.schemes import SCHEMES, StoredForm
 from rabbitllm.splitter.plan import SplitPlan
 
 CHUNK_BYTES = 4 << 20
@@ -64,7 +64,7 @@ def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
                 length = min(CHUNK_BYTES, spec.nbytes - at)
                 yield Move(layer, form, at, length, spec.offset + at, length)
             continue
-        width, block = DTYPES[spec.dtype].bits // 8, BLOCKS[form.scheme]
+        width, block = DTYPES[spec.dtype].bits // 8, SCHEMES[form.scheme].block
         step = CHUNK_BYTES // width // block * block
         for first in range(0, spec.elements, step):
             count = min(step, spec.elements - first)

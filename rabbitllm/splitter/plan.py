@@ -15,7 +15,7 @@ from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import StoredForm, stored_form
+from rabbitllm.quant.schemes import StoredForm, stored_form
 from rabbitllm.splitter.gaps import can_be_kept
 from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out

@@ -11,7 +11,7 @@ from pathlib import Path
 from rabbitllm.base.collection import uncollected
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.quant.compression import DOUBLE, Quantized, StoredForm, form_in
+from rabbitllm.quant.schemes import DOUBLE, Quantized, StoredForm, form_in
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import LayerLayout

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import DOUBLE, is_compressible, scheme_of, stored_form
+from rabbitllm.quant.schemes import DOUBLE, is_compressible, scheme_of, stored_form
 
 ERRORS: Mapping[str | None, float] = {None: 0.0, "8bit": 1.8e-4, "4bit": 8.55e-3, "4bit-double": 8.57e-3}
 """Squared error of the weights stored with a scheme, relative to the squared weights."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.plain_json import plain
-from rabbitllm.quant.compression import CODES
+from rabbitllm.quant.schemes import SCHEMES
 from rabbitllm.splitter.anatomy import Anatomy
 from rabbitllm.splitter.choosing import AllocationSummary
 from rabbitllm.splitter.disk_budget import DiskBudget, Shortage, use_of
@@ -68,7 +68,7 @@ class Rates:
         """Return the rate of quantizing at a compression; at "auto" that of the slowest scheme it may use."""
         if compression == AUTO:
             return min(self.quantize.values(), key=lambda rate: rate.bytes_per_second, default=None)
-        return self.quantize.get(compression) or self.quantize.get(CODES[compression])
+        return self.quantize.get(compression) or self.quantize.get(SCHEMES[compression].codes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from rabbitllm.errors import (
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import Header, TensorSpec
-from rabbitllm.quant.compression import Quantized, part_names, read_state, schemes, state_key
+from rabbitllm.quant.schemes import Quantized, part_names, read_state, state_key, stored_schemes
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store.checksums import (
     LayerChecks,
@@ -92,7 +92,7 @@ def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantize
     """
     found: dict[str, Quantized | None] = {}
     with PositionalFile(path) as file:
-        for name, scheme in schemes(keys).items():
+        for name, scheme in stored_schemes(keys).items():
             key = state_key(name, scheme)
             state = file.read_at(keys[key].offset, keys[key].nbytes) if key is not None else b""
             found[name] = read_state(name, scheme, keys, state) if scheme is not None else None
@@ -220,7 +220,7 @@ class LayerStore:
         if self.checks is not None and record is not None:
             self.checks.open(file, header, lambda: self._maps.mapped(file).whole(), record.crc32, record.blocks)
             if record.blocks is not None:
-                states = (key for name, scheme in schemes(keys).items() if (key := state_key(name, scheme)))
+                states = (key for name, scheme in stored_schemes(keys).items() if (key := state_key(name, scheme)))
                 self.checks.stored(file, [(keys[key].offset, keys[key].nbytes) for key in states])
         try:
             for name, quantized in read_forms(self.folder / file, keys).items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rabbitllm.quant import fused_products
-from rabbitllm.quant.compression import Quantized
-from rabbitllm.quant.fused_products import FusedMatrix, can_multiply
+from rabbitllm.quant import products
+from rabbitllm.quant.products import FusedMatrix, can_multiply
+from rabbitllm.quant.schemes import Quantized
 from tests.quant.test_packed_products import error, inputs, matrix, meant
 
 
@@ -24,7 +24,7 @@ def test_one_input_is_multiplied_from_the_codes(
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("the matrix was made")
 
-    monkeypatch.setattr(fused_products, "dequantize", refuse)
+    monkeypatch.setattr(products, "dequantize", refuse)
     found = FusedMatrix(*parts)
     assert error(found.linear(x, None), exact) < 4 * torch.finfo(dtype).eps
     assert error(found.linear(x, bias), dense.double()) < 4 * torch.finfo(dtype).eps
@@ -43,7 +43,7 @@ def test_more_inputs_have_the_bits_of_the_matrix(count: int, monkeypatch: pytest
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("codes were multiplied")
 
-    monkeypatch.setattr(fused_products, "multiply_4bit", refuse)
+    monkeypatch.setattr(products, "multiply_4bit", refuse)
     found = FusedMatrix(*parts)
     assert torch.equal(found.linear(x, bias), torch.nn.functional.linear(x, found.dequantized(x.dtype), bias))
 

@@ -14,18 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import bfloat_products, packed_kernels, packed_products, panel_products, row_team, vectors
-from rabbitllm.quant.code_tables import PAIRS, table_of
-from rabbitllm.quant.compression import BLOCKS, Quantized, dequantize
-from rabbitllm.quant.compression.library import functional as functions
-from rabbitllm.quant.packed_products import (
+from rabbitllm.quant import bfloat_products, kernels, products, vectors
+from rabbitllm.quant.kernels import CODES
+from rabbitllm.quant.library import functional as functions
+from rabbitllm.quant.product_kernels import KERNELS
+from rabbitllm.quant.products import (
     MAX_GROUPED,
     MAX_INPUTS,
     MAX_INPUTS_IN_PAIRS,
     Matrix,
+    ProductMethod,
     linear,
     multiplies,
 )
+from rabbitllm.quant.quantize import dequantize
+from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
+from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant.vectors import PAIRS, table_of
 from tests.support.rounding import assert_products
 
 SCHEMES = ("4bit", "8bit")
@@ -51,7 +56,7 @@ def meant(parts: Parts) -> torch.Tensor:
     codes = payload.view(-1)
     if form.scheme == "4bit":
         codes = torch.stack([codes >> 4, codes & 15], 1).view(-1)
-    scales = absmax.double().repeat_interleave(BLOCKS[form.scheme])[: math.prod(form.shape)]
+    scales = absmax.double().repeat_interleave(ALL_SCHEMES[form.scheme].block)[: math.prod(form.shape)]
     return (table.double()[codes.long()] * scales).view(form.shape)
 
 
@@ -86,7 +91,10 @@ def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, 
     assert_products(linear(x, Matrix(*parts), None), x, whole)
 
 
-@pytest.mark.parametrize(("scheme", "width"), list(packed_kernels._FUNCTIONS))
+BY_CODES = [key[1:] for key in KERNELS if key[0] == CODES and key[1] in SCHEMES]
+
+
+@pytest.mark.parametrize(("scheme", "width"), BY_CODES)
 def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> None:
     in_pairs = width == PAIRS
     if not vectors.multiplies_pairs() if in_pairs else vectors.lanes() < width:
@@ -94,7 +102,7 @@ def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> No
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11), (300, 1024, 2)):
         form, payload, absmax, table = matrix(scheme, rows, columns)
         x = inputs(count, columns, torch.bfloat16 if in_pairs else torch.float32)
-        got = Matrix(form, payload, absmax, table).times_with(width, x)
+        got = Matrix(form, payload, absmax, table).times_by(ProductMethod.CODES, width, x)
         table = as_pairs(scheme, table) if in_pairs else table
         assert_products(got, x, meant((form, payload, absmax, table)))
 
@@ -134,7 +142,7 @@ def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("given", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+sse4.2,-avx2,-fma"}])
 def test_a_compiler_that_may_use_less_than_the_processor_has(given: dict[str, str], tmp_path: Path) -> None:
     """Asked for instructions that it may not use, it would end the process."""
-    code = "from rabbitllm.quant import packed_products as p, vectors as v; print(v.lanes(), p._kernel_agrees('4bit'))"
+    code = "from rabbitllm.quant import products as p, vectors as v; print(v.lanes(), p._kernel_agrees('4bit'))"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_CPU_")}
     environment = {**inherited, **given, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -175,7 +183,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     parts = matrix(scheme, 777, 1024)
     x = inputs(3, 1024, dtype)
     before = torch.get_num_threads()
-    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
     try:
         found = []
         for threads in (1, 2, 3, 8):
@@ -194,12 +202,12 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(
 ) -> None:
     parts = matrix(scheme, 777, 1024)
     x = inputs(3, 1024, dtype)
-    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         in_a_team = linear(x, Matrix(*parts), None)
-        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
+        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
         assert torch.equal(linear(x, Matrix(*parts), None), in_a_team)
     finally:
         torch.set_num_threads(before)
@@ -217,9 +225,9 @@ def test_groups_have_the_bits_of_one_by_one(
     groups = [(0, 1), (1, 7), (9, 9 + MAX_INPUTS_IN_PAIRS + 1), (78, 85), (85, 86)]
     x = inputs(90, 256, dtype)
     if not in_a_team:
-        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
-    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 12)
-    monkeypatch.setattr(panel_products, "WORTH_A_THREAD", 1 << 12)
+        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
+    for method in kernels.WORTH_A_THREAD:
+        monkeypatch.setitem(kernels.WORTH_A_THREAD, method, 1 << 12)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -296,28 +304,31 @@ def test_matrices_without_a_kernel() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    right = Matrix.times_with
-    monkeypatch.setattr(Matrix, "times_with", lambda self, width, x: right(self, width, x) * 1.001)
-    packed_products._kernel_agrees.cache_clear()
+    right = Matrix.times_by
+    monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
+    products._kernel_agrees.cache_clear()
+    products._agrees.cache_clear()
     try:
         assert not multiplies(Quantized("4bit", (8, 64), "bfloat16"))
         if vectors.lanes():
             assert "is off by 1.0e-03 here and is not used" in caplog.text
     finally:
-        packed_products._kernel_agrees.cache_clear()
+        products._kernel_agrees.cache_clear()
+        products._agrees.cache_clear()
 
 
 _IN_A_PROCESS = """
 import sys
 import torch
 from tests.quant.test_packed_products import assert_products, inputs, matrix, meant
-from rabbitllm.quant import packed_products
+from rabbitllm.quant import kernels
+from rabbitllm.quant.products import Matrix, ProductMethod
 for key in sys.argv[1:]:
     scheme, width = key.split("-")
     for worth in (1 << 10, 1 << 30):  # by threads of a team, and by one
-        packed_products.WORTH_A_THREAD = worth
+        kernels.WORTH_A_THREAD = {"codes": worth}
         parts, x = matrix(scheme, 70, 704), inputs(3, 704)
-        got = packed_products.Matrix(*parts).times_with(int(width), x)
+        got = Matrix(*parts).times_by(ProductMethod.CODES, int(width), x)
         assert_products(got, x, meant(parts))
 """
 
@@ -339,7 +350,7 @@ def test_what_processes_compiled_apart_works_together(tmp_path: Path) -> None:
 def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are multiplied in float32; the result is rounded once."""
     monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
-    monkeypatch.setattr(packed_products, "kernel_for", lambda scheme, dtype: vectors.lanes())
+    monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: vectors.lanes())
     multiplied: list[torch.dtype] = []
     ordinary = torch.nn.functional.linear
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rabbitllm.quant import packed_products, panel_kernels, panel_products, row_team, vectors
-from rabbitllm.quant.packed_products import Matrix, ProductMethod, linear
-from rabbitllm.quant.panel_products import LEAST_INPUTS, MAX_INPUTS
+from rabbitllm.quant import kernels, product_kernels, products, vectors
+from rabbitllm.quant.kernels import PANELS
+from rabbitllm.quant.products import LEAST_PANEL_INPUTS, MAX_PANEL_INPUTS, Matrix, ProductMethod, linear
 from tests.quant.test_packed_products import SCHEMES, inputs, matrix, meant, needs_kernel
 from tests.support.rounding import assert_products
 
-KERNELS = list(panel_kernels._FUNCTIONS)
+KERNELS = [key[1:] for key in product_kernels.KERNELS if key[0] == PANELS]
 
 
 def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,7 +19,7 @@ def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor)
     if vectors.lanes() < width:
         pytest.skip("needs other vectors")
     parts = matrix(scheme, rows, columns, dtype=torch.float32)
-    return Matrix(*parts).by_panels(width, x), meant(parts)
+    return Matrix(*parts).times_by(ProductMethod.PANELS, width, x), meant(parts)
 
 
 @pytest.mark.parametrize(("scheme", "width"), KERNELS)
@@ -47,11 +47,11 @@ def test_any_number_of_threads_gives_the_same_bits(
     scheme: str, width: int, team: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = inputs(9, 2048)
-    monkeypatch.setattr(panel_products, "WORTH_A_THREAD", 1 << 30)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, PANELS, 1 << 30)
     alone, _ = by_panels(scheme, width, 131, 2048, x)
-    monkeypatch.setattr(panel_products, "WORTH_A_THREAD", 1 << 10)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, PANELS, 1 << 10)
     if not team:
-        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
+        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
     threads = torch.get_num_threads()
     try:
         for count in (2, 3, 5):
@@ -67,23 +67,25 @@ def test_any_number_of_threads_gives_the_same_bits(
 def test_what_is_as_many_as_it_is_for_goes_this_way(
     scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_products, "kernel_for", lambda scheme, dtype: vectors.lanes())
+    monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: vectors.lanes())
     counts: list[int] = []
-    ordinary = Matrix.by_panels
+    ordinary = Matrix.times_by
 
-    def by_panels(self: Matrix, width: int, x: torch.Tensor) -> torch.Tensor:
-        counts.append(len(x))
-        return ordinary(self, width, x)
+    def counted(self: Matrix, method: ProductMethod, width: int, x: torch.Tensor) -> torch.Tensor:
+        if method is ProductMethod.PANELS:
+            counts.append(len(x))
+        return ordinary(self, method, width, x)
 
-    monkeypatch.setattr(Matrix, "by_panels", by_panels)
-    parts, most = matrix(scheme, 70, 512), MAX_INPUTS[vectors.lanes()]
-    for count in (LEAST_INPUTS - 1, LEAST_INPUTS, most, most + 1):
+    products._agrees(ProductMethod.PANELS, scheme, vectors.lanes())  # whose trial multiplies too
+    monkeypatch.setattr(Matrix, "times_by", counted)
+    parts, most = matrix(scheme, 70, 512), MAX_PANEL_INPUTS[vectors.lanes()]
+    for count in (LEAST_PANEL_INPUTS - 1, LEAST_PANEL_INPUTS, most, most + 1):
         x = inputs(count, 512, dtype)
         got = linear(x, Matrix(*parts), None)
         assert got.dtype == dtype
         if count <= most:
             assert_products(got, x, meant(parts))
-    assert counts == [LEAST_INPUTS, most]
+    assert counts == [LEAST_PANEL_INPUTS, most]
 
 
 @needs_kernel
@@ -99,11 +101,11 @@ def test_what_is_not_a_number_stays_so() -> None:
 
 @needs_kernel
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    right = panel_products.times
-    monkeypatch.setattr(panel_products, "times", lambda *given: right(*given) * 1.001)
-    panel_products._agrees.cache_clear()
+    right = Matrix.times_by
+    monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
+    products._agrees.cache_clear()
     try:
-        assert packed_products._way(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) is ProductMethod.CODES
+        assert products.method_for(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) is ProductMethod.CODES
         assert "are off by 1.0e-03 here and are not used" in caplog.text
     finally:
-        panel_products._agrees.cache_clear()
+        products._agrees.cache_clear()

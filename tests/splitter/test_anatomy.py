@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.quant.compression import is_compressible
+from rabbitllm.quant.schemes import is_compressible
 from rabbitllm.splitter import anatomy
 from rabbitllm.splitter.anatomy import TensorGroup
 from rabbitllm.splitter.plan import PlannedShard

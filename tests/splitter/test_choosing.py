@@ -15,7 +15,8 @@ import rabbitllm.demo
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantize_blocks
+from rabbitllm.quant.quantize import quantize_blocks
+from rabbitllm.quant.schemes import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values
 from rabbitllm.splitter.choosing import WORTH_LESS_BITS, allocation_of, with_choice
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import DTYPES, byte_size
-from rabbitllm.quant.compression import BLOCKS
+from rabbitllm.quant.schemes import SCHEMES
 from rabbitllm.splitter import moves as moves_module
 from rabbitllm.splitter.moves import moves
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan
@@ -65,7 +65,7 @@ def check_moves(plan: SplitPlan, shard: PlannedShard, chunk: int) -> None:
         if runs[0].form.scheme is None:
             assert sum(run.nbytes for run in runs) == tensor.nbytes
             continue
-        block = BLOCKS[runs[0].form.scheme]
+        block = SCHEMES[runs[0].form.scheme]
         assert all(run.elements % block == 0 for run in runs[:-1])
         assert [run.first for run in runs] == [sum(r.elements for r in runs[:n]) for n in range(len(runs))]
         assert sum(run.elements for run in runs) == tensor.elements

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.quant.compression import SCALE_BYTES
+from rabbitllm.quant.schemes import SCALE_BYTES
 from rabbitllm.splitter.mover import settled_parts
 from tests.support.plans import plan_of, shard_of
 

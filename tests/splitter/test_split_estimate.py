@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import split_estimate
 from rabbitllm.splitter.anatomy import anatomy_of
 from rabbitllm.splitter.disk_budget import DiskBudget, Shortage

@@ -15,7 +15,7 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import parse_header
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.quant.compression import StoredForm, stored_form
+from rabbitllm.quant.schemes import StoredForm, stored_form
 from rabbitllm.store.layer_file import LayerLayout, lay_out, layer_file_name
 
 LAYER = LayerName("layers.0", "model.layers.0")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 
 from rabbitllm.estimate.doctor.records import Package
-from rabbitllm.quant.compression import check_compression
+from rabbitllm.quant.schemes import check_compression
 
 NAME = "rabbitllm"
 ESSENTIAL: Mapping[str, str] = {

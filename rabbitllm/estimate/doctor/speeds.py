@@ -19,7 +19,7 @@ from rabbitllm.estimate.expert_times import DIRECT, DROPPED
 from rabbitllm.estimate.machine import RoughMachine, product_key
 from rabbitllm.estimate.products import SET_BYTES, working_set
 from rabbitllm.estimate.reading import FileSample, something_to_read
-from rabbitllm.quant.compression import CODES, check_compression
+from rabbitllm.quant.schemes import SCHEMES, check_compression
 
 SHAPES = {(4096, 4096): 1, (14336, 4096): 3, (4096, 14336): 1}
 """(rows, columns) -> share of the bytes, as in a model of 8 billion parameters."""
@@ -78,8 +78,9 @@ def measurements(bench: Bench) -> Iterator[tuple[Callable[[], float | None], str
         yield partial(_reading, bench, sample, way), f"reading the disk of layer files, {words}"
     for device in bench.machine.devices:
         plain = "bfloat16" if suits_bf16(device) else "float16"
-        for form in (plain, *dict.fromkeys(CODES.values())) if device.shares_host_memory else (plain,):
-            codes = " codes" if form in CODES else ""
+        coded = dict.fromkeys(scheme.codes for scheme in SCHEMES.values()) if device.shares_host_memory else ()
+        for form in (plain, *coded):
+            codes = " codes" if form in SCHEMES else ""
             yield partial(_product, bench.machine, device, form), f"multiplying with {form}{codes} on {device.name}"
         if not device.shares_host_memory:
             yield partial(bench.machine.upload, device.name), f"copying from host memory to {device.name}"
@@ -92,7 +93,7 @@ def _reading(bench: Bench, sample: FileSample, way: ReadMode) -> float | None:
 def _product(machine: RoughMachine, device: Device, form: str) -> float:
     import torch
 
-    if form in CODES:
+    if form in SCHEMES:
         check_compression(form)
     dtype = torch.bfloat16 if suits_bf16(device) else torch.float16
 

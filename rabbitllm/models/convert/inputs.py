@@ -34,7 +34,7 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
 )
 from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.quant.compression import DOUBLE
+from rabbitllm.quant.schemes import DOUBLE
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.finish import clear_away, discard_original
 from rabbitllm.splitter.interrupted import telling_how_to_go_on

@@ -13,7 +13,7 @@ from typing import Any
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
