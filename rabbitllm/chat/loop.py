@@ -22,16 +22,10 @@ from rich.text import Text
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_chat, write_chat
 from rabbitllm.errors import ChatError, RabbitLLMError
-from rabbitllm.generation.session import (
-    BY_THE_CONTEXT,
-    BY_THE_LIMIT,
-    BY_THE_USER,
-    PLACES,
-    AnswerWork,
-    ChatAnswer,
-    Session,
-)
+from rabbitllm.generation.request import Answer, AnswerWork, FinishReason
+from rabbitllm.generation.session import Session
 from rabbitllm.generation.streams import print_text
+from rabbitllm.telemetry.totals import PINNED_UPLOAD, READ, UPLOAD
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "/system": ("[TEXT]", "set the system prompt; without a text show it, with - remove it"),
@@ -44,6 +38,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "/exit": ("", "leave; Ctrl-D does it too"),
 }
 """Command -> its argument, in brackets if optional, and its help text."""
+_PLACES = {
+    READ: "from the disk",
+    UPLOAD: "of that copied to the device",
+    PINNED_UPLOAD: "from page-locked RAM to the device",
+}
+"""Stage -> source of its bytes, in words."""
 QUOTES = '"""'
 """Mark at the beginning and end of a message of several lines."""
 
@@ -100,7 +100,7 @@ class Totals:
 
     Attributes:
         answers: number of answers.
-        tokens, prompt_tokens, kept_tokens, seconds, work: sums of the attributes of `ChatAnswer`.
+        tokens, prompt_tokens, kept_tokens, seconds, work: sums of the attributes of `Answer`.
         further_tokens, further_seconds: number of tokens after each first one, and their time.
     """
 
@@ -113,16 +113,16 @@ class Totals:
     further_seconds: float = 0.0
     work: AnswerWork = field(default_factory=AnswerWork)
 
-    def plus(self, answer: ChatAnswer) -> Totals:
+    def plus(self, answer: Answer) -> Totals:
         """The totals with one more answer."""
         return Totals(
             self.answers + 1,
-            self.tokens + answer.tokens,
+            self.tokens + len(answer.tokens),
             self.prompt_tokens + answer.prompt_tokens,
             self.kept_tokens + answer.kept_tokens,
             self.seconds + answer.seconds,
-            self.further_tokens + max(answer.tokens - 1, 0),
-            self.further_seconds + (answer.seconds - answer.first if answer.tokens > 1 else 0.0),
+            self.further_tokens + max(len(answer.tokens) - 1, 0),
+            self.further_seconds + (answer.seconds - answer.first_seconds if answer.first_seconds is not None else 0.0),
             self.work.plus(answer.work),
         )
 
@@ -150,7 +150,7 @@ class CacheState:
 
 
 def show_stats(
-    console: Console, last: ChatAnswer | None, totals: Totals, cache: CacheState, in_place: Mapping[str, int]
+    console: Console, last: Answer | None, totals: Totals, cache: CacheState, in_place: Mapping[str, int]
 ) -> None:
     """Print the output of /stats.
 
@@ -165,8 +165,10 @@ def show_stats(
         put_fact(console, "answers", "none yet")
     else:
         console.print(Text("last answer", "bold"))
-        put_fact(console, "  first token", _duration(last.first))
-        _show(console, last.tokens, last.rate, last.prompt_tokens, last.kept_tokens, last.work)
+        put_fact(
+            console, "  first token", _duration(last.seconds if last.first_seconds is None else last.first_seconds)
+        )
+        _show(console, len(last.tokens), last.tokens_per_second, last.prompt_tokens, last.kept_tokens, last.work)
         if totals.answers > 1:
             console.print(Text(f"all {totals.answers:,} answers", "bold"))
             put_fact(console, "  time", _duration(totals.seconds))
@@ -182,7 +184,7 @@ def _show(console: Console, tokens: int, rate: float | None, prompt: int, kept: 
     put_fact(console, "  generated", counted(tokens, "token") + (f", {rate:,.2f} a second" if rate else ""))
     put_fact(console, "  prompt", f"{counted(prompt, 'token')}: {kept:,} kept in the cache, {prompt - kept:,} computed")
     put_fact(console, "  passes", f"{work.passes:,}, with {counted(work.tokens, 'token')} altogether")
-    moved = [f"{size(work.moved[stage])} {where}" for stage, where in PLACES.items() if stage in work.moved]
+    moved = [f"{size(work.moved[stage])} {where}" for stage, where in _PLACES.items() if stage in work.moved]
     put_fact(console, "  moved", ", ".join(moved) if moved else "nothing: all weights stay where they are used")
     if work.experts:
         found = ", ".join(f"{count:,} {where.removeprefix('experts ')}" for where, count in work.experts.items())
@@ -284,7 +286,7 @@ class ChatLoop:
         self._session = session
         self._surface = surface
         self._model = model
-        self._last: ChatAnswer | None = None
+        self._last: Answer | None = None
         self._totals = Totals()
         self._failed = False
         self.conversation = conversation
@@ -356,24 +358,28 @@ class ChatLoop:
             answer = self._session.answer(self.conversation.messages(question), write, stopped=stopped, at_unit=at_unit)
         self._put("\n" if answer.text or not self._surface.interactive else "")
         self._last, self._totals = answer, self._totals.plus(answer)
-        if answer.ended == BY_THE_USER and not answer.text:
+        is_stopped = answer.finish is FinishReason.CANCELLED
+        if is_stopped and not answer.text:
             self._note("stopped before anything came; the question was taken back")
             return
-        stopped_early = answer.ended == BY_THE_USER
-        self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, stopped_early))
-        if stopped_early:
+        self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, is_stopped))
+        if is_stopped:
             self._note("stopped; what came so far stays in the conversation")
-        elif answer.ended == BY_THE_CONTEXT:
+        elif answer.finish is FinishReason.LENGTH and self._is_full(answer):
             self._note(
                 f"the context of {self._session.context:,} tokens is full: /drop forgets the oldest exchange, "
                 "/reset all of them"
             )
-        elif answer.ended == BY_THE_LIMIT:
-            self._note(f"ended after {counted(answer.tokens, 'token')}; --max-new-tokens sets that limit")
+        elif answer.finish is FinishReason.LENGTH:
+            self._note(f"ended after {counted(len(answer.tokens), 'token')}; --max-new-tokens sets that limit")
         elif not answer.text:
             self._note("the model ended its answer at once")
         if self._surface.interactive:
             self._put("\n")
+
+    def _is_full(self, answer: Answer) -> bool:
+        context = self._session.context
+        return context is not None and answer.prompt_tokens + len(answer.tokens) >= context
 
     def _carry_out(self, command: Command) -> None:
         match command.name:

@@ -28,11 +28,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers.cache_utils import DynamicLayer
 
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.span_reader import stays_cached
-from rabbitllm.generation.kv_cache import append
+from rabbitllm.generation.kv_cache import append, keeps_every_token, without_room
 from rabbitllm.storage import durable
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 
@@ -189,7 +188,7 @@ class ImageFile:
         is_past_the_cache: whether images that are not small bypass the page cache.
     """
 
-    def __init__(self, folder: Path, limit: int, weight_bytes: int) -> None:
+    def __init__(self, folder: Path | None, limit: int, weight_bytes: int) -> None:
         self.error: OSError | None = None
         self.written = 0
         self.is_past_the_cache = False
@@ -426,7 +425,7 @@ class CacheFile:
         weight_bytes: bytes of weights that a pass reads.
     """
 
-    def __init__(self, folder: Path, limit: int, ahead: int, weight_bytes: int = 0) -> None:
+    def __init__(self, folder: Path | None, limit: int, ahead: int, weight_bytes: int = 0) -> None:
         self._file = ImageFile(folder, limit, weight_bytes)
         self._ahead = ImagesAhead(self._file, ahead, self._find)
         self._texts: WeakKeyDictionary[Any, _Text] = WeakKeyDictionary()
@@ -487,7 +486,7 @@ class CacheFile:
         """
         self.add(cache)
         for number, layer in enumerate(cache.layers):
-            if type(layer) is DynamicLayer and layer.is_initialized:
+            if keeps_every_token(layer) and layer.is_initialized:
                 self._write(self._texts[cache], layer, number, layer.keys, layer.values)
 
     def let_return(self, cache: Any) -> None:
@@ -504,11 +503,13 @@ class CacheFile:
             self._file.give_back(layer.stored)
 
     def whole_copy(self, cache: Any) -> Any:
-        """A copy of a cache, whole and in memory; layers that were not in the file are shared with the cache.
+        """A cache, or a copy of it that is whole in memory; layers that were not in the file are shared with the cache.
 
         Raises:
             OSError: it cannot be read.
         """
+        if not self.holds(cache):
+            return cache
         made = copy(cache)
         made.layers = list(cache.layers)
         for number in self._texts[cache].layers:
@@ -545,7 +546,7 @@ class CacheFile:
             cache: KV cache of a sequence in the pass.
             number: number of the layer.
         """
-        return cache in self._texts and type(cache.layers[number]) is DynamicLayer
+        return cache in self._texts and keeps_every_token(cache.layers[number])
 
     def joined(
         self, cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor
@@ -623,7 +624,7 @@ class CacheFile:
 
     def _restore(self, cache: Any) -> None:
         for layer, whole in zip(cache.layers, self.whole_copy(cache).layers, strict=True):
-            if type(layer) is DynamicLayer:
+            if keeps_every_token(layer):
                 layer.keys, layer.values = whole.keys, whole.values
         self.drop(cache)
 
@@ -644,12 +645,12 @@ class CacheFile:
 
 def goes_to_a_file(layers: Iterable[Any]) -> bool:
     """Whether any layer of a cache is of the kind that can be in the file."""
-    return any(type(layer) is DynamicLayer for layer in layers)
+    return any(keeps_every_token(layer) for layer in layers)
 
 
 def _empty(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
     """Replace a layer's keys and values by NaN of the same shape, which takes no memory and makes any use visible."""
-    vars(layer).pop("_room", None)  # see `kv_cache.append`
+    without_room(layer)
     for name, like in (("keys", keys), ("values", values)):
         nothing = like.new_full((1, 1, 1, 1), float("nan"))
         setattr(layer, name, nothing.expand(*like.shape[:2], tokens, like.shape[3]))

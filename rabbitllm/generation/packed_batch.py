@@ -28,13 +28,13 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rabbitllm.generation.cache_file import CacheFile
-from rabbitllm.generation.kv_cache import append
+from rabbitllm.generation.kv_cache import append, is_nothing, is_window, keeps_every_token
 
 
 def grouped(sizes: Sequence[int], most: int | None) -> list[slice]:
@@ -450,7 +450,7 @@ def depends_on_longest(config: Any) -> bool:
 
 def shares_keys(model: Any) -> bool:
     """Whether layers use the KV cache of others."""
-    return any(_is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+    return any(is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
 
 
 def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
@@ -462,12 +462,7 @@ def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
 
 
 def _is_known(layer: Any) -> bool:
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or _is_nothing(layer)
-
-
-def _is_nothing(layer: Any) -> bool:
-    """Whether a layer has no attention, or uses another layer's KV cache."""
-    return type(layer).__name__ == "DummyLayer"  # not in every version
+    return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
 
 
 def _is_one_text(layer: Any) -> bool:

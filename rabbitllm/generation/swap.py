@@ -26,6 +26,7 @@ import torch
 from transformers import cache_utils
 
 from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.generation.kv_cache import without_room
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import folder_at
 
@@ -114,7 +115,7 @@ def _walked(value: Any, replaced: Callable[[Any], Any], seen: dict[int, Any]) ->
         return replaced(value)
     if id(value) not in seen:
         seen[id(value)] = made = copy(value)
-        vars(made).pop("_room", None)  # the base of the key and value views; see `kv_cache.append`
+        without_room(made)
         for name, one in vars(made).items():
             vars(made)[name] = _walked(one, replaced, seen)
     return seen[id(value)]
