@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from rabbitllm.formats.json_text import decode_message
+from rabbitllm.formats.bounded import decode_message
 from rabbitllm.server.api_error import CLOSE, TIMED_OUT, TOO_LARGE, APIError, bad
 
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from rabbitllm.generation import cache_file
 from rabbitllm.generation.cache_file import CacheFile, FileSlots, Image, ImageFile, ImagesAhead, image_of
 from rabbitllm.storage.durable import Step, observe_steps
-from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
+from rabbitllm.storage.files import DIRECT_ALIGNMENT
 from tests.engine.test_span_reader import _cached_pages
 
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 3, 2, 8, 4
