@@ -123,8 +123,8 @@ class Batch:
                 resumed=caches.resumed,
                 aside_bytes=caches.swap.nbytes,
                 aside_limit_bytes=caches.swap.limit,
-                file_bytes=caches.file.nbytes,
-                file_read_bytes=caches.file.read,
+                file_bytes=caches.file.images.nbytes,
+                file_read_bytes=caches.file.images.read,
             )
 
     def _work(self) -> None:

@@ -30,8 +30,16 @@ from transformers.cache_utils import DynamicCache
 from rabbitllm.engine.forwards import make_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.placement import Placement
-from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile, goes_to_a_file
-from rabbitllm.generation.kv_cache import WORTH_TOKENS, PrefixCache, common_prefix, copied, keeps, usable
+from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile
+from rabbitllm.generation.kv_cache import (
+    WORTH_TOKENS,
+    PrefixCache,
+    common_prefix,
+    copied,
+    keeps,
+    keeps_every_token,
+    usable,
+)
 from rabbitllm.generation.memory import CacheMemory
 from rabbitllm.generation.packed_batch import can_be_packed, shares_keys
 from rabbitllm.generation.request import Limits
@@ -65,7 +73,7 @@ def usual_bytes(folder: Path | None) -> int:
     return shutil.disk_usage(folder).free // FILE_SHARE if folder is not None else 0
 
 
-class Place(Enum):
+class CachePlace(Enum):
     """The place of the KV cache of a sequence that begins; nowhere if it has to wait."""
 
     MEMORY = "in memory"
@@ -102,7 +110,7 @@ class RunningLengths:
         only = not self.near and not self.filed
         return only or replace(self, near=[*self.near, length]).soon(memory) <= memory.limit
 
-    def place(self, length: SequenceLength, others: int, memory: CacheMemory) -> Place:
+    def place(self, length: SequenceLength, others: int, memory: CacheMemory) -> CachePlace:
         """Whether a sequence may begin, and where its KV cache is.
 
         Args:
@@ -112,16 +120,16 @@ class RunningLengths:
         """
         near = [*self.near, length]
         if not self.file_has_room(length, memory):
-            return Place.MEMORY if self.fits(length, memory) else Place.NOWHERE
+            return CachePlace.MEMORY if self.fits(length, memory) else CachePlace.NOWHERE
         if not self.filed and memory.soon([*near, *[length] * others]) <= memory.limit:
-            return Place.MEMORY
+            return CachePlace.MEMORY
         # the sequences behind it need some memory too
         reserved = (len(self.filed) + others) * memory.beside_file() + memory.ahead()
         if memory.soon(near) + reserved <= memory.limit:
-            return Place.MEMORY
+            return CachePlace.MEMORY
         if replace(self, filed=[*self.filed, length]).soon(memory) <= memory.limit:
-            return Place.FILE
-        return Place.MEMORY if not self.near and not self.filed else Place.NOWHERE
+            return CachePlace.FILE
+        return CachePlace.MEMORY if not self.near and not self.filed else CachePlace.NOWHERE
 
 
 class CacheManager:
@@ -172,9 +180,8 @@ class CacheManager:
         """The file for KV caches of running sequences; with limit 0 where it does not pay or the model forbids it."""
         weight_bytes = read_in_a_pass(model.placement)
         pays = limit != 0 and weight_bytes > self.memory.limit
-        if folder is None or not pays or not can_be_packed(model) or shares_keys(model):
-            return CacheFile(folder, 0, 0)
-        if not goes_to_a_file(DynamicCache(config=self._config).layers):
+        can = any(map(keeps_every_token, DynamicCache(config=self._config).layers)) and not shares_keys(model)
+        if folder is None or not pays or not can or not can_be_packed(model):
             return CacheFile(folder, 0, 0)
         return CacheFile(folder, usual_bytes(folder) if limit is None else limit, self.memory.ahead(), weight_bytes)
 
@@ -196,7 +203,7 @@ class CacheManager:
             (filed if self.file.keeps(one.cache) else near).append(one)
         return near, filed
 
-    def place(self, sequence: Sequence, others: int) -> Place:
+    def place(self, sequence: Sequence, others: int) -> CachePlace:
         """Whether a sequence may begin, and where its KV cache is then.
 
         Args:
@@ -340,7 +347,7 @@ class CacheManager:
 
     def _lengths(self, without: Sequence | None = None) -> RunningLengths:
         near, filed = ([one.length for one in part if one is not without] for part in self.parted())
-        return RunningLengths(near, filed, self.file.limit)
+        return RunningLengths(near, filed, self.file.images.limit)
 
     def _running_bytes(self) -> int:
         near, filed = self.parted()

@@ -252,25 +252,13 @@ _active: ContextVar[PackedCache | None] = ContextVar("packed pass", default=None
 
 
 @contextlib.contextmanager
-def packed_attention(configs: Iterable[Any], cache: PackedCache) -> Iterator[None]:
-    """Make the model attend by sequence inside the context.
-
-    Args:
-        configs: configs of the model and its modules, each once; their implementation is one of `OWN`.
-        cache: cache of the pass.
-    """
-    with attention_by_text(configs), texts_of(cache):
-        yield
-
-
-@contextlib.contextmanager
 def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
     """Make a model attend by sequence inside the context, for the sequences set by `texts_of`.
 
     Contexts may be nested; contexts that are closed in another order need one around all of them.
 
     Args:
-        configs: see `packed_attention`.
+        configs: configs of the model and its modules, each once; their implementation is one of `OWN`.
     """
     before = [(config, config._attn_implementation) for config in configs if config._attn_implementation in OWN]
     try:
@@ -523,11 +511,6 @@ class PackedForward:
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
 
-    @staticmethod
-    def of(model: Any, file: CacheFile | None = None) -> PackedForward | None:
-        """A `PackedForward` for a model; None if the model cannot be packed."""
-        return PackedForward(model, file) if can_be_packed(model) else None
-
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedSequence | None:
         """The sequence in a call of the model's forward; None if the call cannot be packed.
 
@@ -574,7 +557,7 @@ class PackedForward:
         """
         lengths = [text.ids.shape[1] for text in texts]
         cache = PackedCache([text.cache for text in texts], lengths, self._shares, self._file)
-        with packed_attention(self._configs, cache):
+        with self.attending(), texts_of(cache):
             # bypasses the model's own call, which would wait for this very pass
             output = nn.Module.__call__(
                 self._model,

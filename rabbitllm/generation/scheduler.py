@@ -24,7 +24,7 @@ from typing import Any
 
 from rabbitllm.base.forks import own_lock
 from rabbitllm.errors import BatchError, BusyError, ClosedError
-from rabbitllm.generation.cache_manager import CacheManager, Place
+from rabbitllm.generation.cache_manager import CacheManager, CachePlace
 from rabbitllm.generation.joint_pass import JointPasses
 from rabbitllm.generation.request import FinishReason, Limits
 from rabbitllm.generation.sequence import Sequence, SequenceLength
@@ -32,7 +32,7 @@ from rabbitllm.generation.sequence import Sequence, SequenceLength
 logger = logging.getLogger(__name__)
 
 FAILED = "failed"
-"""Key in `Totals.ended` of requests that raised an error; the other keys are the values of `FinishReason`."""
+"""Key in `BatchTotals.ended` of requests that raised an error; the other keys are the values of `FinishReason`."""
 MANY_TOKENS = 64
 """The time of a pass with fewer tokens counts as the time to stream the weights."""
 FIRST_TOKENS = 1024
@@ -133,7 +133,7 @@ def retry_after(waiting: int, most_running: int, seconds: float) -> float:
 
 
 @dataclass
-class Totals:
+class BatchTotals:
     """Totals since the start; see `BatchStats`."""
 
     passes: int = 0
@@ -161,7 +161,7 @@ class Scheduler:
     def __init__(self, model: Any, limits: Limits) -> None:
         self.running: list[Sequence] = []
         self.caches = CacheManager(model, limits, self.running)
-        self.totals = Totals()
+        self.totals = BatchTotals()
         self._passes = JointPasses(model, exact=limits.exact, max_rows=self.caches.memory.rows, file=self.caches.file)
         self._limits = limits
         self._waiting: deque[Sequence] = deque()
@@ -313,9 +313,9 @@ class Scheduler:
             if free <= 0:
                 return
             place = self.caches.place(sequence, min(free, len(waiting) - number) - 1)
-            if place is Place.NOWHERE:
+            if place is CachePlace.NOWHERE:
                 return  # admitting smaller requests behind it would keep it waiting for ever
-            if self.caches.allocate(sequence, in_file=place is Place.FILE):
+            if self.caches.allocate(sequence, in_file=place is CachePlace.FILE):
                 self.resume(sequence)
 
     def resume(self, sequence: Sequence) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rabbitllm.generation import cache_file
-from rabbitllm.generation.cache_file import CacheFile, FileSlots, Image, ImageFile, ImagesAhead, image_of
+from rabbitllm.generation.cache_file import CacheFile, FileSlots, Image, ImageFile
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 from tests.engine.test_span_reader import _cached_pages
@@ -85,12 +85,12 @@ def test_attention_sees_what_it_would_see_in_memory(opened: Callable[..., CacheF
     for step in range(STEPS):
         attend(file, texts, plain, [1, 1, 1], step + 1)
     assert all(torch.isnan(layer.keys).all() for layer in texts[0].layers)
-    assert file.nbytes > 0
-    assert file.read > STEPS * LAYERS * HEADS * (PROMPTS[0] + PROMPTS[1]) * (WIDTH + VALUE_WIDTH) * 2
+    assert file.images.nbytes > 0
+    assert file.images.read > STEPS * LAYERS * HEADS * (PROMPTS[0] + PROMPTS[1]) * (WIDTH + VALUE_WIDTH) * 2
     attend(file, texts, plain, [6, 1, 1], 99)  # several at once, as of a prompt that is cut
     for one in texts:
         file.drop(one)
-    assert file.nbytes == 0
+    assert file.images.nbytes == 0
 
 
 def test_attention_sees_the_same_past_the_page_cache(
@@ -103,12 +103,12 @@ def test_attention_sees_the_same_past_the_page_cache(
     attend(file, texts, plain, [*PROMPTS], 0)
     for step in range(STEPS):
         attend(file, texts, plain, [1, 1, 1], step + 1)
-    assert file.nbytes == len(texts) * LAYERS * DIRECT_ALIGNMENT
-    assert file.read == STEPS * file.nbytes
+    assert file.images.nbytes == len(texts) * LAYERS * DIRECT_ALIGNMENT
+    assert file.images.read == STEPS * file.images.nbytes
     for one in texts:
         file.let_return(one)
     attend(file, texts, plain, [1, 1, 1], STEPS + 1)
-    assert file.nbytes == 0
+    assert file.images.nbytes == 0
 
 
 def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFile]) -> None:
@@ -131,7 +131,7 @@ def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFil
         for one, two in zip(texts[text].layers, plain[text].layers, strict=True):
             assert torch.equal(one.keys, two.keys)
             assert torch.equal(one.values, two.values)
-    assert file.nbytes == 0
+    assert file.images.nbytes == 0
 
 
 def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,14 +140,14 @@ def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monk
         file.add(one)
     attend(file, texts, plain, [*PROMPTS], 0)
     seen: list[int] = []
-    take = ImagesAhead.take
+    take = ImageFile.take
 
-    def taken(self: ImagesAhead, *given: Any) -> Any:
+    def taken(self: ImageFile, *given: Any) -> Any:
         seen.append(sum(len(image.whole) for image, _ in self._coming.values()))
-        assert seen[-1] == self.nbytes
+        assert seen[-1] == self.ahead
         return take(self, *given)
 
-    monkeypatch.setattr(ImagesAhead, "take", taken)
+    monkeypatch.setattr(ImageFile, "take", taken)
     attend(file, texts, plain, [1, 1, 1], 1)
     assert len(seen) == LAYERS * len(PROMPTS)
     assert min(seen[:-1]) > 0
@@ -180,11 +180,11 @@ def test_what_cannot_be_written_is_lost_and_the_pass_is_right(
     with observe_steps(fail):
         attend(file, texts, plain, [*PROMPTS], 0)
     assert [file.is_lost(one) for one in texts] == [True, True, False]
-    assert file.limit == 0 if full else 0 < file.limit < 2500
+    assert file.images.limit == 0 if full else 0 < file.images.limit < 2500
     assert caplog.text.count("No space left on device") == int(full)
     for one in texts[:2]:
         file.drop(one)
-    assert file.nbytes == 0
+    assert file.images.nbytes == 0
     attend(file, texts[2:], plain[2:], [1], 1)
 
 
@@ -192,7 +192,7 @@ def test_the_file_has_no_name_and_is_gone_with_it(opened: Callable[..., CacheFil
     file, (texts, plain) = opened(), caches()
     file.add(texts[0])
     attend(file, texts, plain, [*PROMPTS], 0)
-    assert file.written > 0
+    assert file.images.nbytes > 0
     assert not list(tmp_path.iterdir())
 
 
@@ -206,11 +206,11 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT, mincore
 def image(tokens: int, seed: int) -> Image:
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn((1, 2, tokens, width), generator=generator).bfloat16() for width in (40, 24))
-    return image_of(keys, values, 3)
+    return Image.of(keys, values, 3)
 
 
 def image_file(folder: Path, beside: int) -> ImageFile:
-    return ImageFile(folder, 1 << 22, beside)
+    return ImageFile(folder, 1 << 22, 0, beside)
 
 
 def pages(folder: Path) -> int:
@@ -239,7 +239,7 @@ def fill_and_compare(file: ImageFile, seeds: range) -> None:
         if seed % 4 == 3:
             file.give_back(kept.pop(seed - 2)[0])
     for stored, one in kept.values():
-        back = file.get(stored)
+        back = file.take(stored)
         assert torch.equal(back.keys, one.keys)
         assert torch.equal(back.values, one.values)
         assert back.form == one.form
@@ -274,7 +274,7 @@ def test_from_when_on_it_does_not_stay_there_it_goes_past(tmp_path: Path) -> Non
     file._weight_bytes = MORE_THAN_ANY_MEMORY
     fill_and_compare(file, range(1, 12))
     assert file.is_past_the_cache
-    assert torch.equal(file.get(stored).keys, first.keys)  # written through the cache, read past it
+    assert torch.equal(file.take(stored).keys, first.keys)  # written through the cache, read past it
     assert pages(tmp_path) == 0
     file.close()
 
@@ -290,11 +290,11 @@ def test_without_direct_reads_it_is_dropped_behind(tmp_path: Path, monkeypatch: 
             os.fsync(again)  # what is not on the disk yet cannot be dropped
     for one, stored in zip(made, held, strict=True):
         assert stored is not None
-        assert torch.equal(file.get(stored).values, one.values)
+        assert torch.equal(file.take(stored).values, one.values)
     assert pages(tmp_path) == 0
     for stored in held[: len(TOKENS)]:
         assert stored is not None
-        file.get(stored)
+        file.take(stored)
     assert pages(tmp_path) == 0  # nor has anything been read ahead of the next one
     file.close()
 
@@ -309,9 +309,9 @@ def test_small_images_take_what_they_are(tmp_path: Path, beside: int) -> None:
     first, second = file.put(small), file.put(large)  # a large one whose place is on no block
     assert first is not None
     assert second is not None
-    assert second.place % DIRECT_ALIGNMENT
-    assert torch.equal(file.get(first).values, small.values)
-    assert torch.equal(file.get(second).values, large.values)
+    assert second.offset % DIRECT_ALIGNMENT
+    assert torch.equal(file.take(first).values, small.values)
+    assert torch.equal(file.take(second).values, large.values)
     file.close()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.generation.cache_manager import Place, RunningLengths
+from rabbitllm.generation.cache_manager import CachePlace, RunningLengths
 from rabbitllm.generation.sequence import AHEAD_TOKENS, SequenceLength
 
 
@@ -42,10 +42,10 @@ def test_all_that_begin_fit_and_the_first_always_begins(texts: list[SequenceLeng
     filed: list[SequenceLength] = []
     for number, text in enumerate(texts):
         where = RunningLengths(near, filed, most).place(text, len(texts) - number - 1, memory)
-        if where is Place.NOWHERE:
+        if where is CachePlace.NOWHERE:
             assert near or filed
             return
-        (near if where is Place.MEMORY else filed).append(text)
+        (near if where is CachePlace.MEMORY else filed).append(text)
         running = RunningLengths(near, filed, most)
         assert running.soon(memory) <= limit or len(near) + len(filed) == 1
         assert sum(one.tokens + one.room for one in filed) <= most
@@ -53,13 +53,13 @@ def test_all_that_begin_fit_and_the_first_always_begins(texts: list[SequenceLeng
 
 def test_all_are_in_memory_where_they_fit_and_else_as_many_as_leave_room_for_the_others() -> None:
     one, nothing = SequenceLength(100, 0), RunningLengths([], [], 1000)
-    assert nothing.place(one, 2, Memory(300)) is Place.MEMORY  # type: ignore[arg-type]
+    assert nothing.place(one, 2, Memory(300)) is CachePlace.MEMORY  # type: ignore[arg-type]
     memory: Any = Memory(299)
-    assert nothing.place(one, 2, memory) is Place.MEMORY  # 100 + 2 x 10 + 20
-    assert RunningLengths([one], [], 1000).place(one, 1, memory) is Place.MEMORY  # 200 + 10 + 20
-    assert RunningLengths([one, one], [], 1000).place(one, 0, memory) is Place.FILE
-    assert RunningLengths([one, one], [], 99).place(one, 0, memory) is Place.NOWHERE
-    assert RunningLengths([one, one], [], 1000).place(SequenceLength(15, 0), 0, memory) is Place.MEMORY
+    assert nothing.place(one, 2, memory) is CachePlace.MEMORY  # 100 + 2 x 10 + 20
+    assert RunningLengths([one], [], 1000).place(one, 1, memory) is CachePlace.MEMORY  # 200 + 10 + 20
+    assert RunningLengths([one, one], [], 1000).place(one, 0, memory) is CachePlace.FILE
+    assert RunningLengths([one, one], [], 99).place(one, 0, memory) is CachePlace.NOWHERE
+    assert RunningLengths([one, one], [], 1000).place(SequenceLength(15, 0), 0, memory) is CachePlace.MEMORY
 
 
 def test_a_sequence_begins_if_all_have_room_for_some_tokens_more() -> None:
