@@ -21,7 +21,7 @@ from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.json_text import decode_json
 from rabbitllm.server.api_error import bad
-from rabbitllm.server.completion_requests import listed, token_ids
+from rabbitllm.server.requests import listed, token_ids
 from rabbitllm.server.schemas import Embedding
 from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.telemetry.passes import PassInput
