@@ -25,8 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.errors import ScoringError
-from rabbitllm.generation.packed_attention import attention_by_text, texts_of
-from rabbitllm.generation.packed_families import shares_keys
+from rabbitllm.generation.packed_batch import attention_by_text, shares_keys, texts_of
 from rabbitllm.generation.scoring.micro_batches import MicroBatch
 from rabbitllm.generation.scoring.records import Scored
 from rabbitllm.generation.scoring.segment_cache import Relay, SegmentCache

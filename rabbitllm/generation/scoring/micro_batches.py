@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from rabbitllm.generation.picking import grouped
+from rabbitllm.generation.packed_batch import grouped
 from rabbitllm.generation.scoring.segments import WORTH_TOKENS, Segments, common, cut
 from rabbitllm.generation.scoring.tasks import Task
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rabbitllm.errors import RabbitLLMError, ScoringError
-from rabbitllm.generation.members import Member
+from rabbitllm.generation.joint_pass import Member
 from rabbitllm.generation.scoring.activation_offload import ActivationOffload, keys_of
 from rabbitllm.generation.scoring.forward import Keep, ScoringForward
 from rabbitllm.generation.scoring.held import held

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
-from rabbitllm.generation.packed_cache import NotPackable
-from rabbitllm.generation.packed_families import can_be_packed, shares_keys
+from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, shares_keys
 from rabbitllm.generation.scoring.activation_offload import NoRoom
 from rabbitllm.generation.scoring.forward import Keep
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout

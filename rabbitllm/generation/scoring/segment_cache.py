@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from rabbitllm.generation.packed_cache import MaskSpan, NotPackable, PackedCache
+from rabbitllm.generation.packed_batch import MaskSpan, NotPackable, PackedCache
 from rabbitllm.generation.scoring.segments import Segment, Segments
 
 

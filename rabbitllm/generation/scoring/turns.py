@@ -15,10 +15,8 @@ from typing import Any
 from torch import nn
 
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.generation.joint_pass import JointPasses, called
-from rabbitllm.generation.members import Alone, MeetingPoint, Member, call_of
-from rabbitllm.generation.picking import grouped
-from rabbitllm.generation.rows import RowKind
+from rabbitllm.generation.joint_pass import Alone, JointPasses, MeetingPoint, Member, RowKind, call_of, called
+from rabbitllm.generation.packed_batch import grouped
 
 _BY_THEMSELVES = (Tier.ROWS, *READY)
 """Tiers of an input embedding for which a call loads nothing that the next call needs too."""

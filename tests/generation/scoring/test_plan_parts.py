@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.generation.pass_cost import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass
+from rabbitllm.generation.memory import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass
 from rabbitllm.generation.scoring.plan import LEAST_TOKENS, MAX_TOKENS, limits_of
 from rabbitllm.generation.scoring.records import Room
 from tests.support.tiny_models import load
