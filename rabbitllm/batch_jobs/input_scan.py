@@ -18,7 +18,7 @@ from rabbitllm.batch_jobs.items import Defaults, Item, Refused
 from rabbitllm.batch_jobs.lines import LineError, asked_of, key_of
 from rabbitllm.batch_jobs.order import BEGINNING, hashed, in_order, kind_of, sized
 from rabbitllm.errors import InputError
-from rabbitllm.formats.json_text import decode_message
+from rabbitllm.formats.bounded import decode_message
 
 MAX_LINE_BYTES = 16 << 20
 """Limit of a line's length; a longer line is answered with an error."""

@@ -10,8 +10,8 @@ import typer
 
 from rabbitllm.base.terminal import size
 from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, WhichSplitOption, put_json
-from rabbitllm.store.layer_store import Manifest
-from rabbitllm.store.verify import Verification, verify
+from rabbitllm.store.layer_store import Verification, verify
+from rabbitllm.store.manifest import Manifest
 
 
 def verify_command(

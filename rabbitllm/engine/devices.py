@@ -18,7 +18,7 @@ import torch
 
 from rabbitllm.engine.free_memory import available_ram, untouched_bytes
 from rabbitllm.errors import DeviceError
-from rabbitllm.formats.positional import page_aligned
+from rabbitllm.storage.files import page_aligned
 
 logger = logging.getLogger(__name__)
 

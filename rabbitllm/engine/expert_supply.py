@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from rabbitllm.engine.expert_parts import ExpertPart
 from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import WeightFiles
-from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 FileBytes = Callable[[str], torch.Tensor]
 """A file's name -> its bytes, mapped, uint8."""

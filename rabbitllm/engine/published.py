@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.checkpoints.quantized import BITSANDBYTES, LEFTOVER, method_of
+from rabbitllm.checkpoints.config import BITSANDBYTES, LEFTOVER, method_of
 from rabbitllm.errors import MissingPackageError, UnknownArchitectureError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rabbitllm.base.forks import fail_unfinished, in_child
 from rabbitllm.base.options import usable_cores
 from rabbitllm.engine.span_reader import FileSpan, Paths
 from rabbitllm.errors import ForkedError
-from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store.checksums import GROUP_BYTES, LayerChecks
 
 PIECE_BYTES = 4 << 20

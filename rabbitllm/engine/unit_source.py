@@ -20,8 +20,8 @@ from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.compression import Quantized, dequantize, expanded_bytes, operands
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
-from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""

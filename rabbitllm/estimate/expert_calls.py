@@ -33,7 +33,7 @@ from rabbitllm.estimate import products
 from rabbitllm.estimate.products import small_pages
 from rabbitllm.estimate.reading import FileSample
 from rabbitllm.quant.compression import NESTED_BLOCK, code_values
-from rabbitllm.store.order import TENSOR_ALIGNMENT
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import Profiler
 
 BETWEEN_BYTES = 64 << 20

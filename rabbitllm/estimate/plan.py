@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.source_scan import SourceScan
@@ -37,9 +37,8 @@ from rabbitllm.splitter.split_estimate import (
     Recommendation,
     Route,
 )
-from rabbitllm.store.chosen import check_split
 from rabbitllm.store.layer_file import LAYER_SUFFIX
-from rabbitllm.store.layer_store import MANIFEST_NAME
+from rabbitllm.store.manifest import MANIFEST_NAME, check_split
 
 MIN_FREE_DISK = "1GB"
 

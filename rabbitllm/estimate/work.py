@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from rabbitllm.checkpoints.routing import picked_by
+from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.unit_source import UnitSource

@@ -19,8 +19,8 @@ from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import CheckpointError, QualityError
 from rabbitllm.models.library.find import compression_here
-from rabbitllm.store.layer_store import directory_name, read_manifest
-from rabbitllm.store.model_name import meant
+from rabbitllm.store.locations import meant
+from rabbitllm.store.manifest import directory_name, read_manifest
 
 SHARE = 3
 """By default 1 / `SHARE` of free memory is for the weights of each model. A pass reads each weight once, so resident

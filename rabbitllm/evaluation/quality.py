@@ -23,7 +23,7 @@ from rabbitllm.evaluation.divergence import Summary
 from rabbitllm.evaluation.models import Loading, NamedModel, loaded, the_model, the_reference
 from rabbitllm.generation.request import context_of
 from rabbitllm.generation.scoring import ScoredText
-from rabbitllm.store.layer_store import read_manifest
+from rabbitllm.store.manifest import read_manifest
 
 # The texts of a comparison: windows of a text, or held-out problems for models with the bundled tokenizer.
 #

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint
+from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.checkpoints.index import META_PARAMETERS
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
-from rabbitllm.checkpoints.routing import experts_a_token
+from rabbitllm.formats.bounded import read_json
 from rabbitllm.prepare.source import Source
 from rabbitllm.prepare.weights import open_weights
 from rabbitllm.storage import durable
-from rabbitllm.store.layer_store import is_finished
+from rabbitllm.store.manifest import is_finished
 
 
 @contextlib.contextmanager

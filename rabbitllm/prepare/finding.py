@@ -34,7 +34,8 @@ from rabbitllm.splitter.lock import locked
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind
 from rabbitllm.store import locations
-from rabbitllm.store.layer_store import (
+from rabbitllm.store.locations import meant, with_near_names
+from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     Manifest,
@@ -43,7 +44,6 @@ from rabbitllm.store.layer_store import (
     is_legacy,
     read_manifest,
 )
-from rabbitllm.store.model_name import meant, with_near_names
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
-from rabbitllm.checkpoints.hub import HubRepository
-from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+from rabbitllm.checkpoints.hub import HubCheckpoint, HubRepository
 from rabbitllm.checkpoints.index import is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
 from rabbitllm.errors import CheckpointNotFoundError, SplitMismatchError
@@ -22,8 +21,8 @@ from rabbitllm.splitter.lease import LEASE_NAME
 from rabbitllm.splitter.lock import is_left_over
 from rabbitllm.splitter.request import Acceptance
 from rabbitllm.splitter.source_check import check_finished_source
-from rabbitllm.store.chosen import AUTO
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, is_fitted, read_manifest
+from rabbitllm.store.layer_store import LayerStore
+from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, MANIFEST_NAME, Manifest, is_fitted, read_manifest
 
 logger = logging.getLogger(__name__)
 

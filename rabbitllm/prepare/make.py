@@ -10,12 +10,11 @@ from pathlib import Path
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint
-from rabbitllm.checkpoints.hub import HubAccess, HubRepository, download_all, open_repository
-from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+from rabbitllm.checkpoints.config import quantized_as
+from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES
 from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
-from rabbitllm.checkpoints.quantized import quantized_as
 from rabbitllm.errors import IncompleteSplitError, MissingShardError, OptionError, system_errors_by_name
 from rabbitllm.prepare.config import config_of, experts_of, family_of
 from rabbitllm.prepare.finished import check_finished, has_work_left
@@ -32,8 +31,16 @@ from rabbitllm.splitter.shard_executor import ShardExecutor
 from rabbitllm.splitter.split import split
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
-from rabbitllm.store.chosen import SPLITS, BitAllocation
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished, is_fitted
+from rabbitllm.store.manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    SPLITS,
+    BitAllocation,
+    Manifest,
+    directory_name,
+    is_finished,
+    is_fitted,
+)
 from rabbitllm.telemetry.profiler import Profiler
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rabbitllm.base.options import SplitOptions, StreamOptions
-from rabbitllm.store.chosen import AUTO
+from rabbitllm.store.manifest import AUTO
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device

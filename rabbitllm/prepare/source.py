@@ -36,7 +36,7 @@ class Sought:
     """A request to find a source.
 
     Attributes:
-        name: a folder, a split directory, or a repository id; see `model_name`.
+        name: a folder, a split directory, or a repository id; see `locations.meant`.
         compression: None, one for all tensors, or "auto".
         saving_path: folder for the split directory by the user; None for the default.
         access: how to reach the hub.

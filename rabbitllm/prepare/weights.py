@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint
-from rabbitllm.checkpoints.hub import HubRepository, download_all
-from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+from rabbitllm.checkpoints.hub import HubCheckpoint, HubRepository, download_all
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, system_errors_by_name
@@ -18,7 +17,7 @@ from rabbitllm.prepare.source import Source
 from rabbitllm.splitter import journal
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
-from rabbitllm.store.layer_store import is_finished
+from rabbitllm.store.manifest import is_finished
 
 
 def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:

@@ -16,7 +16,7 @@ from rabbitllm.generation.memory import left_to_requests
 from rabbitllm.models.pull.loaded import load, pulled
 from rabbitllm.models.pull.make import Wish
 from rabbitllm.server.embeddings import PoolingRecipe, recipe_in
-from rabbitllm.store.model_name import meant
+from rabbitllm.store.locations import meant
 
 
 @dataclass(frozen=True, slots=True)

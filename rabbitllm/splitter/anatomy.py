@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rabbitllm.base.options import BIG_LAYER_BYTES
-from rabbitllm.checkpoints.quantized import quantized_as
+from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.quant.compression import MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible
 from rabbitllm.splitter.plan import SplitPlan

@@ -22,7 +22,7 @@ from rabbitllm.quant.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_o
 from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at
 from rabbitllm.splitter.sensitivity import SchemeGroup
-from rabbitllm.store.order import TENSOR_ALIGNMENT
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 
 _NUMBER = re.compile("[0-9]")
 

@@ -25,7 +25,7 @@ from rabbitllm.splitter.choices import BitChoice, BitChoices
 from rabbitllm.splitter.disk_budget import DiskBudget, Shortage, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import SchemeGroup, groups
-from rabbitllm.store.chosen import AUTO, BitAllocation
+from rabbitllm.store.manifest import AUTO, BitAllocation
 
 # Selects an offer for each item so that all keep within a budget of bytes and the sum of their losses is small. Pure.
 #

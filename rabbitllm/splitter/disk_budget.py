@@ -27,7 +27,7 @@ from rabbitllm.splitter.disk_use import (
     scratch_slack,
 )
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, recompressed
-from rabbitllm.store.chosen import AUTO
+from rabbitllm.store.manifest import AUTO
 
 # The peak disk use of a split with several shards in work at a time, in whatever order they are finished. Pure.
 #

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
-from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
+from rabbitllm.formats.safetensors_file import LENGTH_BYTES, header_length, parse_header
 from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
+from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.quant.compression import StoredForm
 from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.disk_use import ShardTransfer
@@ -24,7 +25,7 @@ from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.shard_fetcher import IncomingShard, StartedOverError
 from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage import durable
-from rabbitllm.storage.open_files import OpenFiles
+from rabbitllm.storage.files import OpenFiles
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.telemetry.profiler import FETCH, Profiler
 

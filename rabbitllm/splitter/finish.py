@@ -9,15 +9,14 @@ from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal
 from rabbitllm.checkpoints.index import natural_key
-from rabbitllm.formats.crc32 import combine_all
 from rabbitllm.quant.compression import Settling, StoredForm, constants
 from rabbitllm.splitter.request import SplitRequest
 from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
 from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage import durable
-from rabbitllm.store.checksums import block_starts, block_sums, sums_of_file
+from rabbitllm.store.checksums import block_starts, block_sums, combine_all, sums_of_file
 from rabbitllm.store.layer_file import LayerLayout
-from rabbitllm.store.layer_store import JOURNAL_NAME, LayerRecord, Manifest, read_manifest, write_manifest
+from rabbitllm.store.manifest import JOURNAL_NAME, LayerRecord, Manifest, read_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
 

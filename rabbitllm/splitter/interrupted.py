@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rabbitllm.splitter import journal
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 
 _goes_on = contextvars.ContextVar("goes_on", default=True)
 

@@ -24,11 +24,10 @@ from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
 from rabbitllm.storage import durable
-from rabbitllm.store import chosen
+from rabbitllm.store import manifest
 from rabbitllm.store.checksums import SUM_BYTES
-from rabbitllm.store.chosen import AUTO
-from rabbitllm.store.layer_store import JOURNAL_NAME
-from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
+from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION
+from rabbitllm.store.manifest import AUTO, JOURNAL_NAME
 
 JOURNAL_VERSION = 2
 """Version 1 does not record the format version of the layer files, which was the first."""
@@ -283,5 +282,5 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     source = SourceIdentity(kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
     assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
     compression = content["compression"]
-    mixture = chosen.from_json(content["chosen"]) if compression == AUTO else None
+    mixture = manifest.allocation_from_json(content["chosen"]) if compression == AUTO else None
     return make_plan(source, shards, assigned, compression, layout, mixture), content["quantiser"]

@@ -22,8 +22,7 @@ import numpy.typing as npt
 from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
-from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.formats.strided import read_run
+from rabbitllm.formats.tensor_spec import read_run
 from rabbitllm.quant.compression import (
     BLOCKS,
     CODES_A_BYTE,
@@ -38,9 +37,8 @@ from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.moves import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums
 from rabbitllm.storage import durable
-from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
-from rabbitllm.store.layer_file import LayerLayout
-from rabbitllm.store.order import TENSOR_ALIGNMENT
+from rabbitllm.storage.files import DIRECT_ALIGNMENT, PositionalFile, page_aligned
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT, LayerLayout
 from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SYNC, WRITE, Profiler
 
 # Reads scales that waited in a scratch file for the rest of them, and quantizes them. Writes nothing.
@@ -77,7 +75,7 @@ def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, me
 SPARE_BUFFERS = 2
 """Buffers of a stream in addition to one per thread, so that the reader need not wait for the slowest."""
 STRIDED_READERS = 2
-"""Threads that rearrange elements at a time; each holds up to `strided.STAGING_BYTES` in addition to its buffer."""
+"""Threads that rearrange elements at a time; each holds up to `tensor_spec.STAGING_BYTES` in addition to its buffer."""
 QUEUED_BATCHES = 4
 """Batches of a file that are queued ahead, per thread."""
 

@@ -18,10 +18,8 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression import StoredForm, stored_form
 from rabbitllm.splitter.gaps import can_be_kept
 from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
-from rabbitllm.store.chosen import AUTO, BitAllocation
-from rabbitllm.store.layer_file import LayerLayout, lay_out
-from rabbitllm.store.order import FORMAT_VERSION
-from rabbitllm.store.pieces import join
+from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
+from rabbitllm.store.manifest import AUTO, BitAllocation
 
 
 @dataclass(frozen=True, slots=True)

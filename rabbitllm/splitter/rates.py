@@ -15,11 +15,11 @@ from pathlib import Path
 
 from rabbitllm.checkpoints.hub import HubFile, HubRepository
 from rabbitllm.errors import MissingPackageError, RabbitLLMError
-from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant.compression import quantize_blocks
 from rabbitllm.splitter.moves import CHUNK_BYTES
 from rabbitllm.splitter.split_estimate import Rate
+from rabbitllm.storage.files import PositionalFile, page_aligned
 
 FETCHED_BYTES = 8 << 20
 """The most that is fetched of a shard, from its start."""

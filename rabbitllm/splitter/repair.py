@@ -19,7 +19,7 @@ from rabbitllm.splitter.request import SplitRequest, plan_split, quantizer_of
 from rabbitllm.splitter.split import split
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX
-from rabbitllm.store.layer_store import MANIFEST_NAME, Manifest
+from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
+from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
-from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import MissingShardError
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
@@ -25,9 +25,9 @@ from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.shard_executor import ShardExecutor
-from rabbitllm.store.chosen import AUTO, BitAllocation
-from rabbitllm.store.layer_store import FITTED, WeightFiles
-from rabbitllm.store.order import FORMAT_VERSION
+from rabbitllm.store.layer_file import FORMAT_VERSION
+from rabbitllm.store.layer_store import WeightFiles
+from rabbitllm.store.manifest import AUTO, FITTED, BitAllocation
 
 Acceptance = Callable[[WeightFiles], None]
 """Raises the errors that loading a model from these files would raise; the files may be planned or exist."""

@@ -42,7 +42,8 @@ from rabbitllm.splitter.sums import TensorSums
 from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, is_fitted
+from rabbitllm.store.layer_store import LayerStore
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, is_fitted
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from rabbitllm.splitter.choosing import AllocationSummary
 from rabbitllm.splitter.disk_budget import DiskBudget, Shortage, use_of
 from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.store.chosen import AUTO
+from rabbitllm.store.manifest import AUTO
 
 MEMORY_BYTES = 200 * 1000**2
 """The most anonymous memory that a split adds to its process, without its plan (benchmarks/results: up to 187 MB)."""

@@ -20,8 +20,14 @@ from rabbitllm.base import progress
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints import fetch, hub
 from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity
-from rabbitllm.checkpoints.hub import HubAccess, HubRepository, cached_snapshot, download_all, open_repository
-from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+from rabbitllm.checkpoints.hub import (
+    HubAccess,
+    HubCheckpoint,
+    HubRepository,
+    cached_snapshot,
+    download_all,
+    open_repository,
+)
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,

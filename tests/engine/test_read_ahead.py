@@ -13,7 +13,7 @@ from rabbitllm.engine import read_ahead
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.read_ahead import PIECE_BYTES, ReadAhead
 from rabbitllm.engine.span_reader import FileSpan
-from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.storage.files import PositionalFile
 from tests.engine.test_span_reader import Folder, _cached_pages
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, load, run, split, tiers

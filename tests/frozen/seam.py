@@ -136,7 +136,7 @@ def _first_order() -> Iterator[None]:
     from unittest import mock
 
     from rabbitllm.splitter import split
-    from rabbitllm.store.order import BY_NAME
+    from rabbitllm.store.layer_file import BY_NAME
 
     with mock.patch.object(split, "plan_split", functools.partial(split.plan_split, format_version=BY_NAME)):
         yield

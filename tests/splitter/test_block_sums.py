@@ -15,8 +15,8 @@ from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter import finish
 from rabbitllm.store import checksums
 from rabbitllm.store.checksums import block_starts, sums_of_file
-from rabbitllm.store.layer_store import read_manifest, write_manifest
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import verify
+from rabbitllm.store.manifest import read_manifest, write_manifest
 from tests.support.builders import build_checkpoint, cut, llama_tensors, torch_files, write_shards, write_torch
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub

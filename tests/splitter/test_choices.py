@@ -27,9 +27,8 @@ from rabbitllm.splitter.disk_budget import DiskBudget
 from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
 from rabbitllm.splitter.sensitivity import SchemeGroup, groups
-from rabbitllm.store.chosen import AUTO, BitAllocation
-from rabbitllm.store.layer_file import LayerLayout
-from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
+from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION, LayerLayout
+from rabbitllm.store.manifest import AUTO, BitAllocation
 from tests.support.plans import SOURCE, all_freed, resident_bytes, shard_of
 
 Usage = namedtuple("Usage", "total used free")

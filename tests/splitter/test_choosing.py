@@ -20,7 +20,7 @@ from rabbitllm.splitter.choosing import WORTH_LESS_BITS, allocation_of, with_cho
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import ERRORS, FITTED_ERRORS, groups, role_of
-from rabbitllm.store.chosen import BitAllocation
+from rabbitllm.store.manifest import BitAllocation
 from tests.support.plans import MIB, all_freed, plan_of, resident_bytes, shard_of
 
 Usage = namedtuple("Usage", "total used free")

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from rabbitllm import prepare
 from rabbitllm.base import progress
-from rabbitllm.formats.crc32 import crc32_of_file
 from rabbitllm.splitter import mover
 from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store.checkpoint_folder import PlainReader
+from rabbitllm.store.checksums import crc32_of_file
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX
-from rabbitllm.store.layer_store import LayerStore, read_manifest
-from rabbitllm.store.plain_tensors import PlainReader
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import LayerStore, verify
+from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.meta_files import tiny_llama, write_as_transformers, write_meta
@@ -213,7 +213,7 @@ def test_the_way_out_has_bitsandbytes_bits(
 ) -> None:
     """A run of scales at a time."""
     made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
-    monkeypatch.setattr("rabbitllm.store.plain_tensors.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("rabbitllm.store.checkpoint_folder.CHUNK_BYTES", chunk)
     store = LayerStore(made)
     with PlainReader(store) as reader:
         for name, stored in store.tensors.items():

@@ -30,8 +30,8 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.storage.durable import observe_steps
-from rabbitllm.store.layer_store import read_manifest
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import verify
+from rabbitllm.store.manifest import read_manifest
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment

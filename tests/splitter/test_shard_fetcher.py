@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.base import progress
-from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
-from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, open_repository
 from rabbitllm.errors import HubError
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter.finish import STAGING_NAME

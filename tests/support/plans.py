@@ -6,7 +6,7 @@ import math
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+from rabbitllm.checkpoints.hub import HubCheckpoint
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size

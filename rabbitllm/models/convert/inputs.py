@@ -42,8 +42,7 @@ from rabbitllm.splitter.lock import locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
 from rabbitllm.splitter.split import split
 from rabbitllm.store import locations
-from rabbitllm.store.chosen import AUTO
-from rabbitllm.store.layer_store import directory_name, is_finished, read_manifest
+from rabbitllm.store.manifest import AUTO, directory_name, is_finished, read_manifest
 
 
 class Input(Protocol):

@@ -26,7 +26,7 @@ from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked_at_once
 from rabbitllm.storage import durable
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
 
 COMPANIONS = ("additional_chat_templates", "1_Pooling")
 """Folders that may come with a model."""

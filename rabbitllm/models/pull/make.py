@@ -33,7 +33,7 @@ from rabbitllm.quant.compression import check_fitting
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.shard_executor import ShardExecutor
 from rabbitllm.splitter.split_estimate import STANDARD, CompressionEstimate, Rates, Route
-from rabbitllm.store.chosen import AUTO, check_split
+from rabbitllm.store.manifest import AUTO, check_split
 
 
 class Shards(enum.Enum):

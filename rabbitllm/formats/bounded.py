@@ -1,16 +1,21 @@
-"""Untrusted JSON, decoded within limits and without ambiguity.
+"""Untrusted JSON and small files, read within limits and without ambiguity.
 
-Python's own reader accepts a repeated key (the last one wins, while a scanner may see the first), and turns a few
+Python's own JSON reader accepts a repeated key (the last one wins, while a scanner may see the first), and turns a few
 bytes of text into a hundred times as many bytes of objects. Here the memory is limited before decoding, by the number
-of values and the size of the text. Independent of the meaning of the JSON.
+of values and the size of the text. Type and size of a file are checked before it is opened. Independent of the meaning
+of the content.
 """
 
 from __future__ import annotations
 
 import json
+import stat
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError, InvalidIndexError
 
 MAX_VALUES = 600_000
 """Limit of values, lists and tables in one text, counted as its commas and opening brackets. A tensor takes 8 of them
@@ -95,3 +100,56 @@ def text_of(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is no text")
     return value
+
+
+MAX_BYTES = 40 << 20
+"""Limit of a file's size. An index of 74,000 expert matrices has 7 MB."""
+_REMEDY = "Fetch the file again."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        InvalidIndexError: the file is not a regular file, not one JSON object, not UTF-8, repeats a key, or exceeds
+            `MAX_BYTES` or the limits of `decode_json`.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
+        raise InvalidIndexError(f"{path} is no regular file; expected JSON.", "Put the file itself there.")
+    if found.st_size > MAX_BYTES:
+        raise InvalidIndexError(f"{path.name} has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read.", _REMEDY)
+    try:
+        decoded = decode_json(path.read_bytes())
+    except ValueError as error:
+        raise InvalidIndexError(f"{path} is not valid JSON: {error}.", _REMEDY) from None
+    if not isinstance(decoded, dict):
+        raise InvalidIndexError(f"{path} holds a JSON {type(decoded).__name__}; expected an object.", _REMEDY)
+    return decoded
+
+
+MAX_FILE_BYTES = 64 << 20
+"""Limit of a file. Gemma's 262,144 pieces take 5 MB, Llama 3's 128,000 tokens 2 MB."""
+
+
+def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> bytes:
+    """All of a regular file of at most 64 MiB.
+
+    Args:
+        path: the file.
+        refusal: makes the error for a problem.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptVocabularyError: it is not a regular file, or is larger.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Name the tokenizer.model itself.") from None
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
+        raise refusal("it is no regular file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise refusal(f"it has {found.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+    with path.open("rb") as stream:
+        return stream.read(MAX_FILE_BYTES)
