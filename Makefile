@@ -11,7 +11,7 @@ ROOM ?= engine
 
 .PHONY: demo test test-room test-long matrix fuzz lint clean
 
-$(VENV)/.installed: setup.py constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
@@ -52,6 +52,8 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/vulture
+	$(BIN)/deptry rabbitllm
 	$(BIN)/mypy & first=$$!; \
 	$(BIN)/mypy --platform win32 --no-warn-unreachable --cache-dir .mypy_cache/win32 & second=$$!; \
 	$(BIN)/mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin & third=$$!; \

@@ -85,9 +85,8 @@ def alone(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
 
 def together(model: Any, given: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
     """What they get when all are there at once."""
-    from rabbitllm.generation.answer import Sampling
     from rabbitllm.generation.batch import Batch, Limits
-    from rabbitllm.generation.request import Delta, Request
+    from rabbitllm.generation.request import Delta, Request, Sampling
 
     found: list[list[int]] = [[] for _ in given]
     over = threading.Semaphore(0)

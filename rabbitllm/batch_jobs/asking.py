@@ -19,8 +19,16 @@ from typing import Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item
 from rabbitllm.errors import MissingPackageError
-from rabbitllm.generation.answer import Sampling, context_of, end_tokens
-from rabbitllm.generation.request import Delta, Finished, FinishReason, Request, TokenLogprob
+from rabbitllm.generation.request import (
+    Delta,
+    Finished,
+    FinishReason,
+    Request,
+    Sampling,
+    TokenLogprob,
+    context_of,
+    end_tokens,
+)
 from rabbitllm.server.api_error import BROKEN, APIError, bad
 from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.server.templates import Template

@@ -18,8 +18,8 @@ from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
 from rabbitllm.batch_jobs.lines import MAX_ANSWERS
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.limits import Limits as BatchLimits
 from rabbitllm.generation.request import BatchStats, Delta, Event, Failed, Finished, FinishReason, TokenLogprob
+from rabbitllm.generation.request import Limits as BatchLimits
 from rabbitllm.server.api_error import BROKEN, APIError, bad
 
 READY = 2

@@ -25,7 +25,7 @@ class Defaults:
 
     Attributes:
         max_new_tokens: limit of generated tokens.
-        temperature, top_p, seed: see `rabbitllm.generation.answer.Sampling`; greedy without the first two.
+        temperature, top_p, seed: see `rabbitllm.generation.request.Sampling`; greedy without the first two.
             A sampled line combines the seed with its index in the input, so that all lines differ.
         stop: texts at which an answer ends.
         pooling: pooling of embeddings.

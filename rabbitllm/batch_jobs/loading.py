@@ -22,9 +22,8 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
-from rabbitllm.generation.cache_cost import cost_by_config
-from rabbitllm.generation.cache_memory import free_memory
-from rabbitllm.generation.pass_cost import cost_of_a_pass
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.memory import cost_of_a_pass, free_memory
 from rabbitllm.models.library.find import compression_here
 from rabbitllm.models.pull.loaded import load, pulled
 from rabbitllm.models.pull.make import Wish

@@ -16,7 +16,7 @@ from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opene
 from rabbitllm.batch_jobs.run import Groups, Progress, head_of, keep, run
 from rabbitllm.batch_jobs.spool import opened as opened_input
 from rabbitllm.display.region import THE_REGION
-from rabbitllm.generation.answer import Sampling
+from rabbitllm.generation.request import Sampling
 from rabbitllm.models.pull.make import Wish
 
 

@@ -58,7 +58,7 @@ def chat_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.generation.answer import Sampling
+    from rabbitllm.generation.request import Sampling
     from rabbitllm.models.pull.loaded import loaded_model
     from rabbitllm.run.together import called_together
 
@@ -82,8 +82,8 @@ def chat_command(
 
     from transformers import logging
 
+    from rabbitllm.chat.conversation import Conversation
     from rabbitllm.chat.loop import ChatLoop, standard_surface
-    from rabbitllm.generation.conversation import Conversation
     from rabbitllm.generation.session import ChatOptions, Session
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer

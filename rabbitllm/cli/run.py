@@ -84,12 +84,12 @@ def run_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.generation.answer import INTERRUPTED, Sampling, answer, most_new_tokens
-    from rabbitllm.generation.generation_stream import print_text
+    from rabbitllm.generation.request import INTERRUPTED, Sampling, most_new_tokens
+    from rabbitllm.generation.session import answer
+    from rabbitllm.generation.streams import print_text
     from rabbitllm.generation.template import has_template
     from rabbitllm.models.pull.loaded import loaded_model
-    from rabbitllm.run.prompt import prompt_ids
-    from rabbitllm.run.report import answer_record, how_it_ended, put_statistics
+    from rabbitllm.run.prompt import answer_record, how_it_ended, prompt_ids, put_statistics
     from rabbitllm.run.together import called_together, own_device, work
 
     sampling = Sampling(temperature, top_p, seed)

@@ -128,7 +128,7 @@ def serve_command(
     logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)
 
-    from rabbitllm.generation.limits import Limits
+    from rabbitllm.generation.request import Limits
     from rabbitllm.server.loading import served_name as name_of
     from rabbitllm.server.settings import Settings
     from rabbitllm.server.start import serve_wish

@@ -21,7 +21,7 @@ from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_
 from rabbitllm.evaluation.compare import compare
 from rabbitllm.evaluation.divergence import Summary
 from rabbitllm.evaluation.models import Loading, NamedModel, loaded, the_model, the_reference
-from rabbitllm.generation.answer import context_of
+from rabbitllm.generation.request import context_of
 from rabbitllm.generation.scoring import ScoredText
 from rabbitllm.store.layer_store import read_manifest
 

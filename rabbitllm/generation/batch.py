@@ -1,4 +1,4 @@
-"""Continuous batching: a thread that owns the model, and a queue (`admission.py`) from which requests join its passes.
+"""Continuous batching: a thread that owns the model, and a queue (`scheduler.py`) from which requests join its passes.
 
 `submit` may be called from any thread. Callbacks run in the batch's thread, so they must not block.
 
@@ -23,17 +23,12 @@ import torch
 from rabbitllm.base.forks import ForkGuard
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import BatchError, OptionError
-from rabbitllm.generation.admission import AdmissionQueue
-from rabbitllm.generation.answer import check_generates, context_of
-from rabbitllm.generation.cache_memory import CacheMemory
-from rabbitllm.generation.filing import Begins
-from rabbitllm.generation.generation import Generation
+from rabbitllm.generation.cache_manager import Begins, TextCaches
 from rabbitllm.generation.joint_pass import JointPasses
-from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.picking import TokenBudget, take_part, too_many
-from rabbitllm.generation.request import BatchStats, Event, FinishReason, Request
-from rabbitllm.generation.request_handle import RequestHandle
-from rabbitllm.generation.text_caches import TextCaches
+from rabbitllm.generation.memory import CacheMemory
+from rabbitllm.generation.request import BatchStats, Event, FinishReason, Limits, Request, check_generates, context_of
+from rabbitllm.generation.scheduler import AdmissionQueue, TokenBudget, take_part, too_many
+from rabbitllm.generation.sequence import Generation, RequestHandle
 
 
 def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:

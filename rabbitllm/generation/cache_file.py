@@ -15,7 +15,12 @@ read the text of users from it. Called in the batch's thread; other threads read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import logging
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +30,350 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from rabbitllm.generation.cache_image import Image, image_of, image_over
-from rabbitllm.generation.image_file import ImageFile, StoredImage
-from rabbitllm.generation.images_ahead import ImagesAhead, Key
-from rabbitllm.generation.room import append
+from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.span_reader import stays_cached
+from rabbitllm.generation.kv_cache import append
+from rabbitllm.storage import durable
+from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
+
+LEAST_BLOCKS = 16
+"""Smaller images are not padded to whole blocks, which could add more than a sixteenth."""
+
+Form = tuple[torch.Size, torch.Size, torch.dtype]
+"""Shapes of the key and the value tensor, including the room for more tokens, and their dtype."""
+
+
+@dataclass(slots=True)
+class Image:
+    """The KV cache of one layer of one sequence, in one piece of memory, with room for more tokens.
+
+    Attributes:
+        keys, values: (1, heads, tokens and room, width), views of `whole`.
+        whole: (bytes,) uint8, the whole memory up to the end of the last block.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    whole: torch.Tensor
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether its memory is aligned to blocks and made of whole blocks."""
+        return self.whole.data_ptr() % DIRECT_ALIGNMENT == 0 and len(self.whole) % DIRECT_ALIGNMENT == 0
+
+    @property
+    def form(self) -> Form:
+        """The shapes and the dtype, from which `new_image` makes an image like it."""
+        return self.keys.shape, self.values.shape, self.keys.dtype
+
+
+def new_image(keys: torch.Size, values: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> Image:
+    """An uninitialized image of this form; on the host unless a device is given."""
+    nbytes = (keys.numel() + values.numel()) * dtype.itemsize
+    if nbytes < LEAST_BLOCKS * DIRECT_ALIGNMENT:
+        return image_over(torch.empty(nbytes, dtype=torch.uint8, device=device), keys, values, dtype)
+    nbytes = -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    room = torch.empty(nbytes + DIRECT_ALIGNMENT, dtype=torch.uint8, device=device)
+    begin = -room.data_ptr() % DIRECT_ALIGNMENT
+    return image_over(room[begin : begin + nbytes], keys, values, dtype)
+
+
+def image_over(whole: torch.Tensor, keys: torch.Size, values: torch.Size, dtype: torch.dtype) -> Image:
+    """An image of this form over existing bytes."""
+    parts, middle = whole.view(dtype), keys.numel()
+    return Image(parts[:middle].view(keys), parts[middle : middle + values.numel()].view(values), whole)
+
+
+def image_of(keys: torch.Tensor, values: torch.Tensor, more: int, device: torch.device | None = None) -> Image:
+    """A copy of keys and values with room for `more` tokens, all zeros; on the host unless a device is given."""
+    tokens = keys.shape[2]
+    room = tokens + more
+    shapes = (torch.Size((*one.shape[:2], room, one.shape[3])) for one in (keys, values))
+    image = new_image(next(shapes), next(shapes), keys.dtype, device)
+    for target, source in ((image.keys, keys), (image.values, values)):
+        target[:, :, :tokens] = source
+        target[:, :, tokens:] = 0
+    return image
+
+
+# Slots of a file: taken, given back, and reused.
+#
+# The first free slot that is large enough is used, and adjacent free slots are merged, so that there are never more
+# holes than slots in use.
+
+
+class FileSlots:
+    """The slots of a file.
+
+    Args:
+        limit: maximum size of the file in bytes.
+
+    Attributes:
+        limit: see above.
+        taken: bytes of the slots in use.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+        self._end = 0
+        self._free: list[tuple[int, int]] = []  # (begin, bytes), sorted; not adjacent to each other or to the end
+
+    def take(self, nbytes: int) -> int | None:
+        """Reserve a slot and return its offset; None if there is no room.
+
+        Args:
+            nbytes: size of the slot, at least one.
+        """
+        for number, (begin, room) in enumerate(self._free):
+            if room >= nbytes:
+                self._free[number : number + 1] = [(begin + nbytes, room - nbytes)] if room > nbytes else []
+                break
+        else:
+            begin = self._end
+            if begin + nbytes > self.limit:
+                return None
+            self._end += nbytes
+        self.taken += nbytes
+        return begin
+
+    def give_back(self, begin: int, nbytes: int) -> None:
+        """Free a slot.
+
+        Args:
+            begin: as `take` returned it.
+            nbytes: as passed to `take`.
+        """
+        self.taken -= nbytes
+        insort(self._free, (begin, nbytes))
+        joined: list[tuple[int, int]] = []
+        for one in self._free:
+            if joined and sum(joined[-1]) == one[0]:
+                joined[-1] = (joined[-1][0], joined[-1][1] + one[1])
+            else:
+                joined.append(one)
+        if sum(joined[-1]) == self._end:
+            self._end = joined.pop()[0]
+        self._free = joined
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image that is in the file.
+
+    Attributes:
+        place: offset of its slot in the file.
+        nbytes: bytes of its slot.
+        form: form of the image.
+    """
+
+    place: int
+    nbytes: int
+    form: Form
+
+
+class ImageFile:
+    """The file of a batch.
+
+    Args:
+        folder: folder of the file.
+        limit: maximum size of the file in bytes.
+        weight_bytes: bytes of weights that are read between two reads of an image.
+
+    Attributes:
+        error: the error after which nothing is written any more, or None.
+        written: bytes written so far.
+        is_past_the_cache: whether images that are not small bypass the page cache.
+    """
+
+    def __init__(self, folder: Path, limit: int, weight_bytes: int) -> None:
+        self.error: OSError | None = None
+        self.written = 0
+        self.is_past_the_cache = False
+        self._places = FileSlots(limit)
+        self._limit = limit
+        self._folder = folder
+        self._weight_bytes = weight_bytes
+        self._room = available_ram()
+        self._file: durable.NamelessFile | None = None
+
+    @property
+    def limit(self) -> int:
+        """Estimate of the bytes that images may take in the file; 0 if it cannot be written to."""
+        return self._limit if self.error is None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the images in the file."""
+        return self._places.taken
+
+    def close(self) -> None:
+        """Close the file, which deletes it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def look_around(self) -> None:
+        """Measure the free memory; called between passes, while nothing is computed."""
+        if not self.is_past_the_cache:
+            self._room = available_ram()
+
+    def put(self, image: Image) -> StoredImage | None:
+        """Write an image; None if that is not possible.
+
+        Args:
+            image: an image on the host.
+        """
+        if self.error is not None:
+            return None
+        nbytes = len(image.whole)
+        place = self._places.take(nbytes)
+        if place is None:
+            self._limit -= self._limit // 8  # holes between slots take more than estimated
+            return None
+        if not self.is_past_the_cache and not stays_cached(self.nbytes + self._weight_bytes, self._room):
+            self.is_past_the_cache = True  # and remains so; cached images are dropped when they are read
+        try:
+            if self._file is None:
+                self._file = durable.NamelessFile(self._folder)
+            self._file.write_at(image.whole.numpy().data, place, aligned=self._goes_past(image, place))
+        except OSError as error:
+            logger.warning("KV caches cannot be written to a file in %s any more: %s.", self._folder, error)
+            self.error = error
+            self._places.give_back(place, nbytes)
+            return None
+        self.written += nbytes
+        return StoredImage(place, nbytes, image.form)
+
+    def fill(self, image: Image, stored: StoredImage) -> None:
+        """Read an image; may be called in any thread.
+
+        Args:
+            image: an image of its form, overwritten.
+            stored: as `put` returned it, and not given back.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        assert self._file is not None
+        self._file.read_at(image.whole.numpy().data, stored.place, aligned=self._goes_past(image, stored.place))
+
+    def get(self, stored: StoredImage) -> Image:
+        """Read an image into new memory; see `fill`."""
+        image = new_image(*stored.form)
+        self.fill(image, stored)
+        return image
+
+    def give_back(self, stored: StoredImage) -> None:
+        """Free the slot of an image.
+
+        Args:
+            stored: as `put` returned it.
+        """
+        self._places.give_back(stored.place, stored.nbytes)
+
+    def _goes_past(self, image: Image, place: int) -> bool:
+        return self.is_past_the_cache and image.is_aligned and place % DIRECT_ALIGNMENT == 0
+
+
+READERS = 2
+"""Number of reading threads: a disk is slower with a single read in flight."""
+
+Key = tuple[Any, int]
+"""The KV cache of a sequence, and the number of a layer."""
+
+
+class ImagesAhead:
+    """Prefetches images from one file.
+
+    Args:
+        file: file of the images.
+        most: bytes that may be in memory ahead of their use; the next image is always allowed.
+        find: returns the stored image of a key; None if it is no longer in the file.
+
+    Attributes:
+        read: bytes of the images taken so far.
+        nbytes: bytes that are read ahead now.
+    """
+
+    def __init__(self, file: ImageFile, most: int, find: Callable[[Key], StoredImage | None]) -> None:
+        self.read = 0
+        self.nbytes = 0
+        self._file = file
+        self._most = most
+        self._find = find
+        self._threads: ThreadPoolExecutor | None = None
+        self._next: deque[Key] = deque()
+        self._coming: dict[tuple[int, int], tuple[Image, Future[None]]] = {}
+
+    def begin(self, keys: Iterable[Key]) -> None:
+        """Begin to read for a pass.
+
+        Args:
+            keys: images that the pass takes, in this order.
+        """
+        self.forget()
+        self._next = deque(keys)
+        self._go_on()
+
+    def take(self, key: Key, stored: StoredImage) -> Image:
+        """An image, after waiting for its read; one that is not being prefetched is read now.
+
+        Args:
+            key: key of the image.
+            stored: the image in the file.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        cache, number = key
+        found = self._coming.pop((id(cache), number), None)
+        if found is None:
+            with contextlib.suppress(ValueError):
+                self._next.remove(key)
+            image = self._file.get(stored)
+        else:
+            image, future = found
+            future.result()
+            self.nbytes -= len(image.whole)
+            self._go_on()
+        self.read += len(image.whole)
+        return image
+
+    def forget(self) -> None:
+        """Drop all prefetched images; a failed pass leaves some."""
+        self._next.clear()
+        for _, future in self._coming.values():
+            if not future.cancel():
+                with contextlib.suppress(OSError):
+                    future.result()
+        self._coming.clear()
+        self.nbytes = 0
+
+    def close(self) -> None:
+        """Drop all images and end the threads."""
+        self.forget()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
+
+    def _go_on(self) -> None:
+        while self._next:
+            cache, number = self._next[0]
+            stored = self._find((cache, number))
+            if stored is not None:
+                if self.nbytes and self.nbytes + stored.nbytes > self._most:
+                    return
+                image = new_image(*stored.form)
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(READERS, "rabbitllm-cache-file")
+                self.nbytes += stored.nbytes
+                self._coming[id(cache), number] = image, self._threads.submit(self._file.fill, image, stored)
+            self._next.popleft()
+
 
 TAIL_TOKENS = 32
 """The most tokens of a sequence in memory and not in the file; images have room for so many more, written as zeros."""
@@ -304,7 +649,7 @@ def goes_to_a_file(layers: Iterable[Any]) -> bool:
 
 def _empty(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
     """Replace a layer's keys and values by NaN of the same shape, which takes no memory and makes any use visible."""
-    vars(layer).pop("_room", None)  # see `room.py`
+    vars(layer).pop("_room", None)  # see `kv_cache.append`
     for name, like in (("keys", keys), ("values", values)):
         nothing = like.new_full((1, 1, 1, 1), float("nan"))
         setattr(layer, name, nothing.expand(*like.shape[:2], tokens, like.shape[3]))

@@ -9,29 +9,314 @@ is padded, and no data can get from one sequence into another.
     a pass   members come in ── unit ── meet ── linear: one product ── meet ── … ── unit ── … ── members are out
     a member comes in with the inputs of its forward, and is out when it waits for the next pass or has ended
 
-If the model allows it (`packed_families.py`), members do not go through the layers by themselves: their rows are
-packed into one forward (`carriers.py`, `packed.py`), whose outputs are returned to them where they came in. Members
-that cannot be packed meet this forward as if it were one more member.
+If the model allows it, members do not go through the layers by themselves: their rows are packed into one forward
+(`packed_batch.py`), whose outputs are returned to them where they came in. Members that cannot be packed meet this
+forward as if it were one more member.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from rabbitllm.engine.expert_finding import is_routed
+from rabbitllm.engine.pass_entry import entry_of
 from rabbitllm.engine.row_products import RowProducts
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import CacheFile
-from rabbitllm.generation.carriers import Carrier, Carrying
-from rabbitllm.generation.members import Alone, Left, MeetingPoint, Member, MemberCall, call_of, together
-from rabbitllm.generation.packed import PackedForward
-from rabbitllm.generation.packed_cache import NotPackable
-from rabbitllm.generation.rows import RowKind, joined, rowwise
+from rabbitllm.generation.packed_batch import NotPackable, PackedForward, PackedSequence, grouped
 from rabbitllm.telemetry.passes import PassInput
+
+
+class RowKind(Enum):
+    """The layout of rows in the tensors of a call; see the module's docstring."""
+
+    FEATURES = 1
+    IDS = 2
+    EXPERTS = 3
+
+
+def rowwise(module: nn.Module) -> RowKind | None:
+    """The kind of a module; None if it may combine rows."""
+    forward = type(module).forward  # subclasses with a forward of their own may combine rows
+    if forward in (nn.Linear.forward, Conv1D.forward):
+        return RowKind.FEATURES
+    if forward is nn.Embedding.forward:
+        return RowKind.IDS
+    return RowKind.EXPERTS if is_routed(module) else None
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """The rows of several calls.
+
+    Attributes:
+        args: arguments for one call with all rows.
+        parts: splits the result of that call into the result of each call.
+    """
+
+    args: tuple[torch.Tensor, ...]
+    parts: Callable[[Any], list[Any]]
+
+
+def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> RowBatch | None:
+    """One call with the rows of all calls; None if they cannot be joined.
+
+    Args:
+        kind: kind of the module.
+        calls: positional and keyword arguments of each call.
+    """
+    if kind is RowKind.EXPERTS:
+        return _routed(calls)
+    if any(kwargs or len(args) != 1 for args, kwargs in calls):
+        return None
+    given = [args[0] for args, _ in calls]
+    if len(given) == 1:
+        return RowBatch((given[0],), lambda result: [result])
+    first = given[0]
+    width = first.shape[-1:] if kind is RowKind.FEATURES else ()
+    if any(
+        one.dtype != first.dtype or one.device != first.device or (kind is RowKind.FEATURES and one.shape[-1:] != width)
+        for one in given
+    ):
+        return None
+    rows = [one.reshape(-1, *width) for one in given]
+    lengths = [len(one) for one in rows]
+    shapes = [one.shape[: one.dim() - len(width)] for one in given]
+
+    def parts(result: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            part.view(*shape, *result.shape[1:])
+            for part, shape in zip(torch.split(result, lengths), shapes, strict=True)
+        ]
+
+    return RowBatch((torch.cat(rows),), parts)
+
+
+def _routed(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> RowBatch | None:
+    """Join rows with the indices and weights of their experts, so that each expert is loaded once for all calls."""
+    first = calls[0][0]
+    for args, kwargs in calls:
+        if kwargs or len(args) != 3 or any(not isinstance(one, torch.Tensor) or one.dim() != 2 for one in args):
+            return None
+        if any(
+            (one.dtype, one.device, one.shape[1]) != (other.dtype, other.device, other.shape[1])
+            or len(one) != len(args[0])
+            for one, other in zip(args, first, strict=True)
+        ):
+            return None
+    lengths = [len(args[0]) for args, _ in calls]
+    together = tuple(torch.cat(tensors) for tensors in zip(*(args for args, _ in calls), strict=True))
+    return RowBatch(together, lambda result: list(torch.split(result, lengths)))
+
+
+class Left(BaseException):
+    """Thrown into a member to take it out; a `BaseException`, so that no error handler catches it."""
+
+
+@dataclass(slots=True)
+class MemberCall:
+    """The call at which a member waits; `point` is None while it waits for the next pass."""
+
+    point: MeetingPoint | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Alone:
+    """Answer to a member that has to compute its call by itself, with these arguments."""
+
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+
+class MeetingPoint:
+    """A module at which members meet."""
+
+    def __init__(self, module: nn.Module, kind: RowKind | None, *, is_unit: bool) -> None:
+        self.module = module
+        self.forward = module.forward
+        self.is_unit = is_unit
+        self.rowwise = kind
+
+    @contextlib.contextmanager
+    def replaced(self, forward: Callable[..., None]) -> Iterator[None]:
+        """Replace the module's forward, so that its hooks run around another one."""
+        before = self.module.__dict__.get("forward")  # that of a linear layer may already be replaced
+        self.module.forward = forward
+        try:
+            yield
+        finally:
+            if before is None:
+                del self.module.forward
+            else:
+                self.module.forward = before
+
+
+class Member(greenlet):  # type: ignore[misc]
+    """One generation among those that share passes.
+
+    Args:
+        work: function that it runs; may call the model any number of times.
+        behind_head: called with True before and with False after the member runs behind the model's output head,
+            where tokens are sampled.
+        meets_inside: whether it waits for others at every module that computes rows independently, not only where
+            weights are loaded.
+
+    Attributes:
+        error: the error that ended it, if any.
+        waits: the call at which it waits; None while it runs and after it has ended.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], None],
+        behind_head: Callable[[bool], None] = lambda goes_on: None,
+        *,
+        meets_inside: bool = True,
+    ) -> None:
+        super().__init__(self._run)
+        self._work = work
+        self.behind_head = behind_head
+        self.meets_inside = meets_inside
+        self.waits: MemberCall | None = None
+        self.error: BaseException | None = None
+
+    def _run(self, answer: Any = None) -> None:
+        work = self._work
+        del self._work  # it may refer to this member
+        try:
+            work()
+        except Left:
+            pass
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it waits for the next pass."""
+        return self.waits is not None and self.waits.point is None
+
+    @property
+    def is_inside_a_unit(self) -> bool:
+        """Whether it waits inside a unit."""
+        return self.waits is not None and self.waits.point is not None and not self.waits.point.is_unit
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that it brings into the next pass, for which it waits."""
+        entry, _ = self.brings
+        return entry.batch * entry.length
+
+    @property
+    def brings(self) -> tuple[PassInput, Any]:
+        """Its input of the next pass, for which it waits, and its KV cache; None without one."""
+        assert self.waits is not None
+        return entry_of(self.waits.args, self.waits.kwargs)
+
+
+def call_of(member: Member) -> MemberCall:
+    """The call at which a waiting member waits."""
+    assert member.waits is not None
+    return member.waits
+
+
+def together(members: Sequence[Member]) -> tuple[MeetingPoint, list[Member]]:
+    """The meeting point where most of them wait, and the members there."""
+    by_point: dict[int, list[Member]] = {}
+    for member in members:
+        by_point.setdefault(id(call_of(member).point), []).append(member)
+    most = max(by_point.values(), key=len)
+    point = call_of(most[0]).point
+    assert point is not None
+    return point, most
+
+
+logger = logging.getLogger(__name__)
+
+
+class Carrier:
+    """Takes the sequences of several members through the model, packed; runs as a member itself if a pass has others.
+
+    Args:
+        forward: computes the packed sequences.
+        members: the members that are packed.
+        texts: the sequence of each member.
+
+    Attributes:
+        members: see above.
+        caches: KV caches of the sequences.
+        outputs: output of each sequence, once the forward has succeeded.
+        error: the error that ended the forward, if any.
+    """
+
+    def __init__(self, forward: PackedForward, members: Sequence[Member], texts: Sequence[PackedSequence]) -> None:
+        self._forward = forward
+        self._texts = texts
+        self.members = members
+        self.outputs: list[Any] = []
+        self.error: BaseException | None = None
+
+    @property
+    def caches(self) -> list[Any]:
+        return [text.cache for text in self._texts]
+
+    def __call__(self) -> None:
+        """Go through the model."""
+        try:
+            self.outputs = self._forward(self._texts)
+        except BaseException as error:
+            self.error = error
+
+
+class Carrying:
+    """Finds carriers for the members of each pass, as long as the model allows it.
+
+    Args:
+        forward: computes packed sequences; None for a model that cannot pack any.
+        max_rows: maximum rows of a carrier with more than one sequence; None for no limit.
+    """
+
+    def __init__(self, forward: PackedForward | None, max_rows: int | None) -> None:
+        self._forward = forward
+        self._max_rows = max_rows
+
+    def carriers(self, members: Sequence[Member]) -> list[Carrier]:
+        """Carriers of the members whose calls can be packed, in their order; the other members are in none."""
+        if self._forward is None:
+            return []
+        calls = [(member, call_of(member)) for member in members]
+        read = [(member, self._forward.read(call.args, call.kwargs)) for member, call in calls]
+        known = [(member, text) for member, text in read if text is not None]
+        sound = self._forward.fitting([text for _, text in known]) if known else []
+        carried = [one for one, good in zip(known, sound, strict=True) if good]
+        groups = grouped([text.ids.shape[1] for _, text in carried], self._max_rows)
+        return [
+            Carrier(self._forward, [member for member, _ in carried[group]], [text for _, text in carried[group]])
+            for group in groups
+        ]
+
+    def attending(self, carriers: int) -> AbstractContextManager[None]:
+        """The context for the forwards of so many carriers, which take turns."""
+        return self._forward.attending() if self._forward is not None and carriers > 1 else nullcontext()
+
+    def end(self, why: NotPackable) -> None:
+        """Make no more carriers."""
+        logger.warning("From now on each text goes through the layers by itself: %s.", why)
+        self._forward = None
 
 
 class JointPasses:

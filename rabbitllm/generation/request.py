@@ -1,4 +1,4 @@
-"""Requests, their events, and statistics of a batch.
+"""Requests, their options, events and results, and what of a model bounds them.
 
 A request is answered by events, in this order: any number of `Delta`, then one of `Finished` and `Failed`.
 """
@@ -7,8 +7,138 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-from rabbitllm.generation.answer import Sampling
+from rabbitllm.checkpoints.local import is_writable
+from rabbitllm.errors import OptionError
+
+END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
+"""The finish reasons of an answer."""
+
+
+MAX_TOKENS = 512
+"""Default number of tokens to generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: 0 for greedy decoding; None is greedy too, unless `top_p` is given.
+        top_p: choose among the likeliest tokens whose probabilities add up to this.
+        seed: seed of the random numbers.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            OptionError: a number out of its range.
+        """
+        if self.temperature is not None and self.temperature < 0:
+            raise OptionError(f"temperature={self.temperature} is negative.", "0 takes the likeliest token each time.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p={self.top_p} is no probability.", "Give more than 0 and at most 1.")
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled, not chosen greedily."""
+        return self.temperature != 0 and (self.temperature is not None or self.top_p is not None)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments for `generate`."""
+        if not self.samples:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        given = {"temperature": self.temperature, "top_p": self.top_p}
+        return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a prompt.
+
+    Attributes:
+        text: the generated text, without special tokens.
+        tokens: ids that were generated, special ones included.
+        prompt_tokens: number of tokens of the prompt.
+        finish: `END`, `LENGTH` or `INTERRUPTED`.
+        first_seconds: time to the first token; None if none was generated.
+        seconds: time to the last token.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    finish: str
+    first_seconds: float | None
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decode rate after the first token; None for fewer than two tokens."""
+        if self.first_seconds is None or len(self.tokens) < 2 or self.seconds <= self.first_seconds:
+            return None
+        return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
+
+
+def check_generates(model: Any) -> None:
+    """Refuse a model of a class that generates no text: a base model, an encoder, a classifier.
+
+    Raises:
+        OptionError: the model is of such a class.
+    """
+    if not model.can_generate():
+        raise OptionError(
+            f"The model is a {type(model).__name__}, as its config.json says, and generates no text.",
+            "Call it for its outputs, or serve its embeddings. Text needs a checkpoint with a language-model head.",
+        )
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The tokens that end a text: those of the model's generation config and of its tokenizer.
+
+    Raises:
+        OptionError: the model has no tokenizer, or none that could be read.
+    """
+    if model.tokenizer is None:
+        raise OptionError(
+            "This model has no tokenizer, so text cannot be made of it.",
+            "Put its tokenizer files into the folder that has its config.json.",
+        )
+    said = model.generation_config.eos_token_id if model.can_generate() else None
+    ends = [] if said is None else [said] if isinstance(said, int) else [*said]
+    own = model.tokenizer.eos_token_id
+    return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
+
+
+def context_of(model: Any) -> int | None:
+    """Tokens that a prompt and its answer may have together; None if the model sets no limit."""
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def most_new_tokens(model: Any, prompt_tokens: int, asked: int | None) -> int:
+    """How many tokens may follow a prompt: `asked`, by default `MAX_TOKENS` limited by the rest of the context.
+
+    Raises:
+        OptionError: prompt and answer exceed the model's context.
+    """
+    context = context_of(model)
+    if context is None:
+        return asked if asked is not None else MAX_TOKENS
+    left = context - prompt_tokens
+    if left < (asked or 1):
+        followed = f", with {asked:,} to follow" if asked is not None else ""
+        raise OptionError(
+            f"The prompt has {prompt_tokens:,} tokens{followed}; the model was made for {context:,} in all.",
+            "Shorten it." if left < 1 else f"Shorten it, or ask for at most {left:,}.",
+        )
+    return asked if asked is not None else min(MAX_TOKENS, left)
 
 
 class FinishReason(StrEnum):
@@ -164,3 +294,55 @@ class BatchStats:
     aside_limit_bytes: int = 0
     file_bytes: int = 0
     file_read_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a batch.
+
+    Attributes:
+        running: maximum number of requests in one pass.
+        waiting: maximum number of requests in the queue; those that begin at the next pass do not count.
+        cache_bytes: limit of the KV caches of all requests, including the prefix cache; None for half of the memory
+            that is free when the batch begins, on the devices that compute.
+        chunk: tokens of one prompt in a pass, so that a long prompt does not block other requests; several prompts
+            together may have more, see `scheduler.TokenBudget`.
+        exact: compute each request's rows separately: in any dtype it gets the same tokens as alone, but slower.
+        aside_bytes: limit of KV caches of preempted requests, swapped out to RAM or a file until there is room again;
+            None for four times `cache_bytes`, 0 to recompute them each time. See `swap.py`.
+        aside_folder: folder of such files; None for a folder of temporary files that is not in memory.
+        file_bytes: limit of KV caches of running requests in a file in `aside_folder`, used if a pass reads more bytes
+            of weights than memory has for KV caches; None for a quarter of the free space there, 0 for none. See
+            `cache_file.py`.
+        in_bulk: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
+            allows, and its sequences go through each layer in parts.
+    """
+
+    running: int = 64
+    waiting: int = 256
+    cache_bytes: int | None = None
+    chunk: int = 512
+    exact: bool = False
+    aside_bytes: int | None = None
+    aside_folder: Path | None = None
+    in_bulk: bool = False
+    file_bytes: int | None = 0
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            OptionError: a number below its minimum, or a folder in which no file can be made.
+        """
+        for name in ("running", "waiting", "cache_bytes", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name}={value}, which is none at all.", "Give at least 1.")
+        for name in ("aside_bytes", "file_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise OptionError(f"{name}={value}, which is less than nothing.", "Give 0 for none.")
+        if self.aside_folder is not None and not (self.aside_folder.is_dir() and is_writable(self.aside_folder)):
+            raise OptionError(
+                f"No file can be made in {self.aside_folder}, where keys and values were to be set aside.",
+                "Name a folder that is there and can be written to.",
+            )

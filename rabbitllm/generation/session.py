@@ -1,30 +1,181 @@
-"""A chat session, which keeps the KV cache from one answer to the next.
+"""Generation in the caller's thread, one sequence at a time: a single answer, or a chat session.
 
-The prompt of each answer is the whole conversation as ids. The cache goes back to the longest prefix that it shares
-with the prompt, and `generate` continues from there. For a streamed model that is one pass over the new tokens alone.
-The answer is the same as with an empty cache, except for rounding.
-
-An answer can be stopped between two layers. The cache keeps all tokens before the pass that was stopped.
+A session keeps the KV cache from one answer to the next. The prompt of each answer is the whole conversation as ids.
+The cache goes back to the longest prefix that it shares with the prompt, and `generate` continues from there. For a
+streamed model that is one pass over the new tokens alone. The answer is the same as with an empty cache, except for
+rounding. An answer can be stopped between two layers. The cache keeps all tokens before the pass that was stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.errors import ChatError
-from rabbitllm.generation.answer import Sampling, check_generates, context_of, end_tokens
-from rabbitllm.generation.answer_stream import AnswerStream, EndOfText
-from rabbitllm.generation.kept_cache import KeptCache, keeps
-from rabbitllm.generation.rendering import PLAIN_END, common_length, prompt_ids
-from rabbitllm.generation.template import has_template
-from rabbitllm.generation.work import AnswerWork, work_between
+from rabbitllm.generation.kv_cache import KeptCache, keeps
+from rabbitllm.generation.request import (
+    END,
+    INTERRUPTED,
+    LENGTH,
+    Answer,
+    Sampling,
+    check_generates,
+    context_of,
+    end_tokens,
+)
+from rabbitllm.generation.streams import AnswerStream, TextStream
+from rabbitllm.generation.template import PLAIN_END, common_length, has_template, prompt_ids
+from rabbitllm.telemetry.passes import PassSums
+from rabbitllm.telemetry.totals import EXPERT_TIERS, NOTHING, PINNED_UPLOAD, READ, UPLOAD
+
+
+class EndOfText(StoppingCriteria):  # type: ignore[misc]
+    """Stops a generation whose text was cut at a stop string."""
+
+    def __init__(self, stream: AnswerStream) -> None:
+        self._stream = stream
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        # called before the streamer receives the token, so one more than needed is generated
+        return torch.full((input_ids.shape[0],), self._stream.cut, device=input_ids.device, dtype=torch.bool)
+
+
+def answer(
+    model: Any,
+    ids: Any,
+    max_tokens: int,
+    sampling: Sampling,
+    write: Callable[[str], object],
+    first: Callable[[], object] = lambda: None,
+) -> Answer:
+    """Generate an answer to a prompt.
+
+    Args:
+        model: a causal language model with its `tokenizer`.
+        ids: the prompt, int64 of shape (1, tokens).
+        max_tokens: maximum number of tokens to generate.
+        sampling: how tokens are chosen.
+        write: called with each piece of the text; its exceptions are passed on.
+        first: called once, before the first piece.
+
+    Raises:
+        OptionError: the model generates no text.
+        OSError: `write` raised it.
+    """
+    import torch
+
+    check_generates(model)
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed)
+    begun = False
+
+    def write_on(piece: str) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            first()
+        write(piece)
+
+    stream = TextStream(model.tokenizer, write_on)
+    ends = end_tokens(model)
+    pad = model.tokenizer.pad_token_id if model.tokenizer.pad_token_id is not None else next(iter(ends), 0)
+    inputs = ids.to(model.device)
+    start = time.perf_counter()
+    interrupted = False
+    try:
+        model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=max_tokens,
+            eos_token_id=ends or None,
+            pad_token_id=pad,
+            streamer=stream,
+            num_beams=1,  # a checkpoint may recommend more, which cannot be streamed
+            tokenizer=model.tokenizer,  # for stop strings in the checkpoint's generation config
+            **sampling.arguments(),
+        )
+    except KeyboardInterrupt:
+        interrupted = True
+        stream.end()
+    ended = bool(stream.tokens) and stream.tokens[-1] in ends
+    return Answer(
+        stream.text,
+        tuple(stream.tokens),
+        ids.shape[-1],
+        INTERRUPTED if interrupted else END if ended else LENGTH,
+        stream.times[0] - start if stream.times else None,
+        (stream.times[-1] if stream.times else time.perf_counter()) - start,
+    )
+
+
+PLACES: Mapping[str, str] = {
+    READ: "from the disk",
+    UPLOAD: "of that copied to the device",
+    PINNED_UPLOAD: "from page-locked RAM to the device",
+}
+"""Stage -> source of its bytes, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerWork:
+    """The work of an answer.
+
+    Attributes:
+        passes: number of passes over all layers.
+        tokens: number of tokens in those passes.
+        moved: stage -> bytes moved.
+        experts: stage -> number of experts found there.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    moved: Mapping[str, int] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
+
+    def plus(self, other: AnswerWork) -> AnswerWork:
+        """The sum of both."""
+        return AnswerWork(
+            self.passes + other.passes,
+            self.tokens + other.tokens,
+            _sum(self.moved, other.moved),
+            _sum(self.experts, other.experts),
+        )
+
+
+def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> AnswerWork:
+    """The work between two states of a profiler.
+
+    Args:
+        before, after: kind of pass -> sums, as in `Profiler.sums`.
+    """
+    found = AnswerWork()
+    for kind, total in after.items():
+        earlier = before.get(kind, PassSums())
+        since = {
+            stage: (spent.nbytes - then.nbytes, spent.count - then.count)
+            for stage, spent in total.stages.items()
+            for then in (earlier.stages.get(stage, NOTHING),)
+        }
+        found = found.plus(
+            AnswerWork(
+                total.passes - earlier.passes,
+                total.tokens - earlier.tokens,
+                {stage: nbytes for stage, (nbytes, _) in since.items() if stage in PLACES and nbytes},
+                {stage: count for stage, (_, count) in since.items() if stage in EXPERT_TIERS and count},
+            )
+        )
+    return found
+
+
+def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
+
 
 WITHOUT_LIMIT = 32_768
 """The most tokens of an answer if neither the caller nor the model's context sets a limit."""

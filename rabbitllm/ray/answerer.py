@@ -142,8 +142,8 @@ class Answerer:
         """The job, with limits of memory and disk if several workers share the machine."""
         import psutil
 
-        from rabbitllm.generation.filing import usual_bytes
-        from rabbitllm.generation.swap_space import usual_folder
+        from rabbitllm.generation.cache_manager import usual_bytes
+        from rabbitllm.generation.swap import usual_folder
 
         job = self._job
         if job.share == 1:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from rabbitllm.generation.generation_stream import UNFINISHED
 from rabbitllm.generation.request import Delta, Finished, FinishReason, TokenLogprob
+from rabbitllm.generation.streams import UNFINISHED
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.tools import SPECIAL, CallReader, ParsedToolCall
 

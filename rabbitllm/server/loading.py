@@ -12,7 +12,7 @@ from rich.console import Console
 from rabbitllm.base.options import expand
 from rabbitllm.engine.budgets import default_budget
 from rabbitllm.engine.devices import resolve_devices
-from rabbitllm.generation.beside_weights import left_to_requests
+from rabbitllm.generation.memory import left_to_requests
 from rabbitllm.models.pull.loaded import load, pulled
 from rabbitllm.models.pull.make import Wish
 from rabbitllm.server.embeddings import PoolingRecipe, recipe_in

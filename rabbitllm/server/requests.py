@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rabbitllm.generation.answer import Sampling
-from rabbitllm.generation.request import Request
+from rabbitllm.generation.request import Request, Sampling
 from rabbitllm.server.api_error import bad, unsupported
 from rabbitllm.server.schemas import (
     ChatBody,

@@ -9,10 +9,8 @@ from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from rabbitllm.generation.answer import check_generates, context_of, end_tokens
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.request import BatchStats, Request
+from rabbitllm.generation.request import BatchStats, Limits, Request, check_generates, context_of, end_tokens
 from rabbitllm.server.answers import Spelling
 from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder

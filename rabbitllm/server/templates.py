@@ -17,8 +17,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from rabbitllm.generation.rendering import PLAIN_END, plain_text
-from rabbitllm.generation.template import bounded_template, has_template
+from rabbitllm.generation.template import PLAIN_END, bounded_template, has_template, plain_text
 from rabbitllm.server.api_error import APIError, bad
 
 OURS = frozenset(

@@ -11,7 +11,7 @@ import torch
 
 from rabbitllm.batch_jobs.answering import answered, answers
 from rabbitllm.batch_jobs.items import BatchCall, Defaults, Generate, Item, JobLimits, Refused
-from rabbitllm.generation.swap_space import usual_folder
+from rabbitllm.generation.swap import usual_folder
 from tests.support.builders import VOCABULARY_SIZE
 
 LIMITS = JobLimits(sequences=4)

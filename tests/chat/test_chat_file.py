@@ -12,9 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.chat.chat_file import MAX_BYTES, SavedChat, decode, encode, read, write
+from rabbitllm.chat.conversation import (
+    MAX_BYTES,
+    Conversation,
+    Exchange,
+    SavedChat,
+    decode,
+    encode,
+    read_chat,
+    write_chat,
+)
 from rabbitllm.errors import ChatFileError
-from rabbitllm.generation.conversation import Conversation, Exchange
 from rabbitllm.storage import durable
 
 SAVED = SavedChat("a/model", Conversation("Be brief.", (Exchange("Größe?", "大きい\n\t🐇"), Exchange("", "x", True))))
@@ -32,12 +40,12 @@ def test_what_is_encoded_is_decoded(model: str, system: str | None, exchanges: t
 
 
 def test_people_can_read_it(tmp_path: Path) -> None:
-    write(tmp_path / "talk.json", SAVED)
+    write_chat(tmp_path / "talk.json", SAVED)
     text = (tmp_path / "talk.json").read_text(encoding="utf-8")
     assert '"role": "user", "content": "Größe?"' in text.replace(",\n   ", ", ")
     assert "大きい" in text
     assert json.loads(text)["messages"][-1] == {"role": "assistant", "content": "x", "stopped": True}
-    assert read(tmp_path / "talk.json") == SAVED
+    assert read_chat(tmp_path / "talk.json") == SAVED
     assert list(tmp_path.iterdir()) == [tmp_path / "talk.json"]
 
 
@@ -105,7 +113,7 @@ def test_damaged_bytes_are_refused(name: str, tmp_path: Path) -> None:
     raw, message = RAW[name]
     (tmp_path / "talk.json").write_bytes(raw)
     with pytest.raises(ChatFileError, match=message) as caught:
-        read(tmp_path / "talk.json")
+        read_chat(tmp_path / "talk.json")
     assert "talk.json" in str(caught.value)
     assert str(caught.value).replace("\n", "").isprintable()
 
@@ -123,40 +131,40 @@ def test_other_keys_are_ignored() -> None:
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ChatFileError, match="cannot be read: No such file"):
-        read(tmp_path / "talk.json")
+        read_chat(tmp_path / "talk.json")
     with pytest.raises(ChatFileError, match=r"cannot be read|no regular file"):
-        read(tmp_path)
+        read_chat(tmp_path)
     if sys.platform != "win32":
         os.mkfifo(tmp_path / "pipe")
         with pytest.raises(ChatFileError, match="no regular file"):
-            read(tmp_path / "pipe")
+            read_chat(tmp_path / "pipe")
     with (tmp_path / "large").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(ChatFileError, match="at most"):
-        read(tmp_path / "large")
+        read_chat(tmp_path / "large")
 
 
 def test_only_a_conversation_is_overwritten(tmp_path: Path) -> None:
     other = tmp_path / "thesis.json"
     other.write_text('{"chapters": 12}')
     with pytest.raises(ChatFileError, match="is there already and is no saved conversation"):
-        write(other, SAVED)
+        write_chat(other, SAVED)
     assert other.read_text() == '{"chapters": 12}'
     with pytest.raises(ChatFileError, match="cannot be written: No such file"):
-        write(tmp_path / "nowhere" / "talk.json", SAVED)
-    write(tmp_path / "talk.json", SAVED)
+        write_chat(tmp_path / "nowhere" / "talk.json", SAVED)
+    write_chat(tmp_path / "talk.json", SAVED)
     later = SavedChat("b", Conversation())
-    write(tmp_path / "talk.json", later)
-    assert read(tmp_path / "talk.json") == later
+    write_chat(tmp_path / "talk.json", later)
+    assert read_chat(tmp_path / "talk.json") == later
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    write(tmp_path / "talk.json", SAVED)
+    write_chat(tmp_path / "talk.json", SAVED)
 
     def fail(step: durable.Step) -> None:
         if step.kind in ("sync", "rename"):
             raise OSError(28, "No space left on device")
 
     with durable.observe_steps(fail), pytest.raises(ChatFileError, match="No space left on device"):
-        write(tmp_path / "talk.json", SavedChat("b", Conversation()))
-    assert read(tmp_path / "talk.json") == SAVED
+        write_chat(tmp_path / "talk.json", SavedChat("b", Conversation()))
+    assert read_chat(tmp_path / "talk.json") == SAVED

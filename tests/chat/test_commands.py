@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rabbitllm.chat.commands import COMMANDS, Command, command_of, count_of
-from rabbitllm.chat.loop import read_message
+from rabbitllm.chat.loop import COMMANDS, Command, command_of, count_of, read_message
 from rabbitllm.errors import ChatError
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rabbitllm.chat.chat_file import SavedChat, read
+from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_chat
 from rabbitllm.chat.loop import ChatLoop, Surface
-from rabbitllm.generation.conversation import Conversation, Exchange
 from rabbitllm.generation.session import ChatOptions, Session
 from tests.chat.talkers import parrot_folder, talker
 from tests.support.tiny_models import ALL, one_thread  # noqa: F401  a fixture that applies by itself
@@ -71,7 +70,7 @@ def test_saving_and_loading(model: Any, tmp_path: Path) -> None:
     talk = Talk(model, "Hello?", f"/save {file}", f'/save "{file}"', system="Be brief.")
     assert talk.well
     assert f"wrote 1 exchange to {file}" in talk.notes
-    assert read(file) == SavedChat("a/model", talk.conversation)
+    assert read_chat(file) == SavedChat("a/model", talk.conversation)
     later = Talk(model, "Before?", f"/load {file}", "And?")
     assert "loaded 1 exchange from" in later.notes
     assert later.conversation == talk.conversation.with_exchange(Exchange("And?", "Yo"))

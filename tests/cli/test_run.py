@@ -150,7 +150,7 @@ def test_an_interrupt_ends_it_with_130(tmp_path: Path, monkeypatch: pytest.Monke
         if len(pieces) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("rabbitllm.generation.generation_stream.print_text", write)
+    monkeypatch.setattr("rabbitllm.generation.streams.print_text", write)
     result = run(str(DEMO), question, *place, code=130)
     assert "interrupted after" in result.stderr
     text = "".join(pieces).rstrip("\n")

@@ -15,9 +15,9 @@ import transformers
 
 from rabbitllm import AutoModel
 from rabbitllm.errors import OptionError, RabbitLLMError, UnknownArchitectureError
-from rabbitllm.generation.answer import Sampling, answer
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.session import Session
+from rabbitllm.generation.request import Sampling
+from rabbitllm.generation.session import Session, answer
 from tests.support.builders import build_checkpoint, make_tokenizer
 
 SMALL: dict[str, Any] = {

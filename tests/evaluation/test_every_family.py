@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.evaluation.compare import compare
-from rabbitllm.generation.packed_families import PACKABLE
+from rabbitllm.generation.packed_batch import PACKABLE
 from rabbitllm.generation.scoring import Room, ScoredText
 from rabbitllm.generation.scoring.plan import FILLABLE
 from tests.generation.scoring.beside_plain import alone, texts_for

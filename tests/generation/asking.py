@@ -11,7 +11,7 @@ import torch
 
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Delta, Event, Failed, Finished, Request, TokenLogprob
-from rabbitllm.generation.request_handle import RequestHandle
+from rabbitllm.generation.sequence import RequestHandle
 
 PATIENCE = 120.0
 """Seconds; what takes longer hangs."""

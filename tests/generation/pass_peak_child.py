@@ -20,7 +20,7 @@ import torch
 from rabbitllm.engine.allocator import keep_large_apart
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.joint_pass import JointPasses
-from rabbitllm.generation.pass_cost import PassCost, cost_of_a_pass
+from rabbitllm.generation.memory import PassCost, cost_of_a_pass
 from rabbitllm.generation.request import Request
 from tests.support.tiny_models import load
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.errors import BusyError, ClosedError
-from rabbitllm.generation.admission import AdmissionQueue
-from rabbitllm.generation.generation import Generation
 from rabbitllm.generation.request import FinishReason, Request
-from rabbitllm.generation.request_handle import RequestHandle
+from rabbitllm.generation.scheduler import AdmissionQueue
+from rabbitllm.generation.sequence import Generation, RequestHandle
 from tests.support.tiny_models import load
 
 Make = Callable[[AdmissionQueue], RequestHandle]

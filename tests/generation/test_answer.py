@@ -13,19 +13,19 @@ import transformers
 from rich.console import Console
 
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.answer import (
+from rabbitllm.generation.request import (
     END,
     INTERRUPTED,
     LENGTH,
     MAX_TOKENS,
     Answer,
     Sampling,
-    answer,
     context_of,
     end_tokens,
     most_new_tokens,
 )
-from rabbitllm.run.report import answer_record, how_it_ended, put_statistics
+from rabbitllm.generation.session import answer
+from rabbitllm.run.prompt import answer_record, how_it_ended, put_statistics
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import load, one_thread, plain_model, split  # noqa: F401  a fixture that applies itself
 

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
-from rabbitllm.generation.answer import Sampling
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.carriers import Carrier
-from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.packed import PackedSequence
-from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Request
+from rabbitllm.generation.joint_pass import Carrier
+from rabbitllm.generation.packed_batch import PackedSequence
+from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Sampling
 from tests.generation.asking import Asked, alone, asked, begin
 from tests.support.builders import VOCABULARY_SIZE
 

@@ -9,8 +9,7 @@ import pytest
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.batch import Batch, Limits
-from rabbitllm.generation.beside_weights import left_to_requests
-from rabbitllm.generation.pass_cost import LEAST_TOKENS, cost_of_a_pass
+from rabbitllm.generation.memory import LEAST_TOKENS, cost_of_a_pass, left_to_requests
 from rabbitllm.generation.request import Request
 from tests.generation.asking import alone, asked
 from tests.support.tiny_models import load

@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from rabbitllm.generation import cache_file, cache_image
-from rabbitllm.generation.cache_file import CacheFile
-from rabbitllm.generation.images_ahead import ImagesAhead
+from rabbitllm.generation import cache_file
+from rabbitllm.generation.cache_file import CacheFile, ImagesAhead
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 
@@ -93,7 +92,7 @@ def test_attention_sees_what_it_would_see_in_memory(opened: Callable[..., CacheF
 def test_attention_sees_the_same_past_the_page_cache(
     opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_image, "LEAST_BLOCKS", 0)  # these are small, and go past it all the same
+    monkeypatch.setattr(cache_file, "LEAST_BLOCKS", 0)  # these are small, and go past it all the same
     file, (texts, plain) = opened(ahead=1 << 14, weight_bytes=1 << 60), caches()
     for one in texts:
         file.add(one)

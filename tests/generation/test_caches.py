@@ -10,9 +10,18 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from rabbitllm.generation.cache_cost import bytes_of, cost_by_cache, cost_by_config
-from rabbitllm.generation.prefixes import MAX_TEXTS, WORTH_TOKENS, PrefixCache, beginning, copied, usable
-from rabbitllm.generation.room import append
+from rabbitllm.generation.kv_cache import (
+    MAX_TEXTS,
+    WORTH_TOKENS,
+    PrefixCache,
+    append,
+    beginning,
+    bytes_of,
+    copied,
+    cost_by_cache,
+    cost_by_config,
+    usable,
+)
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
 from tests.support.tiny_models import plain_model
 

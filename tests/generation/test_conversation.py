@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rabbitllm.generation.conversation import Conversation, Exchange
+from rabbitllm.chat.conversation import Conversation, Exchange
 
 FIRST, SECOND = Exchange("Hello?", "Hello."), Exchange("More?", "A lo", stopped=True)
 

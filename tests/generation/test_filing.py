@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.generation.filing import Begins, Running, begins
-from rabbitllm.generation.picking import SequenceMemory
+from rabbitllm.generation.cache_manager import Begins, Running, begins
+from rabbitllm.generation.sequence import SequenceMemory
 
 
 class Memory:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from rabbitllm.generation.generation_stream import TextStream, print_text
+from rabbitllm.generation.streams import TextStream, print_text
 from tests.support.builders import build_checkpoint, make_tokenizer
 from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself
 
@@ -150,7 +150,7 @@ def test_a_terminal_is_shown_escapes_and_a_pipe_what_was_said() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
 def test_a_reader_that_leaves_ends_it() -> None:
-    code = "from rabbitllm.generation.generation_stream import print_text\nwhile True: print_text('word ')"
+    code = "from rabbitllm.generation.streams import print_text\nwhile True: print_text('word ')"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.generation.cache_image import Image, image_of
-from rabbitllm.generation.image_file import ImageFile
+from rabbitllm.generation.cache_file import Image, ImageFile, image_of
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 from tests.engine.test_span_reader import _cached_pages
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from rabbitllm.generation.kept_cache import CONTINUING, KeptCache, keeps
+from rabbitllm.generation.kv_cache import CONTINUING, KeptCache, keeps
 from tests.chat.talkers import family_of
 from tests.support.builders import WINDOW, build_checkpoint
 from tests.support.hybrid_families import HYBRIDS

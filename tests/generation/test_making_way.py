@@ -14,12 +14,10 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rabbitllm.errors import OptionError
-from rabbitllm.generation import picking
+from rabbitllm.generation import sequence
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.cache_cost import cost_by_cache, cost_by_config
-from rabbitllm.generation.kept_cache import keeps
-from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Request
+from rabbitllm.generation.kv_cache import cost_by_cache, cost_by_config, keeps
+from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.asking import Asked, alone, asked
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint, make_tokenizer
@@ -41,7 +39,7 @@ each_family = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def who_waits_begins_in_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picking, "AHEAD_TOKENS", 4)
+    monkeypatch.setattr(sequence, "AHEAD_TOKENS", 4)
 
 
 def prompt(length: int) -> tuple[int, ...]:
@@ -215,7 +213,7 @@ def test_none_is_swapped_out_where_that_is_switched_off(open_batch: Open, plain:
 def test_without_a_disk_there_is_nowhere_to_go_from_ram(
     open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rabbitllm.generation.text_caches.usual_folder", lambda: None)
+    monkeypatch.setattr("rabbitllm.generation.cache_manager.usual_folder", lambda: None)
     batch, _ = open_batch(limits(plain))
     assert batch.facts.aside_limit_bytes == 0
 

@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from rabbitllm.generation.joint_pass import JointPasses
-from rabbitllm.generation.packed_families import can_be_packed
+from rabbitllm.generation.packed_batch import can_be_packed
 from tests.generation.together import LENGTHS, Text, alone, assert_alike, forwards, generated, prompts, together
 from tests.support.builders import FAMILIES, Family, build_checkpoint
 from tests.support.tiny_models import ALL, load, split

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from rabbitllm.generation.packed_families import PACKABLE, WITH_IMAGES, can_be_packed
+from rabbitllm.generation.packed_batch import PACKABLE, WITH_IMAGES, can_be_packed
 from tests.engine.test_every_architecture import build
 from tests.generation.together import LENGTHS, alone, assert_alike, forwards, prompts, together
 from tests.support.builders import FAMILIES, SMALL, WINDOW, Family, build_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rabbitllm.generation.batch import Batch, Limits
-from rabbitllm.generation.pass_cost import PassCost
+from rabbitllm.generation.memory import PassCost
 from rabbitllm.generation.request import Request
 from tests.generation.asking import Asked, alone
 from tests.support.builders import VOCABULARY_SIZE, build_checkpoint

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rabbitllm.engine.allocator import trimming
-from rabbitllm.generation.cache_cost import cost_by_config
-from rabbitllm.generation.pass_cost import LEAST_TOKENS, PassCost, cost_of_a_pass
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.memory import LEAST_TOKENS, PassCost, cost_of_a_pass
 from rabbitllm.quant.vectors import multiplies_pairs
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split

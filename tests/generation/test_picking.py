@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.generation.picking import (
-    AHEAD_TOKENS,
-    FIRST_TOKENS,
-    MAX_TOKENS,
-    SequenceMemory,
-    TokenBudget,
-    fits,
-    grouped,
-    retry_after,
-    take_part,
-    too_many,
-)
+from rabbitllm.generation.packed_batch import grouped
+from rabbitllm.generation.scheduler import FIRST_TOKENS, MAX_TOKENS, TokenBudget, fits, retry_after, take_part, too_many
+from rabbitllm.generation.sequence import AHEAD_TOKENS, SequenceMemory
 
 texts = st.lists(st.builds(SequenceMemory, st.integers(1, 500), st.integers(0, 500)), max_size=12)
 

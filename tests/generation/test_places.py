@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.generation.image_file import FileSlots
+from rabbitllm.generation.cache_file import FileSlots
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), max_size=60), st.integers(20, 300))

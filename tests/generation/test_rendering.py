@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.errors import ChatError
-from rabbitllm.generation.conversation import Conversation, Exchange
-from rabbitllm.generation.rendering import common_length, plain_text, prompt_ids
-from rabbitllm.generation.template import has_template
+from rabbitllm.generation.template import common_length, has_template, plain_text, prompt_ids
 from tests.chat.talkers import TEMPLATE, characters
 
 TALK = Conversation("Be brief.", (Exchange("Who?", " Me.\n"), Exchange("Why?", "", True)))

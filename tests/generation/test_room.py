@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rabbitllm.generation import room
-from rabbitllm.generation.room import append
+from rabbitllm.generation import kv_cache
+from rabbitllm.generation.kv_cache import append
 
 HEADS, WIDTH = 2, 4
 
 
 @pytest.fixture(autouse=True)
 def small_layers_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "WORTH_BYTES", 10 * HEADS * WIDTH * 4)
+    monkeypatch.setattr(kv_cache, "WORTH_BYTES", 10 * HEADS * WIDTH * 4)
 
 
 def some(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rabbitllm.engine.expert_finding import is_routed
-from rabbitllm.generation.rows import RowKind, joined, rowwise
+from rabbitllm.generation.joint_pass import RowKind, joined, rowwise
 from tests.generation.together import LENGTHS, alone, assert_alike, prompts, together
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS

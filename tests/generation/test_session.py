@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.errors import ChatError
-from rabbitllm.generation.answer import Sampling
-from rabbitllm.generation.conversation import Conversation, Exchange
-from rabbitllm.generation.rendering import prompt_ids
+from rabbitllm.generation.request import Sampling
 from rabbitllm.generation.session import (
     BY_THE_CONTEXT,
     BY_THE_LIMIT,
@@ -23,6 +22,7 @@ from rabbitllm.generation.session import (
     ChatOptions,
     Session,
 )
+from rabbitllm.generation.template import prompt_ids
 from rabbitllm.telemetry.totals import READ
 from tests.chat.talkers import FORGETFUL, family_of, parrot_folder, talker, talker_folder
 from tests.support.builders import FAMILIES

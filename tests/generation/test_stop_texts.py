@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.generation.generation import StoppedText
+from rabbitllm.generation.streams import StoppedText
 
 few = st.text("ab\n", max_size=12)
 stops = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3).map(tuple)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from rabbitllm.generation.room import append
-from rabbitllm.generation.swap_space import SHARE, SwapSpace, put_together, taken_apart, usual_folder
+from rabbitllm.generation.kv_cache import append
+from rabbitllm.generation.swap import SHARE, SwapSpace, put_together, taken_apart, usual_folder
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.folders import folder_at
 
@@ -128,7 +128,7 @@ def test_a_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     parts = taken_apart(cache)
     assert parts is not None
     usage = type("Usage", (), {"free": SHARE * parts.nbytes})
-    monkeypatch.setattr("rabbitllm.generation.swap_space.shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr("rabbitllm.generation.swap.shutil.disk_usage", lambda folder: usage)
     assert SwapSpace(LIMIT, tmp_path).put(cache, None) is not None
     usage.free -= SHARE
     assert SwapSpace(LIMIT, tmp_path).put(cache, None) is None
@@ -174,10 +174,10 @@ def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytes
     before = content(cache)
     parts = taken_apart(cache)
     assert parts is not None
-    monkeypatch.setattr("rabbitllm.generation.swap_space._leaves_a_device", lambda forms: True)
+    monkeypatch.setattr("rabbitllm.generation.swap._leaves_a_device", lambda forms: True)
     aside = SwapSpace(LIMIT, None)  # without any file
     for free, fits in ((SHARE * parts.nbytes, True), (SHARE * parts.nbytes - 1, False)):
-        monkeypatch.setattr("rabbitllm.generation.swap_space.available_ram", lambda free=free: free)
+        monkeypatch.setattr("rabbitllm.generation.swap.available_ram", lambda free=free: free)
         held = aside.put(cache, 0.0)  # whatever computing it again would take
         assert (held is not None) is fits
         if held is not None:
@@ -194,7 +194,7 @@ def test_from_a_gpu_it_goes_to_ram_and_from_there_to_a_file(tmp_path: Path, monk
     in_ram = aside.put(cache, 0.0)  # whatever computing it again would take
     assert in_ram is not None
     assert in_ram.file is None
-    monkeypatch.setattr("rabbitllm.generation.swap_space.available_ram", lambda: 0)
+    monkeypatch.setattr("rabbitllm.generation.swap.available_ram", lambda: 0)
     in_file = aside.put(cache, None)
     assert in_file is not None
     assert in_file.file is not None

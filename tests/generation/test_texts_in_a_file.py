@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.generation import cache_file, cache_memory, filing, picking
+from rabbitllm.generation import cache_file, cache_manager, memory, sequence
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.cache_cost import cost_by_config
-from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.packed_families import PACKABLE
-from rabbitllm.generation.request import BatchStats, Request
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.packed_batch import PACKABLE
+from rabbitllm.generation.request import BatchStats, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.asking import Asked, alone, begin
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
@@ -42,8 +41,8 @@ each_family = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def all_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picking, "AHEAD_TOKENS", 4)
-    for module in (cache_file, cache_memory, filing):
+    monkeypatch.setattr(sequence, "AHEAD_TOKENS", 4)
+    for module in (cache_file, memory, cache_manager):
         monkeypatch.setattr(module, "TAIL_TOKENS", 4)
 
 

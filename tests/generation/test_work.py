@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rabbitllm.generation.work import AnswerWork, work_between
+from rabbitllm.generation.session import AnswerWork, work_between
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import EXPERTS_READ, READ, UPLOAD, Profiler
 

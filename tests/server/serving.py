@@ -13,7 +13,8 @@ import httpx
 import openai
 from hypothesis import HealthCheck, settings
 
-from rabbitllm.generation.batch import Batch, Limits
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.request import Limits
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.server import Server, in_a_thread
 from rabbitllm.server.service import EmbeddingsOnly, Service, batch_of

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.chat import chat_file
-from rabbitllm.chat.chat_file import SavedChat
-from rabbitllm.generation.conversation import Conversation, Exchange
+from rabbitllm.chat import conversation
+from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat
 from rabbitllm.server import page
 from tests.server.serving import NAME, Running
 
@@ -72,9 +71,8 @@ def test_the_files_name_no_other_place_and_make_nothing_of_text() -> None:
 
 
 def test_packages_carry_the_files() -> None:
-    """`package_data` of setup.py."""
-    root = STATIC.parent.parent.parent
-    assert '"rabbitllm.server": ["static/*"]' in (root / "setup.py").read_text(encoding="utf-8")
+    project = STATIC.parent.parent.parent / "pyproject.toml"
+    assert '"rabbitllm.server" = ["static/*"]' in project.read_text(encoding="utf-8")
 
 
 def test_the_status_says_where_the_time_goes(served: Running) -> None:
@@ -277,9 +275,9 @@ CONVERSATIONS = [
 
 @needs_node
 def test_conversations_go_from_the_command_to_the_page_and_back(modules: Path) -> None:
-    files = [chat_file.encode(SavedChat("org/model", one)).decode() for one in CONVERSATIONS]
+    files = [conversation.encode(SavedChat("org/model", one)).decode() for one in CONVERSATIONS]
     back = evaluated(modules, 'return given.map((text) => encode(decode(text), "org/model"));', files)
-    assert [chat_file.decode(text.encode(), "file") for text in back] == [
+    assert [conversation.decode(text.encode(), "file") for text in back] == [
         SavedChat("org/model", one) for one in CONVERSATIONS
     ]
 
@@ -288,11 +286,11 @@ def test_conversations_go_from_the_command_to_the_page_and_back(modules: Path) -
 def test_a_question_without_an_answer_stays_out_of_the_file(modules: Path) -> None:
     chat = {"title": "", "system": " ", "messages": [{"role": "user", "content": "Well?"}]}
     text = evaluated(modules, 'return encode(given, "m");', chat)
-    assert chat_file.decode(text.encode(), "file").conversation == Conversation()
+    assert conversation.decode(text.encode(), "file").conversation == Conversation()
 
 
 def file_of(**changes: Any) -> str:
-    whole = {"format": chat_file.FORMAT, "version": 1, "model": "m", "messages": []}
+    whole = {"format": conversation.FORMAT, "version": 1, "model": "m", "messages": []}
     return json.dumps({**whole, **changes})
 
 
@@ -324,8 +322,8 @@ def test_what_the_command_refuses_the_page_refuses_too(modules: Path) -> None:
     )
     for (name, text), said in zip(REFUSED.items(), words, strict=True):
         assert said, name
-        with pytest.raises(chat_file.ChatFileError):
-            chat_file.decode(text.encode(), name)
+        with pytest.raises(conversation.ChatFileError):
+            conversation.decode(text.encode(), name)
 
 
 @needs_node

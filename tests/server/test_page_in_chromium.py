@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.chat import chat_file
-from rabbitllm.chat.chat_file import SavedChat
+from rabbitllm.chat import conversation
+from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat
 from rabbitllm.errors import BusyError
-from rabbitllm.generation.batch import Limits
-from rabbitllm.generation.conversation import Conversation, Exchange
-from rabbitllm.generation.request import Request
+from rabbitllm.generation.request import Limits, Request
 from tests.chat.talkers import parrot_folder
 from tests.server.serving import NAME, Running, running
 from tests.support.browser import SECONDS, Browser, Tab, chromium
@@ -356,7 +354,7 @@ def test_files_go_in_and_out_and_text_stays_text(tab: Tab, browser: Browser, tmp
     saved = SavedChat(
         NAME, Conversation("Be <i>brief</i>.", (Exchange("<b>Well?</b>", HOSTILE, True), Exchange("a", "b")))
     )
-    chat_file.write(tmp_path / "talk.json", saved)
+    conversation.write_chat(tmp_path / "talk.json", saved)
     root = tab.call("DOM.getDocument")["root"]["nodeId"]
     field = tab.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
     tab.call("DOM.setFileInputFiles", files=[str(tmp_path / "talk.json")], nodeId=field)
@@ -376,7 +374,7 @@ def test_files_go_in_and_out_and_text_stays_text(tab: Tab, browser: Browser, tmp
     tab.click("#export")
     out = browser.downloads / "b-Well-b.json"
     eventually(out.exists)
-    assert chat_file.read(out) == saved
+    assert conversation.read_chat(out) == saved
     tab.wait(f"document.title === '{NAME} · RabbitLLM'")
 
     (tmp_path / "other.json").write_text('{"format": "other"}')

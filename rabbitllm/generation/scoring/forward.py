@@ -26,9 +26,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.errors import ScoringError
-from rabbitllm.generation.packed_attention import attention_by_text, texts_of
-from rabbitllm.generation.packed_cache import MaskSpan, NotPackable, PackedCache
-from rabbitllm.generation.packed_families import shares_keys
+from rabbitllm.generation.packed_batch import (
+    MaskSpan,
+    NotPackable,
+    PackedCache,
+    attention_by_text,
+    shares_keys,
+    texts_of,
+)
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, Segment, Segments
 from rabbitllm.generation.scoring.tasks import Asked, Scored
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 
-from rabbitllm.generation.picking import grouped
+from rabbitllm.generation.packed_batch import grouped
 from rabbitllm.generation.scoring.tasks import Task
 
 WORTH_TOKENS = 16

@@ -12,9 +12,9 @@ from typing import Any
 
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.answer import context_of
-from rabbitllm.generation.packed_families import PACKABLE, can_be_packed, depends_on_longest
-from rabbitllm.generation.pass_cost import cost_of_a_pass
+from rabbitllm.generation.memory import cost_of_a_pass
+from rabbitllm.generation.packed_batch import PACKABLE, can_be_packed, depends_on_longest
+from rabbitllm.generation.request import context_of
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches, passes
 from rabbitllm.generation.scoring.tasks import Ability, Room, Task

@@ -24,12 +24,8 @@ from torch import nn
 
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
-from rabbitllm.generation.joint_pass import JointPasses, called
-from rabbitllm.generation.members import Alone, MeetingPoint, Member, call_of
-from rabbitllm.generation.packed_cache import NotPackable
-from rabbitllm.generation.packed_families import can_be_packed, shares_keys
-from rabbitllm.generation.picking import grouped
-from rabbitllm.generation.rows import RowKind
+from rabbitllm.generation.joint_pass import Alone, JointPasses, MeetingPoint, Member, RowKind, call_of, called
+from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, held
 from rabbitllm.generation.scoring.forward import Keep, Relay, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.generation.packed_families import PACKABLE
+from rabbitllm.generation.packed_batch import PACKABLE
 from rabbitllm.generation.scoring import Room
 from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.plan import FILLABLE, can_be_filled_up, form_of

@@ -15,7 +15,7 @@ from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import BatchError, OptionError, ScoringError
-from rabbitllm.generation.pass_cost import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass
+from rabbitllm.generation.memory import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.plan import (

@@ -114,7 +114,7 @@ def _walked(value: Any, replaced: Callable[[Any], Any], seen: dict[int, Any]) ->
         return replaced(value)
     if id(value) not in seen:
         seen[id(value)] = made = copy(value)
-        vars(made).pop("_room", None)  # the base of the key and value views; see `room.py`
+        vars(made).pop("_room", None)  # the base of the key and value views; see `kv_cache.append`
         for name, one in vars(made).items():
             vars(made)[name] = _walked(one, replaced, seen)
     return seen[id(value)]

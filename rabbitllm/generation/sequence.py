@@ -1,4 +1,4 @@
-"""One request in `generate`: its random numbers, its events, and its state, from which it continues after preemption.
+"""A request that is being generated: its `generate` with its own random numbers, its events and its KV cache.
 
 Runs in the batch's thread. A stopping criterion of `generate` receives every token as soon as it is chosen. A
 generation ends at the model's end tokens, at a stop string or at its maximum length. It leaves `generate` by an
@@ -11,61 +11,50 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from rabbitllm.generation.answer import end_tokens
-from rabbitllm.generation.generation_stream import TextStream
-from rabbitllm.generation.request import Delta, Event, Failed, Finished, FinishReason, Likelihood, Request, TokenLogprob
+from rabbitllm.generation.joint_pass import Member
+from rabbitllm.generation.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Likelihood,
+    Request,
+    TokenLogprob,
+    end_tokens,
+)
+from rabbitllm.generation.streams import StoppedText, TextStream
+from rabbitllm.generation.swap import SwappedOutCache
 
-# Cuts text, which is added piece by piece, before the stop string that is complete first.
+AHEAD_TOKENS = 64
+"""Number of future tokens of every sequence for which room is reserved, so that it is not preempted at once."""
 
 
-class StoppedText:
-    """Holds back text that may become a stop string, until more text decides it.
-
-    Args:
-        stops: stop strings, none of them empty.
+@dataclass(frozen=True, slots=True)
+class SequenceMemory:
+    """The length of a sequence, which determines its memory.
 
     Attributes:
-        stop: the stop string that was found, or None.
+        tokens: number of tokens, including generated ones.
+        room: number of tokens that may follow.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self.stop: str | None = None
-        self._stops = stops
-        self._held = ""
-        self._free = ""
+    tokens: int
+    room: int
 
-    def add(self, text: str) -> None:
-        """Append text; after a stop string it is ignored."""
-        if self.stop is not None:
-            return
-        text = self._held + text
-        # the stop string that is complete first, as if text were added by the character; of several the longest
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.stop = min(found)
-            self._free += text[:at]
-            self._held = ""
-            return
-        keep = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        self._free += text[: len(text) - keep]
-        self._held = text[len(text) - keep :]
+    @property
+    def soon(self) -> int:
+        """Number of tokens after the next `AHEAD_TOKENS`, limited by `room`."""
+        return self.tokens + min(self.room, AHEAD_TOKENS)
 
-    def take(self, *, last: bool = False) -> str:
-        """The text that became certain since the last call.
 
-        Args:
-            last: whether no more text follows, so that nothing is held back.
-        """
-        taken = self._free + (self._held if last else "")
-        self._free = ""
-        if last:
-            self._held = ""
-        return taken
+# Cuts text, which is added piece by piece, before the stop string that is complete first.
 
 
 def _tell_nobody(event: Event) -> None:
@@ -254,3 +243,57 @@ def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
+
+
+@dataclass(eq=False, slots=True)
+class RequestHandle:
+    """A submitted request. Its caller uses only `cancel`, the batch the rest.
+
+    Attributes:
+        wake: wakes the batch after a change.
+        generation: its generation.
+        member: its member of the joint passes, while it runs.
+        is_cancelled: whether it was cancelled.
+        deadline: deadline in `time.monotonic()`; None for no limit.
+        held: its KV cache, if it was preempted and the cache is swapped out.
+    """
+
+    wake: Callable[[], None]
+    generation: Generation
+    member: Member | None = None
+    is_cancelled: bool = False
+    deadline: float | None = None
+    held: SwappedOutCache | None = None
+
+    def cancel(self) -> None:
+        """End it after the current pass; may be called from any thread, any number of times."""
+        self.is_cancelled = True
+        self.wake()
+
+    @property
+    def text(self) -> SequenceMemory:
+        """Its current and maximum length."""
+        generation = self.generation
+        return SequenceMemory(len(generation.request.prompt) + len(generation.tokens), generation.room)
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens its cache has; 0 without one."""
+        cache = self.generation.cache
+        return cache.get_seq_length() if cache is not None else 0
+
+    def whole_cache(self, continues: bool) -> Any | None:
+        """The KV cache from which `generate` can continue: of all tokens except those of the next pass.
+
+        None if the request has just begun, or if its cache does not report its number of tokens.
+
+        Args:
+            continues: whether the model can continue the cache with several tokens at once; otherwise the next pass
+                must have one token.
+        """
+        if self.member is None or not self.member.is_outside:
+            return None
+        entry, cache = self.member.brings
+        if not entry.past or entry.past >= self.text.tokens or not (continues or entry.length == 1):
+            return None
+        return cache

@@ -1,4 +1,4 @@
-"""Conversations as JSON files, written atomically and checked when read.
+"""A conversation as an immutable record, and as a JSON file, written atomically and checked when read.
 
     {
      "format": "rabbitllm chat",
@@ -11,8 +11,9 @@
      ]
     }
 
-`messages` may begin with a system prompt; then user and assistant alternate, and the last message is the assistant's.
-`stopped` is left out for a complete answer. Other keys are ignored.
+A conversation is a system prompt and exchanges, each a question with its answer. So roles always alternate, as most
+chat templates require; a question without an answer is not part of it. `stopped` is left out for a complete answer.
+Other keys of the file are ignored.
 """
 
 from __future__ import annotations
@@ -20,15 +21,71 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatFileError
 from rabbitllm.formats.json_text import decode_json
-from rabbitllm.generation.conversation import ASSISTANT, SYSTEM, USER, Conversation, Exchange
+from rabbitllm.generation.template import ASSISTANT, SYSTEM, USER
 from rabbitllm.storage import durable
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question and its answer, which may be incomplete.
+
+    Attributes:
+        question: text of the user.
+        answer: text of the model.
+        stopped: whether the answer was stopped before its end.
+    """
+
+    question: str
+    answer: str
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A system prompt and the exchanges since, oldest first.
+
+    Attributes:
+        system: the system prompt, or None.
+        exchanges: the exchanges, oldest first.
+    """
+
+    system: str | None = None
+    exchanges: tuple[Exchange, ...] = ()
+
+    def with_system(self, system: str | None) -> Conversation:
+        """The same exchanges below another system prompt; None or white space for none."""
+        return replace(self, system=system if system and system.strip() else None)
+
+    def with_exchange(self, exchange: Exchange) -> Conversation:
+        """A copy with one more exchange at its end."""
+        return replace(self, exchanges=(*self.exchanges, exchange))
+
+    def without_oldest(self, count: int) -> Conversation:
+        """A copy without its first `count` exchanges."""
+        return replace(self, exchanges=self.exchanges[count:])
+
+    def emptied(self) -> Conversation:
+        """The system prompt alone."""
+        return replace(self, exchanges=())
+
+    def messages(self, question: str | None = None) -> list[dict[str, str]]:
+        """Messages for a chat template: dicts with `role` and `content`.
+
+        Args:
+            question: a question without an answer, appended as the last message; None for none.
+        """
+        found = [{"role": SYSTEM, "content": self.system}] if self.system is not None else []
+        for exchange in self.exchanges:
+            found += [{"role": USER, "content": exchange.question}, {"role": ASSISTANT, "content": exchange.answer}]
+        return found if question is None else [*found, {"role": USER, "content": question}]
+
 
 FORMAT = "rabbitllm chat"
 VERSION = 1
@@ -132,7 +189,7 @@ def _message(message: Any, where: str) -> tuple[str, str, bool]:
     return role, content, stopped
 
 
-def read(path: Path) -> SavedChat:
+def read_chat(path: Path) -> SavedChat:
     """The conversation in a file.
 
     Raises:
@@ -157,7 +214,7 @@ def read(path: Path) -> SavedChat:
     return decode(raw, shown)
 
 
-def write(path: Path, saved: SavedChat) -> None:
+def write_chat(path: Path, saved: SavedChat) -> None:
     """Write a conversation atomically; an existing file is replaced only if it is a saved conversation.
 
     Raises:
@@ -166,7 +223,7 @@ def write(path: Path, saved: SavedChat) -> None:
     shown = harmless(str(path))
     if path.exists() or path.is_symlink():
         try:
-            read(path)
+            read_chat(path)
         except ChatFileError:
             raise ChatFileError(
                 f"{shown} is there already and is no saved conversation; it was left as it is.",

@@ -1,0 +1,477 @@
+"""The KV cache of one sequence, a cache of transformers: growing, cutting, copying and measuring it.
+
+What a cache can do depends on its kinds of layers (transformers 5, `cache_utils`):
+
+    the KV cache of every token           cut at any length
+    a sliding window                      cut as long as it has not slid; after that older tokens are gone
+    a state (linear attention, Mamba, …)  cannot be cut: it sums up all tokens
+
+Two caches outlive an answer: `KeptCache`, of one conversation, and `PrefixCache`, of many finished sequences.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+WORTH_BYTES = 1 << 18
+"""Bytes of keys; below this a copy is faster than making two views of larger tensors."""
+SPARE_SHARE, SPARE_TOKENS = 8, 32
+
+
+class _Room:
+    """The larger tensors; a layer's keys and values are views of their first tokens.
+
+    Attributes:
+        keys, values: (1, heads, tokens, width).
+        used: number of tokens in use.
+    """
+
+    __slots__ = ("keys", "used", "values")
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+        self.used = keys.shape[2]
+        self.keys = _longer(keys, tokens)
+        self.values = _longer(values, tokens)
+
+
+def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append to a layer; equivalent to `layer.update(keys, values)`.
+
+    Args:
+        layer: layer of the KV cache of one sequence.
+        keys, values: of the new tokens, (1, heads, tokens, width).
+
+    Returns:
+        The layer's whole key and value tensor.
+    """
+    before = layer.keys
+    if type(layer) is not DynamicLayer or before is None or before.nbytes < WORTH_BYTES:
+        found: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
+        return found
+    begin = before.shape[2]
+    end = begin + keys.shape[2]
+    room = vars(layer).get("_room")
+    if room is None or room.used != begin or not _is_beginning(layer, room) or room.keys.shape[2] < end:
+        room = layer._room = _Room(before, layer.values, end + end // SPARE_SHARE + SPARE_TOKENS)
+    room.keys[:, :, begin:end] = keys
+    room.values[:, :, begin:end] = values
+    room.used = end
+    layer.keys, layer.values = room.keys[:, :, :end], room.values[:, :, :end]
+    return layer.keys, layer.values
+
+
+def _is_beginning(layer: Any, room: _Room) -> bool:
+    return bool(
+        layer.keys.data_ptr() == room.keys.data_ptr()
+        and layer.values.data_ptr() == room.values.data_ptr()
+        and layer.keys.stride() == room.keys.stride()
+    )
+
+
+def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    made = tensor.new_empty((*tensor.shape[:2], tokens, tensor.shape[3]))
+    made[:, :, : tensor.shape[2]] = tensor
+    return made
+
+
+CONTINUING = frozenset(
+    {
+        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "inkling_text", "inkling2_text", "kimi_linear"),
+        *("lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        *("zamba2", "zaya"),
+    }
+)
+"""Model types whose states continue with further prompts (transformers 5.23), tested in
+`tests/generation/test_kept_cache.py`."""
+MAX_MARKS = 2
+"""The most marks kept: the beginning of a turn and the end of its prompt."""
+
+
+def keeps(model: Any) -> bool:
+    """Whether a model's cache continues exactly, so that it can be kept."""
+    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        return False
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    plain = [layer for layer in layers if _holds_every_token(layer) or _is_window(layer) or _is_nothing(layer)]
+    if not any(isinstance(layer, DynamicLayer) for layer in layers):
+        return False  # the number of its tokens would be unknown
+    if getattr(model, "hosts", None) is not None and not all(map(_holds_every_token, layers)):
+        return False  # a mark restores the layers of this host only
+    states = [layer for layer in layers if hasattr(layer, "conv_states")]
+    return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
+
+
+def _holds_every_token(layer: Any) -> bool:
+    return type(layer) is DynamicLayer
+
+
+def _is_window(layer: Any) -> bool:
+    return type(layer) is DynamicSlidingWindowLayer
+
+
+def _is_nothing(layer: Any) -> bool:
+    """Whether a layer has no attention, or uses another layer's KV cache."""
+    return type(layer).__name__ == "DummyLayer"  # not in every version
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A length to which a cache can go back.
+
+    Attributes:
+        length: number of tokens.
+        layers: number of a layer -> its attributes to restore.
+    """
+
+    length: int
+    layers: Mapping[int, Mapping[str, Any]]
+
+
+class KeptCache:
+    """The KV cache of one conversation.
+
+    Args:
+        model: one for which `keeps` holds.
+
+    Attributes:
+        ids: ids of the tokens in the cache.
+        cache: the `past_key_values` for `generate`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._config = model.config.get_text_config(decoder=True)
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty the cache and drop its marks."""
+        self.ids: list[int] = []
+        self.cache = DynamicCache(config=self._config)
+        self._marks: list[Mark] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of the cache and its marks."""
+        tensors = [tensor for layer in self.cache.layers for tensor in _tensors_of_mark(vars(layer))]
+        tensors += [
+            tensor for mark in self._marks for layer in mark.layers.values() for tensor in _tensors_of_mark(layer)
+        ]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def go_back(self, length: int) -> int:
+        """Shorten the cache to at most so many tokens, and return its new length.
+
+        Args:
+            length: number of tokens; no change if the cache has no more than that.
+        """
+        return len(self.ids) if length >= len(self.ids) else self._shorten(length)
+
+    def mark(self, ids: list[int]) -> None:
+        """Record that the cache holds exactly these tokens now, and keep a mark to go back here."""
+        self.ids = list(ids)
+        layers = {
+            number: _copied(_what_cutting_spoils(layer))
+            for number, layer in enumerate(self.cache.layers)
+            if not _holds_every_token(layer) and not _is_nothing(layer)
+        }
+        if layers and ids:
+            self._marks = [mark for mark in self._marks if mark.length < len(ids)][1 - MAX_MARKS :]
+            self._marks.append(Mark(len(ids), layers))
+
+    def hold(self, ids: list[int]) -> None:
+        """Record that the cache holds exactly these tokens now."""
+        self.ids = list(ids)
+
+    def recover(self, length: int, ids: list[int]) -> int:
+        """Make the cache consistent after an interrupted pass, in which some layers got further than others.
+
+        Args:
+            length: number of tokens in every layer before that pass.
+            ids: those tokens, and possibly more.
+
+        Returns:
+            The new length of the cache.
+        """
+        self.ids = ids[:length]
+        return self._shorten(length)
+
+    def _shorten(self, length: int) -> int:
+        if length and all(can_be_cut(layer) for layer in self.cache.layers):
+            return self._cut(length)
+        return self._put_back(length)
+
+    def _cut(self, length: int) -> int:
+        for layer in self.cache.layers:
+            if not _is_nothing(layer):
+                _cut_layer(layer, length)
+        self._marks = [mark for mark in self._marks if mark.length <= length]
+        self.ids = self.ids[:length]
+        return length
+
+    def _put_back(self, length: int) -> int:
+        self._marks = [mark for mark in self._marks if mark.length <= length]
+        if not self._marks:
+            self.clear()
+            return 0
+        mark = self._marks[-1]
+        for number, layer in enumerate(self.cache.layers):
+            if number in mark.layers:
+                if _grows(layer):
+                    _cut_layer(layer, mark.length)
+                vars(layer).update(_copied(mark.layers[number]))
+            elif not _is_nothing(layer):
+                _cut_layer(layer, mark.length)
+        self.ids = self.ids[: mark.length]
+        return mark.length
+
+
+def can_be_cut(layer: Any) -> bool:
+    """Whether the layer in its current state can be cut at any length."""
+    if _is_window(layer):
+        return bool(layer.get_seq_length() < layer.sliding_window)
+    return _holds_every_token(layer) or _is_nothing(layer)
+
+
+def _grows(layer: Any) -> bool:
+    """Whether the layer keeps the KV cache of every token; it may also have a state."""
+    return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+
+
+def _cut_layer(layer: Any, length: int) -> None:
+    """Cut a layer's key and value tensor, (batch, heads, tokens, width), to so many tokens."""
+    if layer.is_initialized and layer.keys is not None:
+        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+        if _is_window(layer):
+            layer.cumulative_length = min(layer.cumulative_length, length)
+
+
+def _what_cutting_spoils(layer: Any) -> dict[str, Any]:
+    own: dict[str, Any] = dict(vars(layer))
+    if _grows(layer):
+        del own["keys"], own["values"]
+    return own
+
+
+def _copied(value: Any) -> Any:
+    """A copy with tensors of its own; of a view only the viewed part."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return {name: _copied(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def _tensors_of_mark(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [found for one in value.values() for found in _tensors_of_mark(one)] if isinstance(value, Mapping) else []
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCost:
+    """The size of the KV cache of one sequence.
+
+    Attributes:
+        every_token: bytes of a token in all layers that keep every token.
+        layers: number of those layers.
+        windows: of each sliding layer: the tokens of its window, and the bytes of one.
+        fixed: bytes of states.
+    """
+
+    every_token: int
+    layers: int = 1
+    windows: tuple[tuple[int, int], ...] = ()
+    fixed: int = 0
+
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes of the KV cache of a sequence with so many tokens."""
+        has_room = tokens * self.every_token >= 2 * self.layers * WORTH_BYTES
+        held = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
+        return self.fixed + held * self.every_token + sum(min(tokens, most) * each for most, each in self.windows)
+
+    def beside_file(self, tokens: int) -> int:
+        """Bytes in memory of a sequence in a file: its last tokens, with sliding windows and states."""
+        return self.fixed + tokens * self.every_token + sum(most * each for most, each in self.windows)
+
+
+def layer_configs(config: Any) -> Sequence[Any]:
+    """The config of each layer where layers differ in sizes (transformers' heterogeneous configs), else the config."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
+    """The cost according to the config: the KV cache of all heads in all layers.
+
+    Args:
+        config: config of the text model.
+        dtype: dtype of the KV cache.
+    """
+    layers = layer_configs(config)
+    values = sum(map(_values_of_a_token, layers)) * (config.num_hidden_layers // len(layers))
+    return CacheCost(values * dtype.itemsize, config.num_hidden_layers)
+
+
+def _values_of_a_token(config: Any) -> int:
+    """How many numbers a layer keeps for a token."""
+    heads = config.num_attention_heads
+    keyed = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    both = 2 * keyed * width
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):  # DeepSeek's latent attention
+        both = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    return int(both)
+
+
+def cost_by_cache(cache: Any) -> CacheCost | None:
+    """The cost measured on a cache with some tokens in it; None if it cannot be derived."""
+    every_token = fixed = layers = 0
+    windows = []
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        tensors = sum(tensor.nbytes for tensor in _tensors(vars(layer)))
+        if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == 4 and keys.shape[-2]:
+            each = (keys.nbytes + values.nbytes) // keys.shape[-2]
+            window = getattr(layer, "sliding_window", None)
+            if isinstance(window, int):
+                windows.append((window, each))
+            else:
+                every_token += each
+                layers += 1
+            tensors -= keys.nbytes + values.nbytes
+        elif tensors == 0 and getattr(layer, "is_initialized", True) and type(layer).__name__ != "DummyLayer":
+            return None
+        fixed += tensors
+    return CacheCost(every_token, max(layers, 1), tuple(windows), fixed)
+
+
+def bytes_of(cache: Any) -> int:
+    """Bytes that a cache holds now: each storage once, whole even if the cache has only a view of it."""
+    tensors = (tensor for layer in cache.layers for tensor in _tensors(vars(layer)))
+    return sum(
+        {found.data_ptr(): found.nbytes() for found in (tensor.untyped_storage() for tensor in tensors)}.values()
+    )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+
+
+WORTH_TOKENS = 16
+"""Shorter prefixes are recomputed."""
+MAX_TEXTS = 256
+"""The most finished sequences in the cache. A new request is compared with each of them, in about 40 microseconds
+(1,000 tokens, 80 layers)."""
+
+
+class PrefixCache:
+    """KV caches of up to `MAX_TEXTS` finished sequences; evicts the least recently used.
+
+    Attributes:
+        nbytes: bytes of all of them.
+    """
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[tuple[int, ...], tuple[Any, int]] = OrderedDict()
+        self.nbytes = 0
+
+    def put(self, ids: Sequence[int], cache: Any) -> None:
+        """Keep the cache of a finished sequence; entries that are its prefixes are dropped.
+
+        Args:
+            ids: ids of the tokens in the cache.
+            cache: KV cache; must not be used elsewhere afterwards.
+        """
+        text = tuple(ids)
+        for known in [known for known in self._texts if known == text[: len(known)]]:
+            self._drop(known)
+        nbytes = bytes_of(cache)
+        self._texts[text] = cache, nbytes
+        self.nbytes += nbytes
+        if len(self._texts) > MAX_TEXTS:
+            self._drop(next(iter(self._texts)))
+
+    def used(self, ids: Sequence[int]) -> None:
+        """Mark an entry as recently used; other ids are ignored."""
+        if tuple(ids) in self._texts:
+            self._texts.move_to_end(tuple(ids))
+
+    def shrink(self, nbytes: int) -> None:
+        """Evict the least recently used entries until at most so many bytes are held."""
+        while self._texts and self.nbytes > max(nbytes, 0):
+            self._drop(next(iter(self._texts)))
+
+    def texts(self) -> Iterable[tuple[Sequence[int], Any]]:
+        """Ids and cache of each entry."""
+        return [(ids, cache) for ids, (cache, _) in self._texts.items()]
+
+    def _drop(self, ids: tuple[int, ...]) -> None:
+        self.nbytes -= self._texts.pop(ids)[1]
+
+
+def beginning(first: Sequence[int], second: Sequence[int]) -> int:
+    """The length of the common prefix; compares slices, which is a hundred times faster than single ids."""
+    low, high = 0, min(len(first), len(second))
+    one, other = tuple(first[:high]), tuple(second[:high])
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def usable(wanted: Sequence[int], ids: Sequence[int], cache: Any) -> int:
+    """How many tokens of a cache can be reused for a sequence.
+
+    At least one token is left to compute, since it yields the first generated one.
+
+    Args:
+        wanted: ids of the new sequence.
+        ids: ids of the tokens in the cache.
+        cache: the KV cache.
+    """
+    common = min(beginning(wanted, ids), len(wanted) - 1)
+    if common < WORTH_TOKENS:
+        return 0
+    if common == len(ids) or all(can_be_cut(layer) for layer in cache.layers):
+        return common
+    return 0
+
+
+def copied(cache: Any, tokens: int) -> Any:
+    """An independent copy of the first tokens of a cache.
+
+    Args:
+        cache: KV cache with at least so many tokens.
+        tokens: number of tokens, as `usable` returned it.
+    """
+    made = copy(cache)
+    made.layers = [_copied_layer(layer, tokens) for layer in cache.layers]
+    return made
+
+
+def _copied_layer(layer: Any, tokens: int) -> Any:
+    made = copy(layer)
+    vars(made).pop("_room", None)  # belongs to the original; see `append`
+    whole = not can_be_cut(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            cut = name in ("keys", "values") and not whole and value.dim() == 4
+            vars(made)[name] = (value[..., :tokens, :] if cut else value).clone()
+        elif isinstance(value, dict):
+            vars(made)[name] = {
+                key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in value.items()
+            }
+    if not whole and hasattr(made, "cumulative_length") and made.is_initialized:
+        made.cumulative_length = min(made.cumulative_length, tokens)
+    return made

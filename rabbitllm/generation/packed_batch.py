@@ -1,0 +1,628 @@
+"""A packed batch: the rows of several sequences go through the model in one forward, without padding.
+
+    ids of sequence 1, ids of sequence 2, …  ->  (1, all rows)  ->  logits of the requested rows  ->  an output for each
+
+Only attention combines rows, and there each sequence has its own keys and its own mask. While a packed pass runs, the
+model's configs name the attention implementation of this module, which calls the model's own attention for each
+sequence; no product between two sequences is computed. Other calls of the model at the same time (another thread, a
+generation that goes through its layers by itself) get the model's own attention. The forward is given a cache that
+appends each sequence's rows to its own one, and by whose tensors attention finds the whole keys and values.
+
+Which models can run packed batches is decided conservatively: those that a test covers. Whether a call can be packed is
+decided from its arguments; with an unknown argument it is not packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
+from typing import Any, TypeGuard
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rabbitllm.generation.cache_file import CacheFile
+from rabbitllm.generation.kv_cache import append
+
+
+def grouped(sizes: Sequence[int], most: int | None) -> list[slice]:
+    """Group neighbours greedily up to a maximum size; each group has at least one.
+
+    Args:
+        sizes: size of each item.
+        most: maximum size of a group; None for no limit.
+
+    Returns:
+        The indices of each group as a slice.
+    """
+    groups: list[slice] = []
+    begin, taken = 0, 0
+    for at, size in enumerate(sizes):
+        if at > begin and most is not None and taken + size > most:
+            groups.append(slice(begin, at))
+            begin, taken = at, 0
+        taken += size
+    return [*groups, slice(begin, len(sizes))] if sizes else []
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSpan:
+    """The sizes of the mask of one sequence.
+
+    Attributes:
+        queries: number of new tokens.
+        begins: number of tokens before them.
+        keys: number of keys, including those of the new tokens.
+        first_key: position of the first key in the sequence.
+    """
+
+    queries: int
+    begins: int
+    keys: int
+    first_key: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Updated:
+    """The result of a layer's update.
+
+    Attributes:
+        number: number of the layer.
+        new_keys, new_values: tensors of all sequences, as passed to `update`.
+        pairs: the whole KV cache of each sequence; None for a sequence that has it in a file.
+    """
+
+    number: int
+    new_keys: torch.Tensor
+    new_values: torch.Tensor
+    pairs: list[tuple[torch.Tensor, torch.Tensor] | None]
+
+
+class PackedCache(Cache):  # type: ignore[misc]
+    """The cache of a packed batch.
+
+    Args:
+        caches: KV cache of each sequence; their layers are of the same kinds.
+        lengths: number of rows of each sequence.
+        shares: whether layers use the KV cache of others.
+        file: file in which some sequences may have their KV cache, unless `shares`.
+    """
+
+    def __init__(
+        self, caches: Sequence[Any], lengths: Sequence[int], shares: bool, file: CacheFile | None = None
+    ) -> None:
+        super().__init__(layers=[])
+        self.lengths = list(lengths)
+        self._caches = list(caches)
+        self._shares = shares
+        self._file = file
+        self._asked = 0
+        self._given: dict[int, _Updated] = {}
+        self._latest: dict[int, int] = {}
+        self._unused = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append each sequence's rows to its own cache.
+
+        Args:
+            key_states, value_states: (1, heads, rows of all sequences, width).
+            layer_idx: number of the layer.
+
+        Returns:
+            The same keys and values.
+        """
+        if not self._shares:
+            self._given.clear()
+            self._latest.clear()
+        pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        for cache, (key, value) in zip(self._caches, self._by_text(key_states, value_states), strict=True):
+            is_in_file = self._file is not None and self._file.brings(cache, layer_idx)
+            pairs.append(None if is_in_file else append(cache.layers[layer_idx], key, value))
+        self._given[id(key_states)] = _Updated(layer_idx, key_states, value_states, pairs)
+        self._latest[layer_idx] = id(key_states)
+        self._unused += 1
+        return key_states, value_states
+
+    def of(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, module: Any
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """The KV cache of each sequence, as two tensors (1, heads, tokens, width).
+
+        Args:
+            key_states, value_states: the keys and values passed to attention: those that `update` returned.
+            module: the attention module. With latent attention (DeepSeek's), the cached values of each sequence are
+                expanded by its `expand_kv` when they are iterated over.
+
+        Raises:
+            NotPackable: attention was given other keys.
+        """
+        given = self._given.get(id(key_states))
+        self._unused -= 1
+        if given is not None and given.new_values is value_states:
+            return self._pairs(given)
+        expand, latest = getattr(module, "expand_kv", None), self._given.get(self._latest.get(module.layer_idx, 0))
+        if given is not None or expand is None or latest is None:
+            raise NotPackable("attention was given other keys than the cache returned")
+        return starmap(expand, self._pairs(latest))
+
+    def _by_text(self, keys: torch.Tensor, values: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(torch.split(keys, self.lengths, 2), torch.split(values, self.lengths, 2), strict=True)
+
+    def _pairs(self, given: _Updated) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each sequence; those in a file are read when yielded, and freed before the next."""
+        if None not in given.pairs:
+            yield from (pair for pair in given.pairs if pair is not None)
+            return
+        new = self._by_text(given.new_keys, given.new_values)
+        for cache, pair, (key, value) in zip(self._caches, given.pairs, new, strict=True):
+            if pair is not None:
+                yield pair
+                continue
+            assert self._file is not None
+            yield self._file.joined(cache, given.number, key, value)
+            self._file.put_back(cache, given.number, key, value)
+
+    def spans(self) -> list[MaskSpan]:
+        """The sizes of each sequence's mask in the layer of the latest `get_mask_sizes` or `get_query_offset`."""
+        found = []
+        for cache, length in zip(self._caches, self.lengths, strict=True):
+            keys, first = cache.get_mask_sizes(length, self._asked)
+            found.append(MaskSpan(length, cache.get_query_offset(self._asked), keys, first))
+        return found
+
+    def finish(self) -> None:
+        """Check that all attention used each sequence's own keys.
+
+        Raises:
+            NotPackable: some did not, so that sequences may have attended to each other.
+        """
+        if self._unused > 0:
+            raise NotPackable("attention was computed otherwise than by transformers' attention interface")
+
+    # called by models and mask functions ----------------------------------------------------------------------------
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Record the layer of the mask; its sizes are in `spans`."""
+        self._asked = layer_idx
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """See `get_mask_sizes`."""
+        self._asked = layer_idx
+        return 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Not supported, since the sequences have no common length.
+
+        Raises:
+            NotPackable: always.
+        """
+        raise NotPackable("the model asks how long the texts of a pass are, and they have no common length")
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Whether each layer has a sliding window."""
+        return list(self._caches[0].is_sliding)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer has linear attention."""
+        return list(self._caches[0].is_linear)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Whether each layer is a dummy."""
+        return list(self._caches[0].is_dummy)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Always False."""
+        return False
+
+
+class NotPackable(NotImplementedError):
+    """A model cannot be run with packed batches."""
+
+
+OWN = ("sdpa", "eager")
+"""Implementations that can be called for each sequence."""
+_NAME = "rabbitllm_packed_{}"
+_BY_HEAD = frozenset({"s_aux"})
+"""Further tensor arguments of attention that do not depend on rows."""
+_BY_ROW = frozenset({"position_ids", "cache_position"})
+"""Tensor arguments that the implementations of `OWN` ignore."""
+_PLAIN = frozenset({"dropout", "scaling", "sliding_window", "use_cache", "output_attentions", "output_hidden_states"})
+"""Arguments of which transformers' `sdpa` uses only `scaling`, if there is no dropout."""
+_active: ContextVar[PackedCache | None] = ContextVar("packed pass", default=None)
+"""The packed pass of this thread and greenlet."""
+
+
+@contextlib.contextmanager
+def packed_attention(configs: Iterable[Any], cache: PackedCache) -> Iterator[None]:
+    """Make the model attend by sequence inside the context.
+
+    Args:
+        configs: configs of the model and its modules, each once; their implementation is one of `OWN`.
+        cache: cache of the pass.
+    """
+    with attention_by_text(configs), texts_of(cache):
+        yield
+
+
+@contextlib.contextmanager
+def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
+    """Make a model attend by sequence inside the context, for the sequences set by `texts_of`.
+
+    Contexts may be nested; contexts that are closed in another order need one around all of them.
+
+    Args:
+        configs: see `packed_attention`.
+    """
+    before = [(config, config._attn_implementation) for config in configs if config._attn_implementation in OWN]
+    try:
+        for config, own in before:
+            config._attn_implementation_internal = _NAME.format(own)
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
+
+
+@contextlib.contextmanager
+def texts_of(cache: PackedCache) -> Iterator[None]:
+    """Set the sequences of this greenlet's packed batch inside the context.
+
+    Args:
+        cache: cache of the packed forward.
+    """
+    token = _active.set(cache)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _attention(
+    own: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An attention function of transformers, with a mask for each sequence.
+
+    Query (1, heads, rows, width) -> output (1, rows, heads, width).
+    """
+    attend = _own_attention(own, module)
+    cache = _active.get()
+    if cache is None:
+        result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, attention_mask, **kwargs)
+        return result
+    pairs = cache.of(key, value, module)
+    for name in [name for name, given in kwargs.items() if isinstance(given, torch.Tensor)]:
+        if name in _BY_ROW:
+            del kwargs[name]
+        elif name not in _BY_HEAD:
+            raise NotPackable(f"attention was given {name}, and nothing is known of it")
+    masks = attention_mask if attention_mask is not None else [None] * len(cache.lengths)
+    if attend is sdpa_attention_forward and kwargs.keys() <= _PLAIN and not kwargs.get("dropout"):
+        return _by_rows(module, query, pairs, masks, cache.lengths, kwargs), None
+    rows = zip(torch.split(query, cache.lengths, 2), pairs, masks, strict=True)
+    parts = [attend(module, own, keys, values, mask, **kwargs)[0] for own, (keys, values), mask in rows]
+    return torch.cat(parts, 1), None
+
+
+def _by_rows(
+    module: nn.Module,
+    query: torch.Tensor,
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    masks: Sequence[torch.Tensor | None],
+    lengths: Sequence[int],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """transformers' `sdpa`, with minimal overhead for a sequence of one row without a mask.
+
+    For such a row the heads that share keys are computed as rows of one head. With `enable_gqa` a CPU takes ten times
+    as long for one row (bfloat16, 1000 tokens, 32 heads, 8 of keys).
+    """
+    heads = query.shape[1]
+    groups = getattr(module, "num_key_value_groups", 1)
+    by_row = query.transpose(1, 2).reshape(-1, heads // groups, groups, query.shape[3])
+    scale = kwargs.get("scaling")
+    parts = []
+    begin = 0
+    for length, (keys, values), mask in zip(lengths, pairs, masks, strict=True):
+        end = begin + length
+        if length == 1 and mask is None:
+            part = scaled_dot_product_attention(by_row[begin:end], keys, values, scale=scale)
+            parts.append(part.reshape(1, 1, heads, -1))
+        else:
+            own = query[:, :, begin:end]
+            parts.append(sdpa_attention_forward(module, own, keys, values, mask, **kwargs)[0])
+        begin = end
+    return torch.cat(parts, 1)
+
+
+def _own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
+    """The attention function of the model itself."""
+    eager = getattr(type(module).forward, "__globals__", {}).get("eager_attention_forward")
+    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(own, eager)
+    if found is None:
+        raise NotPackable(f"{type(module).__name__} attends by no function that is known")
+    return found
+
+
+def _masks(own: str, **kwargs: Any) -> Any:
+    """One mask for each sequence; None if none of them needs one."""
+    make = ALL_MASK_ATTENTION_FUNCTIONS[own]
+    cache = _active.get()
+    if cache is None:
+        return make(**kwargs)
+    spans = cache.spans()
+    made: dict[MaskSpan, Any] = {}  # sequences of the same sizes share one
+    for span in spans:
+        if span not in made:
+            kwargs |= {"q_length": span.queries, "q_offset": span.begins}
+            kwargs |= {"kv_length": span.keys, "kv_offset": span.first_key}
+            made[span] = _mask_of_one_row(make, kwargs) if span.queries == 1 and own == "sdpa" else make(**kwargs)
+    return None if all(mask is None for mask in made.values()) else tuple(made[span] for span in spans)
+
+
+def _mask_of_one_row(make: Callable[..., Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The mask of a single row; None if the row attends to all keys, as the last one of a sliding window does.
+
+    Computed on the host, so that it does not synchronize with a GPU.
+    """
+    mask: torch.Tensor | None = make(**{**kwargs, "device": "cpu"})
+    return None if mask is None or bool(mask.all()) else mask.to(kwargs["device"])
+
+
+for _own in OWN:
+    AttentionInterface.register(_NAME.format(_own), partial(_attention, _own))
+    AttentionMaskInterface.register(_NAME.format(_own), partial(_masks, _own))
+
+
+PACKABLE = frozenset(
+    {
+        *("afmoe", "apertus", "arcee", "aria_text", "beam", "bitnet", "cohere", "cohere2", "cohere2_moe"),
+        *("cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe"),
+        *("flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
+        *("gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode"),
+        *("gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"),
+        *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder"),
+        *("jais2", "kolibri1", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3"),
+        *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat"),
+        *("nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2"),
+        *("qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
+        *("qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
+    }
+)
+"""Model types (transformers 5.23), tested in `tests/generation/test_packed_families.py`."""
+WITH_IMAGES = frozenset({"gemma3", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
+"""Model types around a text model of `PACKABLE`; calls with images are not packed: their arguments are unknown."""
+_BY_LONGEST = ("dynamic", "longrope")
+"""Rotary embeddings whose angles depend on the largest position in a pass."""
+_EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits", "alibi")
+"""Config settings that must be off."""
+
+
+def can_be_packed(model: Any) -> bool:
+    """Whether a model can run packed batches."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    return (
+        text.model_type in PACKABLE
+        and (config.model_type in PACKABLE or config.model_type in WITH_IMAGES)
+        and config._attn_implementation in OWN
+        and getattr(config, "return_dict", True)
+        and not model.training
+        and not any(getattr(one, extra, False) for one in (config, text) for extra in _EXTRAS)
+        and not depends_on_longest(text)
+        and all(_is_known(layer) for layer in DynamicCache(config=text).layers)
+        and not (shares_keys(model) and len(set(model.hf_device_map.values())) > 1)
+    )
+
+
+def depends_on_longest(config: Any) -> bool:
+    """Whether the results of a sequence depend on the longest sequence of the same pass.
+
+    Args:
+        config: config of the text model.
+    """
+    return any(rope in kind for kind in _rope_types(config) for rope in _BY_LONGEST)
+
+
+def shares_keys(model: Any) -> bool:
+    """Whether layers use the KV cache of others."""
+    return any(_is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+
+
+def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
+    """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""
+    layers = cache.layers
+    return len(layers) == len(kinds) and all(
+        type(layer) is kind and _is_one_text(layer) for layer, kind in zip(layers, kinds, strict=True)
+    )
+
+
+def _is_known(layer: Any) -> bool:
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or _is_nothing(layer)
+
+
+def _is_nothing(layer: Any) -> bool:
+    """Whether a layer has no attention, or uses another layer's KV cache."""
+    return type(layer).__name__ == "DummyLayer"  # not in every version
+
+
+def _is_one_text(layer: Any) -> bool:
+    keys = getattr(layer, "keys", None)
+    return keys is None or keys.dim() < 2 or len(keys) == 1
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """The rotary embedding types of all layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for one in (given, *(value for value in given.values() if isinstance(value, Mapping))):
+        kind = one.get("rope_type", one.get("type"))
+        if isinstance(kind, str):
+            yield kind
+
+
+_READ = frozenset({"input_ids", "position_ids", "attention_mask", "past_key_values", "logits_to_keep"})
+_EXPECTED: Mapping[str, Any] = {"use_cache": True, "return_dict": True}
+_NOTHING: Mapping[str, Any] = {"mm_encoder_outputs": {}}
+"""Arguments that `generate` passes without images."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequence:
+    """The sequence of a request in a packed batch.
+
+    Attributes:
+        ids: (1, rows).
+        positions: (1, rows); (kinds, 1, rows) if the model has several kinds.
+        cache: its KV cache.
+        kept: number of last rows whose logits are computed.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    cache: Any
+    kept: int
+
+
+class PackedForward:
+    """Computes passes with packed batches.
+
+    Args:
+        model: a model for which `can_be_packed` holds.
+        file: file in which some sequences have their KV cache; None for none.
+    """
+
+    def __init__(self, model: Any, file: CacheFile | None = None) -> None:
+        self._model = model
+        self._file = file
+        config = model.config.get_text_config(decoder=True)
+        seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
+        self._configs = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
+        self._layers = [type(layer) for layer in DynamicCache(config=config).layers]
+        self._windows = [number for number, kind in enumerate(self._layers) if kind is DynamicSlidingWindowLayer]
+        self._known: WeakSet[DynamicCache] = WeakSet()
+        self._shares = shares_keys(model)
+        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
+
+    @staticmethod
+    def of(model: Any, file: CacheFile | None = None) -> PackedForward | None:
+        """A `PackedForward` for a model; None if the model cannot be packed."""
+        return PackedForward(model, file) if can_be_packed(model) else None
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedSequence | None:
+        """The sequence in a call of the model's forward; None if the call cannot be packed.
+
+        Args:
+            args, kwargs: arguments of the call.
+        """
+        if args or not all(name in _READ or _says_nothing(name, value) for name, value in kwargs.items()):
+            return None
+        ids, cache, kept = kwargs.get("input_ids"), kwargs.get("past_key_values"), kwargs.get("logits_to_keep", 0)
+        if not _is_row(ids) or type(kept) is not int or kept < 0 or not self._knows(cache):
+            return None
+        before, rows = cache.get_seq_length(), ids.shape[1]
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        if positions is None:
+            positions = torch.arange(before, before + rows, device=ids.device)[None]
+        if positions.shape[-2:] != ids.shape or positions.dim() > 3 or positions.device != ids.device:
+            return None
+        if mask is not None and (mask.shape != (1, before + rows) or not bool(mask.all())):
+            return None
+        return PackedSequence(ids, positions, cache, min(kept, rows) or rows)
+
+    def fitting(self, texts: Sequence[PackedSequence]) -> list[bool]:
+        """Whether each sequence matches the first one and has valid ids and positions.
+
+        The others are computed by themselves, so that an error ends only one of them.
+        """
+        kinds = texts[0].positions.shape[:-1]
+        least = torch.stack([torch.minimum(text.ids.min(), text.positions.min()) for text in texts])
+        most = torch.stack([torch.stack([text.ids.max(), text.positions.max()]) for text in texts])
+        return [
+            low >= 0 and token < self._vocabulary and position < self._positions and text.positions.shape[:-1] == kinds
+            for text, low, (token, position) in zip(texts, least.tolist(), most.tolist(), strict=True)
+        ]
+
+    def attending(self) -> AbstractContextManager[None]:
+        """The context for several forwards that take turns."""
+        return attention_by_text(self._configs)
+
+    def __call__(self, texts: Sequence[PackedSequence]) -> list[Any]:
+        """Run one pass; returns for each sequence the output that the model's forward would return for it alone.
+
+        Raises:
+            NotPackable: the model deviates from the tested behaviour of its family.
+        """
+        lengths = [text.ids.shape[1] for text in texts]
+        cache = PackedCache([text.cache for text in texts], lengths, self._shares, self._file)
+        with packed_attention(self._configs, cache):
+            # bypasses the model's own call, which would wait for this very pass
+            output = nn.Module.__call__(
+                self._model,
+                input_ids=torch.cat([text.ids for text in texts], 1),
+                position_ids=torch.cat([text.positions for text in texts], -1),
+                past_key_values=cache,
+                logits_to_keep=_kept_rows(texts, lengths),
+                **_EXPECTED,
+            )
+        cache.finish()
+        kind, logits = type(output), output.logits
+        unknown = output.keys() - {"logits", "past_key_values"}
+        if unknown:
+            raise NotPackable(f"the model returned {', '.join(sorted(unknown))}, and nothing is known of it")
+        parts = logits.split([text.kept for text in texts], 1)
+        return [kind(logits=part, past_key_values=text.cache) for text, part in zip(texts, parts, strict=True)]
+
+    def _knows(self, cache: Any) -> TypeGuard[DynamicCache]:
+        if type(cache) is not DynamicCache or cache.offloading:
+            return False
+        if cache not in self._known:
+            if not has_known_layers(cache, self._layers):
+                return False
+            self._known.add(cache)
+        return not any(getattr(cache.layers[number], "record_past", False) for number in self._windows)
+
+
+def _is_row(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == 1 and value.shape[1] > 0
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether an argument has the same effect as its absence."""
+    if isinstance(value, torch.Tensor):
+        return False
+    return value is None or (name in _EXPECTED and value is _EXPECTED[name]) or (name in _NOTHING and value == {})
+
+
+def _kept_rows(texts: Sequence[PackedSequence], lengths: Sequence[int]) -> torch.Tensor:
+    """Indices of the rows whose logits are computed."""
+    rows: list[int] = []
+    end = 0
+    for text, length in zip(texts, lengths, strict=True):
+        end += length
+        rows += range(end - text.kept, end)
+    return torch.tensor(rows)
