@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rabbitllm.base.words import text_of
+from rabbitllm.base.terminal import text_of
 from rabbitllm.display import region
 from rabbitllm.engine import pass_line
 from rabbitllm.engine.pass_line import PassLine
