@@ -33,12 +33,10 @@ from benchmarks.report import Table, describe_machine
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
-from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
-from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
-from rabbitllm.engine.placement import Budget
-from rabbitllm.engine.placing import place
+from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, unit_costs
+from rabbitllm.engine.placement import Budget, place
 from rabbitllm.estimate.generation import PROMPT_TOKENS, Experts
 from rabbitllm.estimate.predict import experts_of
 from rabbitllm.estimate.routing import RoutedWork, routed_work

@@ -149,7 +149,7 @@ class AutoModel:
 
         Returns:
             The transformers model itself, with the attributes `tokenizer`, `profiler` and `placement`. With `hosts`, in
-            all processes but the first, a `rabbitllm.pipeline.worker.Worker`: its `work()` computes until the first
+            all processes but the first, a `rabbitllm.pipeline.driver.Worker`: its `work()` computes until the first
             process ends.
 
         Raises:

@@ -17,12 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.expert_parts import Block, ExpertPart, Nesting
-from rabbitllm.engine.expert_source import ExpertSource, Leaf, packed_by
+from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, packed_by
 from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK
-from rabbitllm.engine.unit_source import Packs
-from rabbitllm.engine.units import Place, Unit
+from rabbitllm.engine.units import Packs, Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, SCALE_BYTES, Quantized

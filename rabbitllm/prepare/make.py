@@ -86,8 +86,7 @@ def with_memory(
     """
     if options.compression != AUTO:
         return options
-    from rabbitllm.engine.budgets import weight_memory
-    from rabbitllm.engine.devices import resolve_devices  # with torch
+    from rabbitllm.engine.devices import resolve_devices, weight_memory  # with torch
 
     if devices is None:
         devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)

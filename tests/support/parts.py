@@ -26,7 +26,7 @@ SECONDS: Mapping[str, int] = {
     "cli/test_serve.py": 34,
     "cli/test_worker.py": 64,
     "cli/test_wrong_types.py": 105,
-    "engine/test_checksums.py": 50,
+    "engine/test_first_use.py": 50,
     "engine/test_every_architecture.py": 127,
     "engine/test_experts.py": 31,
     "engine/test_fake_gpu.py": 58,

@@ -1,26 +1,25 @@
-"""Llama 4's experts, computed for routed experts only; the result equals that of transformers bit for bit.
-
-transformers' registry of expert kernels does not serve Llama 4. Its own forward (`Llama4TextMoe`, modeling_llama4.py)
-multiplies every token by every expert; for an expert that a token is not routed to, the token is scaled by zero, and
-the product is zero. Here only experts with a token are used, each with all tokens as there, since the number of rows of
-a product decides how it is rounded.
-
-Indexes `gate_up_proj` and `down_proj`, by an integer or a tensor of integers, and uses no other operation on them.
-"""
+"""Forwards that replace those of a model's modules: Llama 4's experts, and bfloat16 products of linear layers."""
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from rabbitllm.quant import bfloat_products
+
 
 def route_llama4(model: nn.Module) -> None:
-    """Make every `Llama4TextMoe` of a model compute with routed experts only.
+    """Make every `Llama4TextMoe` of a model compute with routed experts only, with the same result bit for bit.
 
-    Its experts then have the attributes and the arguments of a module that the registry serves.
+    transformers' registry of expert kernels does not serve Llama 4. Its own forward (`Llama4TextMoe`,
+    modeling_llama4.py) multiplies every token by every expert; for an expert that a token is not routed to, the token
+    is scaled by zero, and the product is zero. Here only experts with a token are used, each with all tokens as there,
+    since the number of rows of a product decides how it is rounded. Its experts then have the attributes and the
+    arguments of a module that the registry serves.
     """
     for moe in model.modules():
         if type(moe).__name__ != "Llama4TextMoe":
@@ -105,3 +104,48 @@ def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch
     given = torch.cat([inputs, inputs[-1:].expand(lacking, -1, -1)])
     gate, up = torch.bmm(given, weights(experts.gate_up_proj)).chunk(2, dim=-1)
     return torch.bmm(up * experts.act_fn(gate), weights(experts.down_proj))[: len(some)]
+
+
+class RowProducts:
+    """Uses the fastest bfloat16 product on this machine (`quant/bfloat_products.py`) in linear layers, until closed.
+
+    A single sequence goes through torch's own product, so that its logits equal those of transformers bit for bit,
+    unless `fast_bfloat16=True`. Packed batches always use the product here: torch's results depend on the number of
+    rows anyway.
+
+    Args:
+        model: the model; its layers may be streamed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        make_kernels(model)
+        self._linears = [
+            module
+            for module in model.modules()
+            if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+        ]
+        for module in self._linears:
+            module.forward = functools.partial(_forward, module)
+
+    def close(self) -> None:
+        """Restore the forward of each layer."""
+        for module in self._linears:
+            del module.forward
+        self._linears = []
+
+
+def make_kernels(model: Any) -> None:
+    """Load the kernels that the model's layers will need; compile them if necessary.
+
+    Call it before the first request, and before free memory is measured.
+    """
+    if model.dtype == torch.bfloat16:
+        bfloat_products.kernel_here()
+
+
+def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+    # the kernels have no backward pass: a gradient would be missing, and others would be wrong without an error
+    trains = torch.is_grad_enabled() and (input.requires_grad or module.weight.requires_grad)
+    if not trains and bfloat_products.multiplies(input, module.weight):
+        return bfloat_products.linear(input, module.weight, module.bias)
+    return nn.functional.linear(input, module.weight, module.bias)

@@ -1,4 +1,4 @@
-"""Llama 4's layers by routed expert, compared with transformers' own forward of the same module."""
+"""Llama 4's layers by routed expert, compared with transformers' own forward; and `fast_bfloat16=True`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from torch import nn
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
-from rabbitllm.engine.llama4_experts import route_llama4
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.forwards import route_llama4
 from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import OptionError
+from rabbitllm.quant import bfloat_products
 from rabbitllm.telemetry.profiler import EXPERTS_READ
-from tests.engine.test_expert_stack import Given
+from tests.engine.test_experts import Given
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
+from tests.support.kernel_rows import kernel_rows as kernel_rows
 from tests.support.long_generation import assert_same_trail, continued, prompts
-from tests.support.tiny_models import ALL, dequantized, load, plain_model, split
+from tests.support.rounding import assert_as_near, exact_logits
+from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split
 
 EXPERTS = 8
 
@@ -149,3 +154,42 @@ def test_experts_that_come_and_go(tmp_path: Path, dtype: torch.dtype, compressio
                 model(torch.tensor([[7]]))
             counted = [totals[EXPERTS_READ] for totals in model.profiler.layers.values() if EXPERTS_READ in totals]
             assert [total.count for total in counted] == [1] * 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fast") / "model"
+    return build_checkpoint(folder, "llama", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256)
+
+
+@pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
+def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
+    checkpoint: Path, kernel_rows: list[int], budget: int
+) -> None:
+    model = load(split(checkpoint), budget, fast_bfloat16=True, exact=False)
+    with torch.inference_mode():
+        found, torchs = model(INPUT).logits, plain_model(checkpoint)(INPUT).logits
+    # the head's rows are those of INPUT too, since all logits are asked for
+    assert kernel_rows == [INPUT.numel()] * (7 * model.config.num_hidden_layers + 1)
+    assert_as_near(found, torchs, exact_logits(checkpoint, INPUT))
+
+
+def test_where_the_processor_multiplies_bfloat16_nothing_changes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bfloat_products, "kernel_here", lambda: 0)
+    folder = split(checkpoint)
+    found, expected = run(load(folder, 0, fast_bfloat16=True, exact=False)), run(load(folder, 0))
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_it_does_not_go_together_with_exact_bits() -> None:
+    with pytest.raises(OptionError, match=r"exact=True .*fast_bfloat16=True"):
+        StreamOptions(exact=True, fast_bfloat16=True)
+
+
+def test_without_it_logits_are_transformers(checkpoint: Path, kernel_rows: list[int]) -> None:
+    model = load(split(checkpoint), 0)
+    with torch.inference_mode():
+        assert torch.equal(model(INPUT).logits, plain_model(checkpoint)(INPUT).logits)
+    assert not kernel_rows

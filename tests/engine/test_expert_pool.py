@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.engine.expert_cache import ExpertCache
+from rabbitllm.engine.expert_pool import ExpertCache
 
 COUNTS = [3, 5, 4]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.engine import fused_choice
-from rabbitllm.engine.fused_choice import MAX_ROWS, FusedChoice, is_near, is_sooner
+from rabbitllm.engine import load
+from rabbitllm.engine.load import MAX_ROWS, FusedChoice, is_near, is_sooner
 from rabbitllm.quant import fused_products
 from rabbitllm.quant.compression import Quantized
 from tests.support.fake_gpu import FakeGpu
@@ -45,7 +45,7 @@ def test_a_trial_decides_by_time_alone_where_the_kernel_is_right(
         times.append((fused, plain))
         return sooner
 
-    monkeypatch.setattr(fused_choice, "is_sooner", decide)
+    monkeypatch.setattr(load, "is_sooner", decide)
     assert FusedChoice().pays(FakeGpu(0), FORM, dtype) == sooner
     assert len(times) == 1
     assert all(0 < seconds < 10 for seconds in times[0])
@@ -55,13 +55,13 @@ def test_times_are_taken_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch
     log: list[str] = []
     gpu = FakeGpu(0)
     monkeypatch.setattr(gpu, "synchronise", lambda: log.append("wait"))
-    monkeypatch.setattr(fused_choice.time, "perf_counter", lambda: log.append("look") or float(len(log)))
+    monkeypatch.setattr(load.time, "perf_counter", lambda: log.append("look") or float(len(log)))
 
     def work() -> torch.Tensor:
         log.append("work")
         return torch.zeros(())
 
-    fused_choice._seconds(gpu, work)
+    load._seconds(gpu, work)
     kinds = "".join({"wait": "w", "look": "l", "work": "."}[entry] for entry in log)
     assert kinds == "." + "wl....wl" * 3
 
@@ -73,7 +73,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
         tried.append((device.name, form.shape, dtype))
         return True
 
-    monkeypatch.setattr(fused_choice, "_try", note)
+    monkeypatch.setattr(load, "_try", note)
     choice = FusedChoice()
     gpus = [FakeGpu(0), FakeGpu(1)]
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_choice, "_try", lambda *given: pytest.fail("tried"))
+    monkeypatch.setattr(load, "_try", lambda *given: pytest.fail("tried"))
     choice = FusedChoice()
     assert not choice.pays(FakeGpu(0), Quantized("8bit", (96, 128), None), torch.bfloat16)
     assert not choice.pays(FakeGpu(0), Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16)
@@ -96,7 +96,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = fused_products.multiply_4bit
-    monkeypatch.setattr(fused_choice, "is_sooner", lambda *times: True)
+    monkeypatch.setattr(load, "is_sooner", lambda *times: True)
     monkeypatch.setattr(fused_products, "multiply_4bit", lambda *given: right(*given).flip(-1))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert not FusedChoice().pays(FakeGpu(0), FORM, torch.bfloat16)
@@ -108,6 +108,6 @@ def test_a_kernel_that_is_not_there_is_not_used(error: type[Exception], monkeypa
     def fail(*given: Any) -> torch.Tensor:
         raise error("no such kernel")
 
-    monkeypatch.setattr(fused_choice, "is_sooner", lambda *times: True)
+    monkeypatch.setattr(load, "is_sooner", lambda *times: True)
     monkeypatch.setattr(fused_products, "multiply_4bit", fail)
     assert not FusedChoice().pays(FakeGpu(0), FORM, torch.bfloat16)
