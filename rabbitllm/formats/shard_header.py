@@ -107,12 +107,6 @@ def recognise(head: bytes) -> Weights:
     return next(entry.kind for entry in FORMATS if entry.begins(head))
 
 
-def recognise_file(path: Path) -> Weights:
-    """The format of a local file."""
-    with path.open("rb") as stream:
-        return recognise(stream.read(HEAD_BYTES))
-
-
 def read_shard_header(path: Path, file: str | None = None) -> Header:
     """Read and check the header of a local shard; the data is not read.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rabbitllm.formats.shard_header import Weights, recognise, recognise_file
+from rabbitllm.formats.shard_header import Weights, recognise
 from tests.support.torch_files import pickled
 
 TENSORS = {"w": torch.arange(4.0)}
@@ -20,20 +20,20 @@ TENSORS = {"w": torch.arange(4.0)}
 def test_what_torch_writes(tmp_path: Path, name: str, protocol: int) -> None:
     path = tmp_path / name
     torch.save(TENSORS, path, pickle_protocol=protocol)
-    assert recognise_file(path) is Weights.TORCH_ZIP
+    assert recognise(path.read_bytes()) is Weights.TORCH_ZIP
     torch.save(TENSORS, path, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
-    assert recognise_file(path) is Weights.TORCH_LEGACY
+    assert recognise(path.read_bytes()) is Weights.TORCH_LEGACY
 
 
 def test_other_formats(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     save_file(TENSORS, path)
-    assert recognise_file(path) is Weights.SAFETENSORS
+    assert recognise(path.read_bytes()) is Weights.SAFETENSORS
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         tar.add(__file__, "pickle")
-    assert recognise_file(path) is Weights.TORCH_TAR
+    assert recognise(path.read_bytes()) is Weights.TORCH_TAR
     path.write_bytes(pickled({"x": 1}, 4))
-    assert recognise_file(path) is Weights.PICKLE
+    assert recognise(path.read_bytes()) is Weights.PICKLE
 
 
 @pytest.mark.parametrize(
