@@ -1,4 +1,4 @@
-"""The contract of every format of weights: recognised, read from its header alone, and within bounds."""
+"""The contract of every format of weights: told apart by first bytes, read from its header alone, and within bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 from rabbitllm.errors import CheckpointError, UnreadableFormatError
 from rabbitllm.formats.shard_header import (
@@ -29,8 +29,53 @@ from rabbitllm.formats.tensor_spec import byte_size, read_run, torch_dtype
 from rabbitllm.storage.files import PositionalFile
 from tests.support.torch_files import pickled
 
+TENSORS = {"w": torch.arange(4.0)}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.txt", "model"])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_torch_writes(tmp_path: Path, name: str, protocol: int) -> None:
+    path = tmp_path / name
+    torch.save(TENSORS, path, pickle_protocol=protocol)
+    assert recognise(path.read_bytes()) is Weights.TORCH_ZIP
+    torch.save(TENSORS, path, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    assert recognise(path.read_bytes()) is Weights.TORCH_LEGACY
+
+
+def test_other_formats(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    save_file(TENSORS, path)
+    assert recognise(path.read_bytes()) is Weights.SAFETENSORS
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        tar.add(__file__, "pickle")
+    assert recognise(path.read_bytes()) is Weights.TORCH_TAR
+    path.write_bytes(pickled({"x": 1}, 4))
+    assert recognise(path.read_bytes()) is Weights.PICKLE
+
+
+@pytest.mark.parametrize(
+    ("head", "weights"),
+    [
+        (b"", Weights.UNKNOWN),
+        (b"PK", Weights.UNKNOWN),
+        (b"PK\x05\x06", Weights.UNKNOWN),
+        (b"GGUF\x03\0\0\0", Weights.GGUF),
+        (b"\x80", Weights.UNKNOWN),
+        (b"\x80\x06", Weights.UNKNOWN),
+        (b"<!DOCTYPE html>", Weights.UNKNOWN),
+        (b"version https://git-lfs.github.com/spec/v1\n", Weights.UNKNOWN),
+        (b"\x02\0\0\0\0\0\0\0{}", Weights.SAFETENSORS),
+        (b"\x80\x00\0\0\0\0\0\0{}", Weights.SAFETENSORS),  # headers whose length begins like a pickle
+        (b"\x80\x05\0\0\0\0\0\0{}", Weights.SAFETENSORS),
+        (b"\xff\xff\xff\xff\xff\xff\xff\xff{}", Weights.UNKNOWN),
+    ],
+)
+def test_heads(head: bytes, weights: Weights) -> None:
+    assert recognise(head) is weights
+
+
 Tensors = dict[str, torch.Tensor]
-TENSORS: Tensors = {
+SHARD: Tensors = {
     "a.weight": torch.arange(300_000.0).view(300, 1000),
     "b.weight": torch.arange(12, dtype=torch.int64).view(3, 4),
     "c": torch.tensor(1.5, dtype=torch.bfloat16),
@@ -71,7 +116,7 @@ READ = pytest.mark.parametrize(
 
 def made(entry: WeightFormat, folder: Path) -> Path:
     path = folder / "shard.bin"
-    path.write_bytes(WRITERS[entry.kind](TENSORS))
+    path.write_bytes(WRITERS[entry.kind](SHARD))
     return path
 
 
@@ -91,7 +136,7 @@ def test_it_is_recognised_by_its_first_bytes_and_read_or_refused(entry: WeightFo
             read_shard_header(path)
         assert refused.value.remedy == entry.remedy
     else:
-        assert {spec.name for spec in read_shard_header(path).tensors} == {*TENSORS}
+        assert {spec.name for spec in read_shard_header(path).tensors} == {*SHARD}
 
 
 @READ
@@ -124,7 +169,7 @@ def test_its_tensors_are_those_that_were_written(entry: WeightFormat, tmp_path: 
     path = made(entry, tmp_path)
     with PositionalFile(path) as file:
         for spec in read_shard_header(path).tensors:
-            expected = TENSORS[spec.name]
+            expected = SHARD[spec.name]
             assert (torch_dtype(spec.dtype), spec.shape) == (expected.dtype, tuple(expected.shape))
             assert spec.nbytes == byte_size(spec.dtype, spec.shape)
             buffer = bytearray(spec.nbytes)
