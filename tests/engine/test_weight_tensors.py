@@ -22,7 +22,7 @@ from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 from rabbitllm.quant import products, vectors
 from rabbitllm.quant.products import Matrix
-from tests.quant.test_packed_products import error, matrix, meant
+from tests.quant.test_products import error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
 from tests.support.rounding import assert_greedy, assert_products
 from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split, tiers

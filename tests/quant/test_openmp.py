@@ -47,7 +47,7 @@ def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int)
     code = """
 import torch
 from rabbitllm.quant import kernels
-from tests.quant.test_packed_products import inputs, matrix
+from tests.quant.test_products import inputs, matrix
 from rabbitllm.quant.kernels import torchs_team
 from rabbitllm.quant.products import Matrix, kernel_for
 kernels.WORTH_A_THREAD = {"codes": 1 << 10}

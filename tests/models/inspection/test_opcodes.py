@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rabbitllm.formats.shard_header import Weights, recognise_file
+from rabbitllm.formats.shard_header import Weights, recognise
 from rabbitllm.formats.torch_file import pickle_of
 from rabbitllm.models.inspection.files import list_pickles
 from rabbitllm.models.inspection.records import Pickles
@@ -19,7 +19,7 @@ from tests.support.torch_files import Member, archive, changed, pack, tensor_pic
 
 
 def listed(path: Path) -> Pickles:
-    return list_pickles(path, recognise_file(path))
+    return list_pickles(path, recognise(path.read_bytes()))
 
 
 def test_a_torch_zip(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_torch_zip(tmp_path: Path) -> None:
 def test_a_file_from_before_torch_1_6(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     torch.save({"w": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
-    assert recognise_file(path) is Weights.TORCH_LEGACY
+    assert recognise(path.read_bytes()) is Weights.TORCH_LEGACY
     found = listed(path).pickles
     content = path.read_bytes()
     assert len(found) == 5

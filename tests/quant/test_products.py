@@ -1,4 +1,4 @@
-"""Products with codes against the matrices that they stand for, in double precision."""
+"""Products with quantized matrices, by each method and by bitsandbytes, against the matrices in double precision."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import bfloat_products, kernels, products, vectors
-from rabbitllm.quant.kernels import CODES
+from rabbitllm.quant import bfloat_products, kernels, product_kernels, products, vectors
+from rabbitllm.quant.kernels import CODES, PANELS
 from rabbitllm.quant.library import functional as functions
 from rabbitllm.quant.product_kernels import KERNELS
 from rabbitllm.quant.products import (
+    LEAST_PANEL_INPUTS,
     MAX_GROUPED,
     MAX_INPUTS,
     MAX_INPUTS_IN_PAIRS,
+    MAX_PANEL_INPUTS,
+    FusedMatrix,
     Matrix,
     ProductMethod,
+    can_multiply,
     linear,
     multiplies,
 )
@@ -320,7 +324,6 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
 _IN_A_PROCESS = """
 import sys
 import torch
-from tests.quant.test_packed_products import assert_products, inputs, matrix, meant
 from rabbitllm.quant import kernels
 from rabbitllm.quant.products import Matrix, ProductMethod
 for key in sys.argv[1:]:
@@ -364,3 +367,165 @@ def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monk
     assert got.dtype == torch.bfloat16
     assert set(multiplied) == ({torch.float32} if count > 256 else set())
     assert_products(got, x, meant(parts), bias, weights=torch.bfloat16 if count > 256 else None)
+
+
+KERNELS = [key[1:] for key in product_kernels.KERNELS if key[0] == PANELS]
+
+
+def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product, and the matrix."""
+    if vectors.lanes() < width:
+        pytest.skip("needs other vectors")
+    parts = matrix(scheme, rows, columns, dtype=torch.float32)
+    return Matrix(*parts).times_by(ProductMethod.PANELS, width, x), meant(parts)
+
+
+@pytest.mark.parametrize(("scheme", "width"), KERNELS)
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 13, 64])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 2048), (130, 2112), (70, 5632)])
+def test_any_number_of_inputs_rows_and_columns(scheme: str, width: int, count: int, rows: int, columns: int) -> None:
+    x = inputs(count, columns)
+    got, weight = by_panels(scheme, width, rows, columns, x)
+    assert got.shape == (count, rows)
+    assert_products(got, x, weight)
+
+
+@pytest.mark.parametrize(("scheme", "width"), KERNELS)
+def test_a_row_has_the_same_bits_alone_and_among_others(scheme: str, width: int) -> None:
+    x = inputs(41, 4160)
+    together, _ = by_panels(scheme, width, 70, 4160, x)
+    for begin, end in ((0, 1), (3, 10), (40, 41)):
+        alone, _ = by_panels(scheme, width, 70, 4160, x[begin:end])
+        assert torch.equal(alone, together[begin:end])
+
+
+@pytest.mark.parametrize(("scheme", "width"), KERNELS)
+@pytest.mark.parametrize("team", [True, False])
+def test_any_number_of_threads_gives_the_same_bits_by_panels(
+    scheme: str, width: int, team: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = inputs(9, 2048)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, PANELS, 1 << 30)
+    alone, _ = by_panels(scheme, width, 131, 2048, x)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, PANELS, 1 << 10)
+    if not team:
+        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
+    threads = torch.get_num_threads()
+    try:
+        for count in (2, 3, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(by_panels(scheme, width, 131, 2048, x)[0], alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_as_many_as_it_is_for_goes_this_way(
+    scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: vectors.lanes())
+    counts: list[int] = []
+    ordinary = Matrix.times_by
+
+    def counted(self: Matrix, method: ProductMethod, width: int, x: torch.Tensor) -> torch.Tensor:
+        if method is ProductMethod.PANELS:
+            counts.append(len(x))
+        return ordinary(self, method, width, x)
+
+    products._agrees(ProductMethod.PANELS, scheme, vectors.lanes())  # whose trial multiplies too
+    monkeypatch.setattr(Matrix, "times_by", counted)
+    parts, most = matrix(scheme, 70, 512), MAX_PANEL_INPUTS[vectors.lanes()]
+    for count in (LEAST_PANEL_INPUTS - 1, LEAST_PANEL_INPUTS, most, most + 1):
+        x = inputs(count, 512, dtype)
+        got = linear(x, Matrix(*parts), None)
+        assert got.dtype == dtype
+        if count <= most:
+            assert_products(got, x, meant(parts))
+    assert counts == [LEAST_PANEL_INPUTS, most]
+
+
+@needs_kernel
+def test_what_is_not_a_number_stays_so_by_panels() -> None:
+    x = inputs(8, 256)
+    x[2, 3] = torch.nan
+    x[5, 6] = torch.inf
+    got = linear(x, Matrix(*matrix("4bit", 20, 256)), None)
+    assert bool(got[2].isnan().all())
+    assert not bool(got[5].isfinite().any())
+    assert bool(got[[0, 1, 3, 4, 6, 7]].isfinite().all())
+
+
+@needs_kernel
+def test_a_kernel_that_is_wrong_is_not_used_by_panels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = Matrix.times_by
+    monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
+    products._agrees.cache_clear()
+    try:
+        assert products.method_for(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) is ProductMethod.CODES
+        assert "are off by 1.0e-03 here and are not used" in caplog.text
+    finally:
+        products._agrees.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (37, 128), (128, 192), (64, 64), (130, 1024)])
+def test_one_input_is_multiplied_from_the_codes(
+    rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = matrix("4bit", rows, columns, dtype=dtype)
+    x, bias = inputs(1, columns, dtype), inputs(1, rows, dtype)[0]
+    exact = x.double() @ meant(parts).T
+    dense = torch.nn.functional.linear(x, FusedMatrix(*parts).dequantized(dtype), bias)
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("the matrix was made")
+
+    monkeypatch.setattr(products, "dequantize", refuse)
+    found = FusedMatrix(*parts)
+    assert error(found.linear(x, None), exact) < 4 * torch.finfo(dtype).eps
+    assert error(found.linear(x, bias), dense.double()) < 4 * torch.finfo(dtype).eps
+    for shape in ((columns,), (1, columns), (1, 1, columns)):
+        product = found.linear(x.view(shape), bias)
+        assert product.shape == (*shape[:-1], rows)
+        assert product.dtype == dtype
+        assert torch.equal(product.view(-1), found.linear(x, bias).view(-1))
+
+
+@pytest.mark.parametrize("count", [0, 2, 7])
+def test_more_inputs_have_the_bits_of_the_matrix(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = matrix("4bit", 37, 128)
+    x, bias = inputs(count, 128, torch.bfloat16), inputs(1, 37, torch.bfloat16)[0]
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("codes were multiplied")
+
+    monkeypatch.setattr(products, "multiply_4bit", refuse)
+    found = FusedMatrix(*parts)
+    assert torch.equal(found.linear(x, bias), torch.nn.functional.linear(x, found.dequantized(x.dtype), bias))
+
+
+def test_inputs_that_are_views_of_others() -> None:
+    parts = matrix("4bit", 16, 128)
+    wide = inputs(128, 3, torch.bfloat16)
+    row = wide.T[1:2]
+    assert not row.is_contiguous()
+    assert torch.equal(FusedMatrix(*parts).linear(row, None), FusedMatrix(*parts).linear(row.contiguous(), None))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "can"),
+    [
+        ("4bit", (8, 64), True),
+        ("4bit", (1, 128), True),
+        ("4bit", (8, 96), False),
+        ("4bit", (8, 0), False),
+        ("4bit", (2, 8, 64), False),
+        ("8bit", (8, 64), False),
+    ],
+)
+def test_which_matrices_the_kernel_takes(scheme: str, shape: tuple[int, ...], can: bool) -> None:
+    assert can_multiply(Quantized(scheme, shape, "bfloat16")) == can
