@@ -269,8 +269,10 @@ def dry_run(wish: Wish) -> DryRun:
     Raises:
         RabbitLLMError: see `rabbitllm.plan`.
     """
-    from rabbitllm.estimate.plan import outlook_at  # imports all measuring code, which a split does not need
-    from rabbitllm.estimate.source_scan import SourceScan
+    from rabbitllm.estimate.plan import (
+        SourceScan,
+        outlook_at,  # imports all measuring code, which a split does not need
+    )
 
     options = wish.with_memory(wish.split_options())
     sought = wish.sought(only_look=True)
