@@ -29,9 +29,8 @@ from rabbitllm.generation.request import (
 from rabbitllm.generation.session import ChatOptions, Session, answer, work_between
 from rabbitllm.generation.template import prompt_ids
 from rabbitllm.run.prompt import answer_record, how_it_ended, put_statistics
-from rabbitllm.telemetry.passes import PassInput
-from rabbitllm.telemetry.profiler import EXPERTS_READ, UPLOAD, Profiler
-from rabbitllm.telemetry.totals import READ
+from rabbitllm.telemetry.passes import EXPERTS_READ, READ, UPLOAD, PassInput
+from rabbitllm.telemetry.profiler import Profiler
 from tests.chat.talkers import FORGETFUL, family_of, parrot_folder, talker, talker_folder
 from tests.support.builders import FAMILIES, build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
