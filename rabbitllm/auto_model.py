@@ -12,6 +12,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import (
     FIRST_GPU,
     Hosts,
+    ShardPolicy,
     SplitOptions,
     StreamOptions,
     check_transfer,
@@ -164,8 +165,7 @@ class AutoModel:
         check_split(compression)
         split_options = SplitOptions(
             compression=compression,
-            sequential=sequential_shard_processing,
-            delete_original=delete_original,
+            shards=ShardPolicy.of(sequential=sequential_shard_processing, delete_original=delete_original),
             max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
             min_free=parse_size(min_free_disk, "min_free_disk"),
             shard_transfer=check_transfer(shard_transfer, sequential_shard_processing),
@@ -206,8 +206,8 @@ class AutoModel:
 def _check_unsplit(options: SplitOptions) -> None:
     named = {
         f"compression={options.compression!r}": options.compression is not None,
-        "sequential_shard_processing=True": options.sequential,
-        "delete_original=True": options.delete_original,
+        "sequential_shard_processing=True": options.shards.deletes_used,
+        "delete_original=True": options.shards.deletes_rest,
         "verify_source=True": options.verify_source,
     }
     if wrong := next((name for name, given in named.items() if given), None):

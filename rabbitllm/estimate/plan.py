@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
 from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError, system_errors_by_name
@@ -248,8 +248,10 @@ def _route(survey: SourceScan, name: str, compression: str | None, measured: Rat
 
 def _placed(survey: SourceScan, name: str, compression: str | None) -> tuple[SplitPlan, DiskBudget]:
     """Return plan and disk state on a route; on the standard one missing shards go to the hub cache first."""
-    sequential = name != STANDARD and not survey.options.keep_own
-    plan, request = survey.feasible[compression], survey.request(compression, sequential=sequential)
+    fetched = (ShardPolicy.DELETE_FETCHED, ShardPolicy.DELETE_FETCHED_AND_REST)
+    frees = name != STANDARD and survey.options.shards not in fetched
+    shards = ShardPolicy.DELETE_USED if frees else ShardPolicy.KEEP
+    plan, request = survey.feasible[compression], survey.request(compression, shards)
     if name != STANDARD or survey.source.repository is None:
         return plan, disk_budget_of(request, plan)
     kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 import rabbitllm
 from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
-from rabbitllm.base.options import SplitOptions, StreamOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions
 from rabbitllm.engine import devices
 from rabbitllm.errors import (
     CheckpointError,
@@ -242,7 +242,10 @@ def test_what_needs_no_deletion_is_converted_as_it_is(checkpoint: Path, tmp_path
 def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: Path) -> None:
     """A layer file that is damaged as it is written is found while the last shard is still there."""
     source = prepare.find(prepare.Sought(str(checkpoint)))
-    options, names = SplitOptions(sequential=True), sorted(path.name for path in checkpoint.glob("*.safetensors"))
+    options, names = (
+        SplitOptions(shards=ShardPolicy.DELETE_USED),
+        sorted(path.name for path in checkpoint.glob("*.safetensors")),
+    )
     seen: list[tuple[bool, list[str]]] = []
 
     def accept(store: WeightFiles) -> None:
@@ -284,7 +287,7 @@ def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint:
                 raise Stopped
 
     with durable.observe_steps(stop), pytest.raises(Stopped):
-        prepare.ensure_split(source, SplitOptions(sequential=True))
+        prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))
     left = contents(checkpoint)
     assert len(list(checkpoint.glob("model-*.safetensors"))) == SHARDS - 1
     with pytest.raises(IncompleteCheckpointError, match="lacks 1 of the"):

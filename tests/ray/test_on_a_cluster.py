@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from rabbitllm import prepare
 from rabbitllm.base import progress
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.batch_jobs.api import batch
 from rabbitllm.batch_jobs.input_scan import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Generate, Item, JobLimits
@@ -138,7 +138,7 @@ def test_a_driver_that_died_is_gone_on_with(cluster: str, source: Path, tmp_path
     """On the cluster or without it; what was used up is not asked for again."""
     expected = local(source, tmp_path / "local")
     call = Call(str(source), str(tmp_path / "spread"))
-    options = SplitOptions(sequential=True)
+    options = SplitOptions(shards=ShardPolicy.DELETE_USED)
     folder = call.find().split_folder
 
     def spread() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.base.options import SplitOptions, check_transfer, expand, parse_size
+from rabbitllm.base.options import ShardPolicy, SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.checkpoints.checkpoint import SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import INDEX_NAME, read_index, shard_names
@@ -180,8 +180,7 @@ def convert(
         RabbitLLMError: the source is malformed, or the disk budget is too small; nothing was changed.
     """
     options = SplitOptions(
-        sequential=sequential,
-        delete_original=delete_original,
+        shards=ShardPolicy.of(sequential=sequential, delete_original=delete_original),
         max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
         min_free=parse_size(min_free_disk, "min_free_disk"),
         shard_transfer=check_transfer(shard_transfer, sequential),

@@ -91,7 +91,7 @@ class _Named:
     def split(self, options: SplitOptions) -> None:
         source = self._find()
         naming = _naming(prepare.family_of(source.config_folder))
-        if not (options.sequential or options.delete_original):
+        if not options.shards.deletes_original:
             prepare.ensure_split(source, options, naming=naming)
             return
         try:
@@ -164,7 +164,7 @@ class _File:
                 split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
                 return
             clear_away(self.split_folder)
-            if options.delete_original:
+            if options.shards.deletes_rest:
                 discard_original(checkpoint)
 
     def checkpoint(self) -> Checkpoint | None:

@@ -18,6 +18,7 @@ from rabbitllm import prepare
 from rabbitllm.base import progress
 from rabbitllm.base.options import (
     Hosts,
+    ShardPolicy,
     SplitOptions,
     StreamOptions,
     check_transfer,
@@ -98,15 +99,14 @@ class Wish:
         check_split(self.compression)
         if self.sequential and self.keep_shards:
             raise OptionError("sequential deletes shards, and keep_shards keeps them all.", "Leave one of them out.")
-        one_at_a_time = self.sequential or not self.keep_shards
         return SplitOptions(
             compression=self.compression,
-            sequential=self.sequential,
-            keep_own=not self.sequential and not self.keep_shards,
-            delete_original=self.delete_original,
+            shards=ShardPolicy.of(
+                sequential=self.sequential, delete_original=self.delete_original, keep_fetched=self.keep_shards
+            ),
             max_disk=None if self.max_disk is None else parse_size(self.max_disk, "max_disk"),
             min_free=parse_size(self.min_free_disk, "min_free_disk"),
-            shard_transfer=check_transfer(self.shard_transfer, one_at_a_time),
+            shard_transfer=check_transfer(self.shard_transfer, self.sequential or not self.keep_shards),
             fit_scales=check_fitting(self.compression, fit_scales=self.fit_scales),
             verify_source=self.verify_source,
         )
@@ -277,7 +277,7 @@ def dry_run(wish: Wish) -> DryRun:
         except RabbitLLMError as error:
             survey.refused[compression] = error.problem
     outlook = outlook_at(survey, compression, Rates(None, None, {}, options.threads, "cpu"))
-    standard = wish.keep_shards if source.repository is not None else not options.sequential
+    standard = wish.keep_shards if source.repository is not None else not options.shards.deletes_used
     routes = tuple(route for route in outlook.routes if (route.name == STANDARD) is standard)
     if wish.shard_transfer != "auto" and not standard:
         stream = wish.shard_transfer == "stream"
