@@ -37,7 +37,7 @@ def main() -> None:
         shard_transfer=job["mode"],
         profiling=True,
     )
-    source = prepare.find(prepare.Sought(job["repository"], options.compression, Path(job["folder"])))
+    source = prepare.find(prepare.ModelSpec(job["repository"], options.compression, Path(job["folder"])))
     with progress.listening(say):
         profiler = prepare.ensure_split(source, options)
     stages = {stage: asdict(total) for stage, total in profiler.stages.items()}

@@ -124,7 +124,7 @@ def split_and_save_layers(
         RabbitLLMError: see the tree in `rabbitllm.errors`.
     """
     check_compression(compression)
-    sought = prepare.Sought(
+    spec = prepare.ModelSpec(
         str(checkpoint_path),
         compression,
         expand(layer_shards_saving_path) if layer_shards_saving_path else None,
@@ -132,7 +132,7 @@ def split_and_save_layers(
         repo_id,
         splitted_model_dir_name,
     )
-    source = prepare.find(sought)
+    source = prepare.find(spec)
     shards = ShardPolicy.of(sequential=sequential_shard_processing, delete_original=delete_original)
     options = SplitOptions(compression, shards)
     with split_display.shown(), contextlib.ExitStack() as stack:

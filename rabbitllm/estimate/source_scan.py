@@ -32,13 +32,13 @@ class SourceScan:
 
     Attributes:
         source: the result of `prepare.find`.
-        sought: the request for it.
+        spec: the model as it was named.
         options: the caller's.
         refused: why loading would refuse a split, by compression; filled in before `feasible` is used.
     """
 
     source: prepare.Source
-    sought: prepare.Sought
+    spec: prepare.ModelSpec
     options: SplitOptions
     refused: dict[str | None, str] = field(default_factory=dict)
 
@@ -48,9 +48,9 @@ class SourceScan:
         if self.source.repository is None and self.source.local is None:
             folder = self.source.split_folder
             manifest = read_manifest(folder)
-            return {manifest.compression if manifest is not None else self.sought.compression: folder}
-        found = {c: prepare.folder_at(self.source, self.sought, c) for c in COMPRESSIONS}
-        mixed = prepare.folder_at(self.source, self.sought, AUTO)
+            return {manifest.compression if manifest is not None else self.spec.compression: folder}
+        found = {c: prepare.folder_at(self.source, self.spec, c) for c in COMPRESSIONS}
+        mixed = prepare.folder_at(self.source, self.spec, AUTO)
         if self.options.compression == AUTO or is_finished(mixed) or (mixed / JOURNAL_NAME).exists():
             found[AUTO] = mixed
         return found

@@ -351,7 +351,7 @@ def test_gated_repository(local_hub: LocalHub, folder: Path, monkeypatch: pytest
 
 
 def split_with(token: str | None) -> Path:
-    source = prepare.find(prepare.Sought(REPO, access=HubAccess(token=token)))
+    source = prepare.find(prepare.ModelSpec(REPO, access=HubAccess(token=token)))
     prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))
     return source.split_folder
 

@@ -241,7 +241,7 @@ def test_what_needs_no_deletion_is_converted_as_it_is(checkpoint: Path, tmp_path
 
 def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: Path) -> None:
     """A layer file that is damaged as it is written is found while the last shard is still there."""
-    source = prepare.find(prepare.Sought(str(checkpoint)))
+    source = prepare.find(prepare.ModelSpec(str(checkpoint)))
     options, names = (
         SplitOptions(shards=ShardPolicy.DELETE_USED),
         sorted(path.name for path in checkpoint.glob("*.safetensors")),
@@ -270,7 +270,7 @@ def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: 
 def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint: Path) -> None:
     """Begun by an earlier version, which did not look; no further shard is deleted."""
     a_missing_tensor(checkpoint)
-    source = prepare.find(prepare.Sought(str(checkpoint)))
+    source = prepare.find(prepare.ModelSpec(str(checkpoint)))
 
     class Stopped(Exception):
         pass
@@ -297,7 +297,7 @@ def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint:
 
 def test_delete_original_of_a_finished_split_looks_first(checkpoint: Path) -> None:
     """The split was made while the original was kept; config.json in it was changed since."""
-    source = prepare.find(prepare.Sought(str(checkpoint)))
+    source = prepare.find(prepare.ModelSpec(str(checkpoint)))
     prepare.ensure_split(source, SplitOptions())
     for folder in (checkpoint, source.split_folder):
         edit_config(folder, num_hidden_layers=9)

@@ -19,7 +19,7 @@ from tests.support.splitting import Counter, layer_files
 
 
 def split(source: Path, compression: str, *, fit: bool, sequential: bool = True) -> Path:
-    found = prepare.find(prepare.Sought(str(source), compression))
+    found = prepare.find(prepare.ModelSpec(str(source), compression))
     prepare.ensure_split(
         found, SplitOptions(compression, ShardPolicy.of(sequential=sequential, delete_original=False), fit_scales=fit)
     )

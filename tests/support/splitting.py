@@ -48,7 +48,7 @@ class Call:
     def find(self) -> prepare.Source:
         saving_path = Path(self.saving_path) if self.saving_path else None
         access = HubAccess(local_files_only=self.local_files_only)
-        return prepare.find(prepare.Sought(self.source, self.compression, saving_path, access, self.repo_id))
+        return prepare.find(prepare.ModelSpec(self.source, self.compression, saving_path, access, self.repo_id))
 
     def make(self) -> Path:
         """Make the call, and return the split directory."""

@@ -86,7 +86,7 @@ class _Named:
     work: Path
 
     def _find(self) -> prepare.Source:
-        return prepare.find(prepare.Sought(self.name, None, self.work, self.access, only_look=True))
+        return prepare.find(prepare.ModelSpec(self.name, None, self.work, self.access), only_look=True)
 
     def split(self, options: SplitOptions) -> None:
         source = self._find()

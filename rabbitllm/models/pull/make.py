@@ -85,10 +85,10 @@ class Wish:
     fit_scales: bool = False
     verify_source: bool = False
 
-    def sought(self, *, only_look: bool = False) -> prepare.Sought:
+    def spec(self) -> prepare.ModelSpec:
         """The model to look for."""
         folder = expand(self.folder) if self.folder is not None else None
-        return prepare.Sought(self.name, self.compression, folder, self.access, only_look=only_look)
+        return prepare.ModelSpec(self.name, self.compression, folder, self.access)
 
     def split_options(self) -> SplitOptions:
         """The options of the split, checked.
@@ -200,7 +200,7 @@ def pull(wish: Wish, executor: ShardExecutor | None = None, *, loads: bool = Fal
     """
     start = time.perf_counter()
     options = wish.split_options()
-    source = prepare.find(wish.sought())
+    source = prepare.find(wish.spec())
     before = source.finished
     options = wish.with_memory(options)
     done: list[progress.SplitDone] = []
@@ -266,9 +266,9 @@ def dry_run(wish: Wish) -> DryRun:
     from rabbitllm.estimate.source_scan import SourceScan
 
     options = wish.with_memory(wish.split_options())
-    sought = wish.sought(only_look=True)
-    source = prepare.find(sought)
-    survey = SourceScan(source, sought, options)
+    spec = wish.spec()
+    source = prepare.find(spec, only_look=True)
+    survey = SourceScan(source, spec, options)
     compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
     if compression in survey.plans and compression not in survey.manifests:
         try:
