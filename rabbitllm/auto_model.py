@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +191,7 @@ class AutoModel:
         folder = expand(layer_shards_saving_path) if layer_shards_saving_path else None
         spec = prepare.ModelSpec(str(path_or_repo_id), compression, folder, access)
         if not split:
-            _check_unsplit(split_options)
+            check_unsplit(split_options)
         return load(LoadRequest(spec, split_options if split else None, run_options, hosts))
 
 
@@ -208,10 +208,11 @@ class LoadRequest:
 
     spec: prepare.ModelSpec
     split: SplitOptions | None
-    run: StreamOptions
+    run: StreamOptions = field(default_factory=StreamOptions)
     hosts: Hosts | None = None
 
 
+@system_errors_by_name()
 def load(request: LoadRequest) -> Any:
     """Return the model as `AutoModel.from_pretrained` does, and split it first unless that is done.
 
@@ -235,7 +236,12 @@ def load(request: LoadRequest) -> Any:
         return _locked(_model(source.split_folder, options, source.config_folder, devices, request.hosts), lock)
 
 
-def _check_unsplit(options: SplitOptions) -> None:
+def check_unsplit(options: SplitOptions) -> None:
+    """Refuse options of a split for a model that is not split.
+
+    Raises:
+        OptionError: see above.
+    """
     named = {
         f"compression={options.compression!r}": options.compression is not None,
         "sequential_shard_processing=True": options.shards.deletes_used,

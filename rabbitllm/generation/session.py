@@ -31,8 +31,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.streams import AnswerStream, TextStream
 from rabbitllm.generation.template import PLAIN_END, common_length, has_template, prompt_ids
-from rabbitllm.telemetry.passes import PassSums
-from rabbitllm.telemetry.totals import EXPERT_TIERS, NOTHING, PINNED_UPLOAD, READ, UPLOAD
+from rabbitllm.telemetry.passes import EXPERT_TIERS, NOTHING, PINNED_UPLOAD, READ, UPLOAD, PassSums
 
 
 class EndOfText(StoppingCriteria):  # type: ignore[misc]

@@ -6,7 +6,6 @@ it by the same check.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
@@ -36,12 +35,13 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
 )
 from rabbitllm.estimate.report import show
-from rabbitllm.models.convert.convert import convert
-from rabbitllm.models.pull.make import Wish, dry_run, pull
+from rabbitllm.models.convert import convert
+from rabbitllm.models.pull import dry_run, pull
 from rabbitllm.rabbitllm_1_names import split_and_save_layers
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from tests.support.builders import INDEX_NAME, build_checkpoint, read_tensors, reshard
+from tests.support.load_requests import asked
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 
 SHARDS = 3
@@ -196,7 +196,7 @@ def routes(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
         lambda: AutoModel.from_pretrained(folder, compression="4bit", sequential_shard_processing=True, **LOAD),
     )
     yield "delete_original", lambda: AutoModel.from_pretrained(folder, delete_original=True, **LOAD)
-    yield "pull", lambda: pull(Wish(str(folder), sequential=True, device="cpu"))
+    yield "pull", lambda: pull(asked(folder, sequential=True, device="cpu"))
     yield "convert", lambda: convert(folder, folder.parent / "converted", sequential=True)
     yield "RabbitLLM 1.1's", lambda: split_and_save_layers(folder, sequential_shard_processing=True)
 
@@ -227,7 +227,7 @@ def test_a_plan_says_the_same_and_names_no_call(
     assert plan.choice is None
     assert not any(route.fits for outlook in plan.outlooks for route in outlook.routes)
     assert all(outlook.obstacle for outlook in plan.outlooks)
-    assert not dry_run(Wish(str(checkpoint), sequential=True, device="cpu")).fits
+    assert not dry_run(asked(checkpoint, sequential=True, device="cpu")).fits
 
 
 def test_what_needs_no_deletion_is_converted_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
@@ -354,10 +354,10 @@ def test_too_little_memory_is_said_before_the_first_shard_goes(
 ) -> None:
     before = contents(checkpoint)
     memory_for_no_layer(monkeypatch)
-    wish = Wish(str(checkpoint), sequential=True)
+    wish = asked(checkpoint, sequential=True)
     calls: dict[str, Callable[[], object]] = {
         "from_pretrained": lambda: AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD),
-        "pull for a device": lambda: pull(dataclasses.replace(wish, device="cpu")),
+        "pull for a device": lambda: pull(asked(checkpoint, sequential=True, device="cpu")),
         "pull to load": lambda: pull(wish, loads=True),
     }
     with pytest.raises(NotEnoughMemoryError, match=r"A pass takes at least .*may take 65,536 bytes"):
@@ -372,10 +372,10 @@ def test_too_little_memory_here_is_a_warning_for_a_split_that_may_be_for_another
 ) -> None:
     memory_for_no_layer(monkeypatch)
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    assert dry_run(Wish(str(checkpoint), sequential=True)).fits
-    assert not dry_run(Wish(str(checkpoint), sequential=True, device="cpu")).fits
+    assert dry_run(asked(checkpoint, sequential=True)).fits
+    assert not dry_run(asked(checkpoint, sequential=True, device="cpu")).fits
     caplog.clear()
-    pull(Wish(str(checkpoint), sequential=True))
+    pull(asked(checkpoint, sequential=True))
     convert(copy, tmp_path / "converted", sequential=True)
     for folder in (checkpoint, copy):
         assert not list(folder.glob("model-*.safetensors"))
