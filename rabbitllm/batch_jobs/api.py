@@ -64,7 +64,8 @@ def batch(
         exact: compute each line's rows separately; see `rabbitllm.batch_jobs.items.JobLimits`.
         overwrite: replace an existing output.
         compression, device, max_memory, dtype, revision, trust_remote_code: of `AutoModel.from_pretrained`, for a model
-            that is not loaded yet; without `compression`, that of a split on this machine.
+            that is not loaded yet; without `compression`, that of a split on this machine. Shards that are fetched for
+            a split are not kept.
 
     Returns:
         One object for each line, in the order of the input; with `out`, the final progress.
