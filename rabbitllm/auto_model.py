@@ -117,8 +117,8 @@ class AutoModel:
                 with its position, tokens per second, and where the time is spent.
             cache_layers: keep the bytes of this many decoder layers in host memory, whatever `max_memory` says.
             offload_small_layers: give embeddings, norm and head no preference over decoder layers.
-            sequential_shard_processing: take one shard at a time, and delete it as soon as it is used up. Without it all
-                shards are kept; those of a repository are first fetched into the hub cache. (The commands and
+            sequential_shard_processing: take one shard at a time, and delete it as soon as it is used up. Without it
+                all are kept; those of a repository are first fetched into the hub cache. (The commands and
                 `rabbitllm.batch` take them one at a time, and do not keep those that they fetch.)
             revision: branch, tag or commit of the repository; resolved to a commit once.
             cache_dir: the hub cache.
