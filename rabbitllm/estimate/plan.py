@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException, OptionError, system_errors_by_name
 from rabbitllm.estimate.cost_model import PROMPT_TOKENS, GenerationEstimate
 from rabbitllm.formats.bounded import read_json
-from rabbitllm.quant.compression import CODES, COMPRESSIONS, check_fitting
+from rabbitllm.quant.compression import CODES, COMPRESSIONS
 from rabbitllm.splitter import journal, split_estimate
 from rabbitllm.splitter.bit_allocation import allocation_of, with_choice
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
@@ -51,7 +51,6 @@ from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     Manifest,
-    check_split,
     is_finished,
     is_fitted,
     read_manifest,
@@ -66,13 +65,13 @@ class SourceScan:
 
     Attributes:
         source: the result of `prepare.find`.
-        sought: the request for it.
+        spec: the model as it was named.
         options: the caller's.
         refused: why loading would refuse a split, by compression; filled in before `feasible` is used.
     """
 
     source: prepare.Source
-    sought: prepare.Sought
+    spec: prepare.ModelSpec
     options: SplitOptions
     refused: dict[str | None, str] = field(default_factory=dict)
 
@@ -82,9 +81,9 @@ class SourceScan:
         if self.source.repository is None and self.source.local is None:
             folder = self.source.split_folder
             manifest = read_manifest(folder)
-            return {manifest.compression if manifest is not None else self.sought.compression: folder}
-        found = {c: prepare.folder_at(self.source, self.sought, c) for c in COMPRESSIONS}
-        mixed = prepare.folder_at(self.source, self.sought, AUTO)
+            return {manifest.compression if manifest is not None else self.spec.compression: folder}
+        found = {c: prepare.folder_at(self.source, self.spec, c) for c in COMPRESSIONS}
+        mixed = prepare.folder_at(self.source, self.spec, AUTO)
         if self.options.compression == AUTO or is_finished(mixed) or (mixed / JOURNAL_NAME).exists():
             found[AUTO] = mixed
         return found
@@ -144,7 +143,7 @@ class SourceScan:
     def base(self) -> SplitPlan | None:
         """The uncompressed plan, from headers or, if shards are gone, from a journal; None if neither is left."""
         if self._gone is None and self.checkpoint is not None:
-            return plan_split(self.request(None, sequential=False))
+            return plan_split(self.request(None))
         return next((recompressed(earlier.plan, None) for earlier in self.journals.values()), None)
 
     @cached_property
@@ -167,7 +166,7 @@ class SourceScan:
             return recompressed(self.base, AUTO, made.chosen)
         if self.checkpoint is None or AUTO in self.journals:
             return None
-        request = self.request(AUTO, sequential=False)
+        request = self.request(AUTO)
         try:
             disk_budget = disk_budget_of(request, recompressed(self.base, AUTO))
             return with_choice(self.base, disk_budget, request.options, request.experts_a_token)
@@ -259,11 +258,11 @@ class SourceScan:
     def _differs(self, known: SourceIdentity) -> str | None:
         return known.differs_from(self._identity) if self._identity is not None else None
 
-    def request(self, compression: str | None, *, sequential: bool) -> SplitRequest:
-        """Return the request for the split that `from_pretrained` would make, on one of the two routes."""
+    def request(self, compression: str | None, shards: ShardPolicy = ShardPolicy.KEEP) -> SplitRequest:
+        """Return the request for the split that `from_pretrained` would make."""
         assert self.checkpoint is not None
         family = self.config.get("model_type")
-        options = dataclasses.replace(self.options, compression=compression, sequential=sequential)
+        options = dataclasses.replace(self.options, compression=compression, shards=shards)
         named = family if isinstance(family, str) else None
         folder, picked = self.folders[compression], experts_a_token(self.config)
         return SplitRequest(self.checkpoint, folder, named, options, experts_a_token=picked)
@@ -330,21 +329,15 @@ def plan(
     Raises:
         RabbitLLMError: an invalid argument, no such source, or a malformed one.
     """
-    check_split(compression)
-    options = SplitOptions(
-        compression=compression,
-        max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
-        min_free=parse_size(min_free_disk, "min_free_disk"),
-        fit_scales=check_fitting(compression, fit_scales=fit_scales),
-    )
+    options = prepare.split_options(compression, max_disk=max_disk, min_free_disk=min_free_disk, fit_scales=fit_scales)
     stream_options = StreamOptions(device=device, max_memory=parse_max_memory(max_memory))
     options = prepare.with_memory(options, stream_options)
     said = None if bandwidth is None else _said_rate(bandwidth)
     saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
-    sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=True)
-    source = prepare.find(sought)
-    scan = SourceScan(source, sought, options)
+    spec = prepare.ModelSpec(str(path_or_repo_id), compression, saving_path, access)
+    source = prepare.find(spec, only_look=True)
+    scan = SourceScan(source, spec, options)
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
@@ -482,8 +475,10 @@ def _route(scan: SourceScan, name: str, compression: str | None, measured: Rates
 
 def _placed(scan: SourceScan, name: str, compression: str | None) -> tuple[SplitPlan, DiskBudget]:
     """Return plan and disk state on a route; on the standard one missing shards go to the hub cache first."""
-    sequential = name != STANDARD and not scan.options.keep_own
-    plan, request = scan.feasible[compression], scan.request(compression, sequential=sequential)
+    fetched = (ShardPolicy.DELETE_FETCHED, ShardPolicy.DELETE_FETCHED_AND_REST)
+    frees = name != STANDARD and scan.options.shards not in fetched
+    shards = ShardPolicy.DELETE_USED if frees else ShardPolicy.KEEP
+    plan, request = scan.feasible[compression], scan.request(compression, shards)
     if name != STANDARD or scan.source.repository is None:
         return plan, disk_budget_of(request, plan)
     kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)
