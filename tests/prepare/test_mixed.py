@@ -21,7 +21,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.cli.main import app
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
-from rabbitllm.models.library.find import compression_here, one_of_model
+from rabbitllm.models.library import compression_here, one_of_model
 from rabbitllm.quant.schemes import DOUBLE, scheme_of, stored_schemes
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import groups
@@ -77,7 +77,7 @@ def split_in(memory: int, source: str, where: Path, executor: Any = None, **call
     wanted = Call(source, str(where), "auto", **call)
     found = wanted.find()
     options = SplitOptions(
-        "auto", sequential=wanted.sequential, shard_transfer=wanted.shard_transfer, memory=memory, memory_is_said=True
+        "auto", wanted.shards, shard_transfer=wanted.shard_transfer, memory=memory, memory_is_said=True
     )
     prepare.ensure_split(found, options, executor=executor)
     return found.split_folder

@@ -1,0 +1,371 @@
+"""`rabbitllm bench`: measures how fast a model generates on this machine, and how the time is divided.
+
+The first token right after loading reads all weights that were not read yet. It is followed by the turns, whose times
+are reported, with the profiler off; then by one turn with the profiler on, for the bytes, the overlap and the limit.
+The prompt consists of random tokens, and a generation always has the requested length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.auto_model import AutoModel
+from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
+from rabbitllm.telemetry.passes import (
+    COMPUTE,
+    DEQUANTIZE,
+    FURTHER,
+    NOTHING,
+    READ,
+    READ_WAIT,
+    UPLOAD_WAIT,
+    Pass,
+    PassSums,
+    copies_of,
+)
+from rabbitllm.telemetry.profiler import Trace
+
+# Peak memory of this process. Independent of models.
+
+
+def peak_memory() -> int | None:
+    """Return the peak resident bytes, pages of mapped files included; None if the system does not report it."""
+    try:
+        # not getrusage: on Linux its value includes the memory of the parent before this program was started
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return _from_usage()
+
+
+def _from_usage() -> int | None:
+    if sys.platform == "win32":
+        import psutil
+
+        peak: int = psutil.Process().memory_info().peak_wset
+        return peak
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """The size of the generation to measure.
+
+    Attributes:
+        tokens: new tokens of each sequence.
+        prompt_tokens: of each sequence.
+        batch: number of sequences.
+        turns: number of measured generations.
+    """
+
+    tokens: int = 32
+    prompt_tokens: int = 16
+    batch: int = 1
+    turns: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Times of one generation, seconds.
+
+    Attributes:
+        first: time to the first token.
+        further: mean time of each pass after that.
+    """
+
+    first: float
+    further: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of a measurement.
+
+    Attributes:
+        name: of the model, as given.
+        request: the size of the generation.
+        device, dtype, compression: of the model.
+        placement: of the weights; prints as a table.
+        load: seconds of loading, including a split if one had to be made.
+        first_after_load: seconds of the very first token.
+        turns: with the profiler off.
+        sums: kind of pass -> sums, of the turn with the profiler on.
+        profile: of that turn, see `rabbitllm.telemetry.report`.
+        passes: of that turn.
+        in_place: "device tier" -> stored bytes that each pass uses without moving them.
+        trace: of that turn.
+        peak: peak memory of the process, bytes, mapped files included; None if not known.
+    """
+
+    name: str
+    request: BenchRequest
+    device: str
+    dtype: str
+    compression: str | None
+    placement: Any
+    load: float
+    first_after_load: float
+    turns: tuple[Turn, ...]
+    sums: Mapping[str, PassSums]
+    profile: Mapping[str, Any]
+    passes: tuple[Pass, ...]
+    in_place: Mapping[str, int]
+    trace: Trace
+    peak: int | None
+
+    @property
+    def first(self) -> float:
+        """Median seconds to the first token."""
+        return statistics.median(turn.first for turn in self.turns)
+
+    @property
+    def further(self) -> float:
+        """Median seconds of a further pass; it makes a token of each sequence."""
+        return statistics.median(turn.further for turn in self.turns)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all sequences together, after the first token."""
+        return self.request.batch / self.further
+
+    def per_token(self, nbytes: int) -> float:
+        """Convert bytes of all further passes to bytes per token."""
+        return nbytes / (self.sums[FURTHER].passes * self.request.batch)
+
+
+def measure(
+    source: str, request: BenchRequest, options: Mapping[str, Any], say: Callable[[str], None] = lambda text: None
+) -> Measured:
+    """Load a model and generate.
+
+    Args:
+        source: as for `AutoModel.from_pretrained`.
+        request: size of the generation.
+        options: for `AutoModel.from_pretrained`.
+        say: called with a description of each step.
+
+    Raises:
+        RabbitLLMError: as in `AutoModel.from_pretrained`.
+    """
+    say("loading")
+    import rabbitllm.engine.load  # noqa: F401  its imports are not part of the loading time
+
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):  # the profile of a split that is made by this call
+        model = AutoModel.from_pretrained(source, profiling_mode=True, show_layer_progress=False, **options)
+    loaded = time.perf_counter() - start
+    model.profiler.enabled = False
+    prompt = _prompt(model, request)
+    say("the first token")
+    after_load = _turn(model, prompt, 1)
+    turns = []
+    for number in range(request.turns):
+        say(f"turn {number + 1} of {request.turns}")
+        turns.append(_turn(model, prompt, request.tokens))
+    say("once more, with the profiler on")
+    model.profiler.enabled = True
+    with model.profiler.trace() as trace:
+        _turn(model, prompt, request.tokens)
+    return Measured(
+        name=source,
+        request=request,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        compression=options.get("compression"),
+        placement=model.placement,
+        load=loaded,
+        first_after_load=after_load.first,
+        turns=tuple(turns),
+        sums=model.profiler.sums,
+        profile=model.profiler.as_json(),
+        passes=model.profiler.passes,
+        in_place=model.profiler.in_place,
+        trace=trace,
+        peak=peak_memory(),
+    )
+
+
+def _prompt(model: Any, request: BenchRequest) -> torch.Tensor:
+    """Return reproducible random ids (batch, prompt tokens)."""
+    random = torch.Generator().manual_seed(SEED)
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(vocabulary, (request.batch, request.prompt_tokens), generator=random).to(model.device)
+
+
+def _turn(model: Any, prompt: torch.Tensor, tokens: int) -> Turn:
+    """Generate this many tokens of each sequence."""
+    ends: list[float] = []
+
+    def stamp(module: Any, args: Any, output: Any) -> None:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        ends.append(time.perf_counter())
+
+    hook = model.register_forward_hook(stamp)
+    start = time.perf_counter()
+    try:
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            num_beams=1,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=0,
+        )
+    finally:
+        hook.remove()
+    further = (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
+    return Turn(ends[0] - start, further)
+
+
+# JSON
+
+
+def as_record(measured: Measured) -> dict[str, Any]:
+    """Convert a measurement; see the module."""
+    request, further = measured.request, measured.sums[FURTHER]
+    return {
+        "model": measured.name,
+        "device": measured.device,
+        "dtype": measured.dtype,
+        "compression": measured.compression,
+        "tokens": request.tokens,
+        "prompt_tokens": request.prompt_tokens,
+        "batch": request.batch,
+        "load_seconds": measured.load,
+        "first_after_load_seconds": measured.first_after_load,
+        "first_token_seconds": measured.first,
+        "token_seconds": measured.further,
+        "tokens_per_second": measured.tokens_per_second,
+        "turns": [{"first_token_seconds": turn.first, "token_seconds": turn.further} for turn in measured.turns],
+        "bytes_per_token": {
+            "disk": measured.per_token(further.disk_bytes),
+            "copied": measured.per_token(further.copied_bytes),
+            "in_place": {where: nbytes / request.batch for where, nbytes in measured.in_place.items()},
+        },
+        "overlap": further.overlap,
+        "bottleneck": further.bottleneck,
+        "peak_memory_bytes": measured.peak,
+        "placement": _placement(measured.placement),
+        "profile": measured.profile,
+    }
+
+
+def _placement(placement: Any) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for placed in placement.units:
+        key = placed.device, placed.tier.value
+        row = rows.setdefault(key, {"device": key[0], "tier": key[1], "units": 0, "bytes": 0})
+        row["units"] += 1
+        row["bytes"] += placed.counted
+    return list(rows.values())
+
+
+# Text, laid out for 80 columns
+
+
+BAR = 36
+"""Columns of a full bar."""
+_STYLES = {READ_WAIT: "blue", UPLOAD_WAIT: "cyan", DEQUANTIZE: "magenta", COMPUTE: "yellow"}
+_LABELS = {READ_WAIT: "wait for weights", UPLOAD_WAIT: UPLOAD_WAIT, DEQUANTIZE: "dequantize", COMPUTE: "compute"}
+
+
+def show(measured: Measured, console: Console) -> None:
+    """Print a measurement."""
+    put(console, Text(headline(measured), "bold"))
+    console.print()
+    for name, value in _rows(measured):
+        put_fact(console, name, value)
+    console.print()
+    put(console, Text("where the time of a further pass goes (profiler on)", "dim"))
+    for label, seconds, share, style in shares(measured.sums[FURTHER]):
+        bar = "█" * round(share * BAR)
+        row = Text.assemble(f"  {label:<18}{seconds * 1e3:>10,.2f} ms {share:>5.0%}  ", (bar, style))
+        console.print(row, soft_wrap=True)
+    console.print()
+    put(console, Text("where the weights are", "dim"))
+    for line in str(measured.placement).splitlines():
+        console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def headline(measured: Measured) -> str:
+    """Return the title: the model, its compression or dtype, and its device."""
+    how = measured.compression or measured.dtype
+    return f"{harmless(measured.name)}, {how}, on {measured.device}"
+
+
+def summary(measured: Measured) -> str:
+    """Return the main figures in one line, for a picture."""
+    further = measured.sums[FURTHER]
+    rate = f"{measured.further:.3g} s a token, {measured.tokens_per_second:.3g} tokens a second"
+    return f"{rate}, overlap {further.overlap:.0%}, limit: {further.bottleneck}"
+
+
+def shares(further: PassSums) -> Iterator[tuple[str, float, float, str]]:
+    """Yield (label, mean seconds per pass, share of it, colour) of the calling thread's stages; the rest comes last."""
+    mean, left = further.wall / further.passes, further.wall
+    for stage, label in _LABELS.items():
+        total = further.stages.get(stage, NOTHING)
+        if total.count:
+            left -= total.busy_seconds
+            yield label, total.busy_seconds / further.passes, total.busy_seconds / further.wall, _STYLES[stage]
+    left = max(left, 0.0) / further.passes
+    yield "between layers", left, left / mean, "white"
+
+
+def _rows(measured: Measured) -> Iterator[tuple[str, str]]:
+    request, further = measured.request, measured.sums[FURTHER]
+    sequences = "" if request.batch == 1 else f" in each of {counted(request.batch, 'sequence')}"
+    prompt = counted(request.prompt_tokens, "token")
+    yield "generated", f"{counted(request.tokens, 'token')} after {prompt}{sequences}; medians of {_turns(measured)}"
+    yield "load", f"{measured.load:.2f} s, with what had to be split first"
+    yield "first token", f"{measured.first:.3f} s; the very first one after loading {measured.first_after_load:.3f} s"
+    times = sorted(turn.further for turn in measured.turns)
+    spread = f" ({times[0]:.4f} to {times[-1]:.4f})" if len(times) > 1 else ""
+    yield "each further", f"{measured.further:.4f} s{spread}, {measured.tokens_per_second:,.2f} tokens a second"
+    yield "bytes a token", ", ".join(_bytes(measured, further))
+    yield "overlap", f"{further.overlap:.0%} (the longer of moving and computing, of the wall time)"
+    yield "limit", further.bottleneck or "none"
+    if measured.peak is not None:
+        yield "peak memory", f"{size(measured.peak)}, pages of mapped files included"
+
+
+def _turns(measured: Measured) -> str:
+    return counted(len(measured.turns), "turn")
+
+
+def _bytes(measured: Measured, further: PassSums) -> Iterator[str]:
+    read, copied = further.stages.get(READ, NOTHING), copies_of(further.stages)
+    if read.nbytes:
+        yield f"{size(round(measured.per_token(read.nbytes)))} from the disk at {_rate(read.nbytes, read.busy_seconds)}"
+    if copied.nbytes:
+        yield f"{size(round(measured.per_token(copied.nbytes)))} copied at {_rate(copied.nbytes, copied.busy_seconds)}"
+    for where, nbytes in measured.in_place.items():
+        yield f"{size(round(nbytes / measured.request.batch))} in memory ({where})"
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{size(round(nbytes / seconds))}/s"

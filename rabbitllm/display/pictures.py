@@ -1,0 +1,476 @@
+"""Pictures of a pass and of the disk during a split (PNG, SVG or PDF by the file's suffix), drawn by matplotlib.
+
+matplotlib is imported when the first figure is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.base import progress
+from rabbitllm.base.terminal import amount, duration, unit_of
+from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.storage.durable import write_whole
+from rabbitllm.telemetry.passes import (
+    CALLER_STAGES,
+    COMPUTE,
+    COPIES,
+    DEQUANTIZE,
+    PINNED_UPLOAD,
+    PROMPT,
+    READ,
+    READ_WAIT,
+    UPLOAD,
+    UPLOAD_WAIT,
+    Pass,
+    median_pass,
+)
+from rabbitllm.telemetry.profiler import Event, Trace
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def check_picture(path: str | Path) -> None:
+    """Refuse, before anything is measured, a picture that could not be drawn afterwards.
+
+    Raises:
+        OptionError: the suffix of the name is not a supported format.
+        MissingPackageError: matplotlib is not installed.
+    """
+    ending = Path(path).suffix.removeprefix(".").lower()
+    if ending not in FORMATS:
+        raise OptionError(f"{path} is no name of a picture.", f"Give it one that ends in .{', .'.join(FORMATS)}.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError(
+            "A picture needs the package matplotlib.", 'Install it: pip install ".[plot]" in a copy of the repository.'
+        ) from error
+
+
+def blank(width: float, height: float) -> Any:
+    """An empty white figure of this size in inches, independent of the backend of the process."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def unframed(axes: Any) -> None:
+    """Remove the sides of axes that have no scale."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def write(figure: Any, path: str | Path, dpi: int = 150) -> None:
+    """Write a figure in the format of the file's suffix; an existing file is replaced.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=Path(path).suffix[1:].lower(), dpi=dpi)
+    write_whole(Path(path), buffer.getvalue())
+
+
+# The timing of one pass. Above, a timeline: the threads that provide weights, and the caller. Below, the caller's time
+# and the disk's for each layer.
+
+
+COLOURS: Mapping[str, str] = {
+    READ: "#0072B2",
+    UPLOAD: "#56B4E9",
+    PINNED_UPLOAD: "#009E73",
+    READ_WAIT: "#D9D9D9",
+    UPLOAD_WAIT: "#A6A6A6",
+    DEQUANTIZE: "#CC79A7",
+    COMPUTE: "#E69F00",
+}
+"""Okabe and Ito's palette, which is safe for colour-blind readers."""
+_STAGE_LABELS: Mapping[str, str] = {READ: "disk", UPLOAD: "copy to device", READ_WAIT: "wait for weights"}
+_LANES: Sequence[tuple[str, frozenset[str]]] = (
+    ("disk", frozenset({READ})),
+    ("copy", frozenset(COPIES)),
+    ("caller", frozenset(CALLER_STAGES)),
+)
+_CALLERS = CALLER_STAGES
+_BRINGERS = (READ, *COPIES)
+_MAX_NAMES = 40
+"""Limit of layers that are all named below the bars."""
+_WIDTH, _HEIGHT = 11.0, 6.2
+"""Size in inches."""
+
+
+def draw_pass(trace: Trace, path: str | Path, title: str = "", note: str = "") -> None:
+    """Draw the median pass of a trace.
+
+    Args:
+        trace: a trace with at least one complete pass.
+        path: path of the file, which is replaced.
+        title: first line, above the picture.
+        note: second line.
+
+    Raises:
+        OptionError, MissingPackageError: see `check_picture`; or there is no complete pass.
+        OSError: the file cannot be written.
+    """
+    check_picture(path)
+    events = trace.events
+    earliest = min((event.start for event in events), default=float("inf"))
+    whole = [one for one in trace.passes if not trace.dropped or one.start >= earliest]
+    chosen = median_pass(whole)
+    if chosen is None:
+        raise OptionError("There is no whole pass to draw_pass.", "Trace more passes, or keep more events.")
+    write(_pass_figure(chosen, events, title, note), path)
+
+
+def _events_of(events: Iterable[Event], one: Pass) -> list[Event]:
+    """Events that overlap the pass."""
+    end = one.start + one.wall
+    return [event for event in events if event.end > one.start and event.start < end]
+
+
+def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, float]]:
+    """layer -> stage -> seconds of a pass, layers in its order.
+
+    Reading and copying count for the pass that used the weights: those of the first layer arrived at the end of the
+    previous pass, and this pass prefetches them for the next.
+    """
+    known = list(events)
+    spent: dict[str, dict[str, float]] = {}
+    used: dict[str, float] = {}
+    for event in sorted(_events_of(known, one), key=lambda event: event.start):
+        if event.stage in _CALLERS:
+            stages = spent.setdefault(event.layer, {})
+            stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
+            used[event.layer] = event.end
+    for event in sorted(known, key=lambda event: event.start):
+        if event.stage in _BRINGERS and event.end <= used.get(event.layer, 0.0):
+            spent[event.layer][event.stage] = event.seconds
+    return spent
+
+
+def _pass_figure(one: Pass, events: Sequence[Event], title: str, note: str) -> Any:
+    figure = blank(_WIDTH, _HEIGHT)
+    above, below = figure.subplots(2, 1, height_ratios=(1, 1.9))
+    inside = _events_of(events, one)
+    _timeline(above, one, inside)
+    _bars(below, spent_by_layer(one, events))
+    present = [stage for stage in COLOURS if any(event.stage == stage for event in inside)]
+    handles = [_patch(COLOURS[stage], _STAGE_LABELS.get(stage, stage)) for stage in present]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.suptitle("\n".join(line for line in (title, note) if line), x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _timeline(axes: Any, one: Pass, events: Sequence[Event]) -> None:
+    """Draw a lane for the disk, one for copies, one for the caller; x in milliseconds of the pass."""
+    lanes = [(name, stages) for name, stages in _LANES if any(event.stage in stages for event in events)]
+    for row, (_, stages) in enumerate(lanes):
+        for stage in stages:
+            spans = [_clipped(event, one) for event in events if event.stage == stage]
+            axes.broken_barh(spans, (row - 0.36, 0.72), color=COLOURS[stage], edgecolor="white", linewidth=0.3)
+    axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlim(0, one.wall * 1e3)
+    kind = f"over {one.tokens} tokens of prompt" if one.kind == PROMPT else f"over {_tokens(one.tokens)}"
+    axes.set_xlabel(f"milliseconds of pass {one.number}, {kind}")
+    unframed(axes)
+
+
+def _clipped(event: Event, one: Pass) -> tuple[float, float]:
+    """Start and length in milliseconds of the part within the pass."""
+    start, end = max(event.start - one.start, 0.0), min(event.end - one.start, one.wall)
+    return start * 1e3, (end - start) * 1e3
+
+
+def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
+    """Draw two bars for each layer: the caller's times, stacked, and next to them those of the disk and the copies."""
+    layers = list(spent)
+    brings = any(stage in stages for stages in spent.values() for stage in _BRINGERS)
+    width = 0.4 if brings else 0.8
+    for stages, shift in ((_CALLERS, width / 2 if brings else 0.0), (_BRINGERS, -width / 2)):
+        bottom = [0.0] * len(layers)
+        for stage in stages:
+            heights = [spent[layer].get(stage, 0.0) * 1e3 for layer in layers]
+            axes.bar([x + shift for x in range(len(layers))], heights, width, bottom, color=COLOURS[stage])
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    step = max(-(-len(layers) // _MAX_NAMES), 1)
+    axes.set_xticks(range(0, len(layers), step), _short(layers)[::step], rotation=90, fontsize=8)
+    axes.set_xlim(-0.6, len(layers) - 0.4)
+    axes.set_ylabel("milliseconds")
+    unframed(axes)
+
+
+def _short(layers: Sequence[str]) -> list[str]:
+    """Names of layers without a common prefix such as `model.`."""
+    return [layer.removeprefix("model.").removeprefix("transformer.") for layer in layers]
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
+def _patch(colour: str, label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour, label=label)
+
+
+# Disk use during a split, recorded from its events; a point is one measurement of the disk, from an event.
+
+
+MAX_POINTS = 4_000
+"""Limit of points; beyond it they are thinned to half: the higher of two neighbours is kept, so no peak is lost."""
+FAR = 1.5
+"""A limit this many times above everything else is written down instead of drawn."""
+SPLIT_COLOUR, SOURCE_COLOUR, LIMIT_COLOUR, WHOLE_COLOUR = "#0072B2", "#BDBDBD", "#D55E00", "#555555"
+"""Okabe and Ito's palette, which is safe for colour-blind readers; and greys."""
+LABELLED, APART = 0.14, 0.04
+"""Parts of the width: for labels at its left, and between two shard numbers."""
+MAX_LABEL = 60
+_DISK_WIDTH, _DISK_HEIGHT, _DISK_DPI = 8.0, 4.4, 200
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSample:
+    """A measurement of the disk.
+
+    Attributes:
+        seconds: since the first measurement.
+        disk_bytes: size of the split: layer files and staged shards.
+        source_left_bytes: size of the source's remaining shards on this disk.
+        limit_bytes: disk budget of the split.
+    """
+
+    seconds: float
+    disk_bytes: int
+    source_left_bytes: int
+    limit_bytes: int
+
+    @property
+    def total(self) -> int:
+        """The sum of split and source."""
+        return self.disk_bytes + self.source_left_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UsedUp:
+    """The moment when a shard was used up: seconds since the first point, and the shard's number."""
+
+    seconds: float
+    number: int
+
+
+class DiskRecord:
+    """Records the disk use from the events of a split. Thread-safe.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._start: float | None = None
+        self._points: list[DiskSample] = []
+        self._shards: list[UsedUp] = []
+        self._source_left = 0
+        self._limit = 0
+        self.label = ""
+        self.source_bytes = 0
+        self.of = 0
+
+    def __call__(self, event: progress.Event) -> None:
+        with self._lock:
+            match event:
+                case progress.SplitStarted():
+                    self._take_up(event)
+                case progress.DiskSampled():
+                    self._limit = event.limit_bytes
+                    self._add(event.disk_bytes)
+                case progress.ShardDone():
+                    self.of = event.of
+                    self._add(event.disk_bytes)  # before and after the deletion of the source's shard
+                    self._source_left = event.source_left_bytes
+                    at = self._add(event.disk_bytes)
+                    self._shards.append(UsedUp(at, event.number))
+
+    def _take_up(self, event: progress.SplitStarted) -> None:
+        self.label, self.source_bytes = event.label, event.source_bytes
+        self._source_left = event.source_left_bytes
+        self._points = [DiskSample(p.seconds, p.disk_bytes, self._source_left, p.limit_bytes) for p in self._points]
+
+    def _add(self, disk_bytes: int) -> float:
+        now = self._clock()
+        self._start = now if self._start is None else self._start
+        self._points.append(DiskSample(now - self._start, disk_bytes, self._source_left, self._limit))
+        if len(self._points) > MAX_POINTS:
+            self._points = thinned(self._points)
+        return now - self._start
+
+    @property
+    def points(self) -> tuple[DiskSample, ...]:
+        """The measurements in order."""
+        with self._lock:
+            return tuple(self._points)
+
+    @property
+    def shards(self) -> tuple[UsedUp, ...]:
+        """The used-up shards in order."""
+        with self._lock:
+            return tuple(self._shards)
+
+    @property
+    def peak(self) -> DiskSample | None:
+        """The first measurement with the maximum of source and split together; None without any."""
+        return max(self.points, key=lambda point: point.total, default=None)
+
+
+def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
+    """Half as many points: of each two neighbours the one with more disk use; first and last are kept."""
+    inner = points[1:-1]
+    pairs = (inner[at : at + 2] for at in range(0, len(inner), 2))
+    return [points[0], *(max(pair, key=lambda point: point.total) for pair in pairs), points[-1]]
+
+
+@contextlib.contextmanager
+def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
+    """Record splits inside the context, and draw_disk the record at the end, also if one fails.
+
+    Args:
+        path: path of the picture; None for no picture.
+
+    Raises:
+        OptionError, MissingPackageError: see `check_picture`, before anything else.
+        OSError: the file cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    check_picture(path)
+    record = DiskRecord()
+    try:
+        with progress.listening(record, shows=False):
+            yield record
+    finally:
+        if record.points:
+            draw_disk(record, path)
+
+
+def draw_disk(record: DiskRecord, path: str | Path) -> None:
+    """Draw a record with at least one point.
+
+    Raises:
+        OptionError, MissingPackageError: see `check_picture`.
+        OSError: the file cannot be written.
+    """
+    check_picture(path)
+    write(_disk_figure(record), path, _DISK_DPI)
+
+
+def _disk_figure(record: DiskRecord) -> Any:
+    points, peak = record.points, record.peak
+    assert peak is not None
+    figure = blank(_DISK_WIDTH, _DISK_HEIGHT)
+    axes = figure.subplots()
+    most = max(peak.total, record.source_bytes)
+    scale, unit = unit_of(most)
+    per, time_unit = _time_unit(points[-1].seconds)
+    times = [point.seconds / per for point in points]
+    split = [point.disk_bytes / scale for point in points]
+    total = [point.total / scale for point in points]
+    axes.fill_between(
+        times, split, color=SPLIT_COLOUR, linewidth=0, step="post", label="the split (layers, and shards fetched)"
+    )
+    if max(point.source_left_bytes for point in points):
+        label = "the checkpoint's own shards"
+        axes.fill_between(times, split, total, color=SOURCE_COLOUR, linewidth=0, step="post", label=label)
+    note = _limits(axes, record, most, scale)
+    axes.plot([peak.seconds / per], [peak.total / scale], "o", color="black", markersize=5, zorder=5)
+    _label_peak(axes, peak, times[-1], per, scale)
+    _shard_marks(axes, record, per)
+    axes.set_xlim(0, max(times[-1], 1e-9))
+    axes.set_ylim(0, 1.07 * axes.get_ylim()[1])  # room for the label of a peak
+    axes.set_xlabel(time_unit)
+    axes.set_ylabel(f"{unit} on the disk")
+    unframed(axes)
+    facts = (
+        f"a checkpoint of {amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
+    )
+    label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]
+    figure.suptitle(f"{label}\n{facts}{note}", x=0.01, ha="left", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    if seconds < 180:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
+
+
+def _limits(axes: Any, record: DiskRecord, most: int, scale: float) -> str:
+    """Draw lines for the limit and for the checkpoint's size; return the text for a limit that is far off."""
+    axes.axhline(
+        record.source_bytes / scale, color=WHOLE_COLOUR, linestyle=":", linewidth=1.5, label="the whole checkpoint"
+    )
+    limits = [point.limit_bytes for point in record.points if point.limit_bytes]
+    if not limits:
+        return ""
+    if min(limits) > FAR * most:
+        return f"; limit of the split {amount(min(limits))}"
+    times = [point.seconds for point in record.points]
+    per, _ = _time_unit(times[-1])
+    heights = [point.limit_bytes / scale for point in record.points]
+    axes.step(
+        [time / per for time in times],
+        heights,
+        where="post",
+        color=LIMIT_COLOUR,
+        linestyle="--",
+        linewidth=1.5,
+        label="limit of the split",
+    )
+    return ""
+
+
+def _label_peak(axes: Any, peak: DiskSample, end: float, per: float, scale: float) -> None:
+    """Write the label next to the peak's dot, on the side with enough room."""
+    left = peak.seconds / per > end / 2
+    axes.annotate(
+        f"peak {amount(peak.total)}",
+        (peak.seconds / per, peak.total / scale),
+        xytext=(-8 if left else 8, 6),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        va="bottom",
+        fontweight="bold",
+        fontsize=10,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
+        zorder=6,
+    )
+
+
+def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:
+    """Draw a thin line where each shard was used up, some of them with a number above."""
+    end = record.points[-1].seconds
+    numbered = LABELLED * end  # end of the labels
+    for shard in record.shards:
+        axes.axvline(shard.seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
+        axes.axvline(shard.seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)
+        if shard.seconds >= numbered:
+            numbered = shard.seconds + APART * end
+            where = (shard.seconds / per, 1.01)
+            axes.annotate(str(shard.number), where, xycoords=("data", "axes fraction"), ha="center", fontsize=8)
+    if record.shards:
+        axes.annotate("shards used up:", (0, 1.01), xycoords="axes fraction", ha="left", fontsize=8, color="#333333")

@@ -1,0 +1,560 @@
+"""Any splittable checkpoint as sharded safetensors with a config and a tokenizer: `rabbitllm convert`.
+
+The work is done by an uncompressed split: each byte is moved once, in bounded memory, within a disk peak known
+beforehand, and a crash loses nothing. The split is made in a work folder inside the new folder; then its layer files
+get the names of shards, and an index is written with them. Of a finished split, whose original may be gone, the layer
+files are joined: uncompressed tensors keep their bits; those at 4bit and 8bit are dequantized, a few megabytes at a
+time; published quantized weights are copied unchanged. Independent of models.
+
+Invariants: the work folder exists until the index does, and until then the same call resumes; the index is written
+once all files it names are durable; a folder that holds anything else is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rabbitllm import prepare
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity, sidecars_in
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.checkpoints.index import (
+    INDEX_NAME,
+    TORCH_INDEX_NAME,
+    WEIGHT_SUFFIXES,
+    CheckpointIndex,
+    index_of,
+    read_index,
+    shard_names,
+)
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
+from rabbitllm.checkpoints.naming import LayerNaming, guessed_naming, naming_for
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    CorruptVocabularyError,
+    HubError,
+    IncompleteCheckpointError,
+    IncompleteSplitError,
+    InvalidIndexError,
+    OptionError,
+    SplitMismatchError,
+    UnknownArchitectureError,
+    system_errors_by_name,
+)
+from rabbitllm.formats.bounded import read_json
+from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.formats.shard_header import read_shard_header
+from rabbitllm.formats.tensor_spec import DTYPES
+from rabbitllm.quant.schemes import DOUBLE
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.journal import telling_how_to_go_on
+from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked
+from rabbitllm.splitter.request import Acceptance, SplitRequest
+from rabbitllm.splitter.split import clear_away, discard_original, split
+from rabbitllm.storage import durable
+from rabbitllm.store import locations
+from rabbitllm.store.checkpoint_folder import index_of_files, plan_shards, write_checkpoint
+from rabbitllm.store.layer_store import LayerStore, StoredTensor
+from rabbitllm.store.manifest import AUTO, MANIFEST_NAME, Manifest, directory_name, is_finished, read_manifest
+
+# The inputs: a folder, a repository or a single file of weights; and the check of the new folder
+
+
+class Input(Protocol):
+    """An input of a conversion."""
+
+    name: str
+
+    def split(self, options: SplitOptions) -> None:
+        """Make or resume its split in the work folder."""
+        ...
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The remaining weights; None if none are left or the hub cannot be reached."""
+        ...
+
+
+def input_of(name: str, access: HubAccess, work: Path) -> Input:
+    """The input that a user names.
+
+    Args:
+        name: the name as the user wrote it.
+        access: options for the hub.
+        work: the work folder, in which the split is made.
+
+    Raises:
+        OptionError: `name` is an index instead of its folder.
+    """
+    path = expand(name)
+    if name and not path.is_dir() and (path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir())):
+        if path.name.endswith(".index.json"):
+            raise OptionError(f"{path} is an index of shards.", f"Name the folder: {path.parent}.")
+        return _File(name, path, work / directory_name(None))
+    return _Named(name, access, work)
+
+
+@dataclass
+class _Named:
+    """A folder or a repository."""
+
+    name: str
+    access: HubAccess
+    work: Path
+
+    def _find(self) -> prepare.Source:
+        return prepare.find(prepare.ModelSpec(self.name, None, self.work, self.access), only_look=True)
+
+    def split(self, options: SplitOptions) -> None:
+        source = self._find()
+        naming = _naming(prepare.family_of(source.config_folder))
+        if not options.shards.deletes_original:
+            prepare.ensure_split(source, options, naming=naming)
+            return
+        try:
+            with _acceptance(source) as accept:
+                prepare.ensure_split(source, options, naming=naming, accept=accept)
+        except (IncompleteCheckpointError, UnknownArchitectureError, CorruptVocabularyError) as error:
+            raise type(error)(error.problem, f"{error.remedy} {_WITHOUT_DELETING}") from error
+
+    def checkpoint(self) -> Checkpoint | None:
+        try:
+            source = self._find()
+            return prepare.open_weights(source, [source.split_folder])
+        except (CheckpointNotFoundError, HubError):
+            return None
+
+
+_WITHOUT_DELETING = "Without sequential and delete_original nothing is deleted, and it is converted as it is."
+
+
+@contextlib.contextmanager
+def _acceptance(source: prepare.Source) -> Iterator[Acceptance | None]:
+    """The check before deletion; none without a config that identifies the model."""
+    with prepare.config_folder(source) as folder:
+        has_config = (folder / CONFIG_NAME).exists()
+    if not has_config:
+        yield None
+        return
+    with prepare.acceptance(source, StreamOptions(device="cpu")) as accept:
+        yield accept
+
+
+def finished_split_of(name: str) -> Path | None:
+    """The split directory that a name means: the folder itself, or the most exact split in a folder without shards.
+
+    Args:
+        name: the name as the user wrote it.
+    """
+    folder = expand(name)
+    if not name or not folder.is_dir():
+        return None
+    if is_finished(folder):
+        return folder
+    try:
+        if any((folder / shard).exists() for shard in LocalCheckpoint(folder).index.shards):
+            return None
+    except CheckpointNotFoundError:
+        pass
+    splits = (locations.for_local(folder, None, compression) for compression in (None, "8bit", AUTO, "4bit", DOUBLE))
+    return next(filter(is_finished, splits), None)
+
+
+@dataclass
+class _File:
+    """A single file of weights. Other files in its folder are used only if the folder has a config."""
+
+    name: str
+    path: Path
+    split_folder: Path
+
+    def split(self, options: SplitOptions) -> None:
+        source = prepare.Source(self.name, self.split_folder, self.path.parent, finished=False, local=self.path.parent)
+        with (
+            locked(self.split_folder),
+            telling_how_to_go_on(self.split_folder),
+            prepare.lock_source(source, options),
+        ):
+            checkpoint = self._open()
+            if read_manifest(self.split_folder) is None:
+                family = prepare.family_of(self.path.parent)
+                split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
+                return
+            clear_away(self.split_folder)
+            if options.shards.deletes_rest:
+                discard_original(checkpoint)
+
+    def checkpoint(self) -> Checkpoint | None:
+        return self._open() if self.path.exists() else None
+
+    def _open(self) -> LocalCheckpoint:
+        folder, name = self.path.parent, self.path.name
+        if self.path.exists():
+            _refuse_one_of_several(folder, name)
+            held = {tensor.name: name for tensor in read_shard_header(self.path).tensors}
+        elif (earlier := journal.replay(self.split_folder)) is not None:
+            held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
+        elif read_manifest(self.split_folder) is not None:
+            held = {}
+        else:
+            raise CheckpointNotFoundError(f"There is no file {self.name!r}.", "Check the path.")
+        return _OfOneFile(folder, name, index_of(held))
+
+
+class _OfOneFile(LocalCheckpoint):
+    """A single file of weights; other weights in its folder are ignored."""
+
+    def __init__(self, folder: Path, file: str, index: CheckpointIndex) -> None:
+        super().__init__(folder, index=index)
+        self._file = file
+
+    def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
+        found = super().identity(shards)
+        return dataclasses.replace(found, name=self._file) if found.kind == "local" else found
+
+    def sidecars(self) -> Mapping[str, Path]:
+        return super().sidecars() if (self.folder / "config.json").exists() else {}
+
+
+def _naming(family: str | None) -> LayerNaming | None:
+    """The layer naming for an unknown family: a guess is good enough for shards."""
+    return None if naming_for(family) is not None else guessed_naming()
+
+
+def _refuse_one_of_several(folder: Path, name: str) -> None:
+    for index in (INDEX_NAME, TORCH_INDEX_NAME):
+        if not (folder / index).exists():
+            continue
+        shards = read_index(folder / index).shards
+        if name in shards and len(shards) > 1:
+            raise OptionError(
+                f"{folder / name} is one of the {len(shards)} shards of a checkpoint.", f"Name the folder: {folder}."
+            )
+
+
+def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
+    """Refuse a checkpoint other than the folder's, by fingerprints, or by name if nothing else is left.
+
+    Raises:
+        SplitMismatchError: it is another one; the message says how they differ.
+    """
+    checkpoint = source.checkpoint()
+    if checkpoint is None:
+        name = Path(source.name).name
+        if source.name == known.name or name == known.name or name in known.fingerprints:
+            return
+        why: str | None = "nothing of the one that was named is left by which to tell"
+    else:
+        found = checkpoint.identity(_present(checkpoint))
+        why = known.differs_from(found)
+        if why is None and found.fingerprints and known.fingerprints.keys().isdisjoint(found.fingerprints):
+            why = f"it was made from {', '.join([*known.fingerprints][:3])}"
+    if why is not None:
+        raise SplitMismatchError(
+            f"{folder} is the conversion of {known.name}, not of {source.name}: {why}.",
+            "Convert into another folder, or delete that one if it is not needed.",
+        )
+
+
+def _present(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:
+    """The metadata of the shards on this machine; the others are not needed to identify a repository."""
+    here = (shard for shard in checkpoint.index.shards if not checkpoint.stages(shard))
+    yield from (facts for shard in here if (facts := checkpoint.facts(shard)) is not None)
+
+
+# The last step: layer files get the names of shards, and an index is written that records the source.
+#
+# It resumes after a crash, since files that have their final name are skipped. Uses only the identity of the source.
+
+
+def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
+    """Move every file to its final path, and write the index once all of them are durable there.
+
+    Args:
+        folder: the destination.
+        split_folder: the split; its files may have been moved already.
+        manifest: the manifest of the split.
+
+    Raises:
+        IncompleteSplitError: a layer is in neither folder, or has another size.
+    """
+    names = shard_names(len(manifest.layers))
+    for record, name in zip(manifest.layers, names, strict=True):
+        _move(split_folder / record.file, folder / name)
+        if not (folder / name).exists() or (folder / name).stat().st_size != record.size:
+            raise IncompleteSplitError(
+                f"{folder / name}, with layer {record.id}, is missing or has not its {record.size:,} bytes.",
+                "Put it back, or convert the checkpoint again into another folder.",
+            )
+    for name, path in sidecars_of(split_folder).items():
+        durable.make_folder((folder / name).parent)
+        _move(path, folder / name)
+        durable.sync_folder((folder / name).parent)
+    durable.sync_folder(folder)
+    durable.write_whole(folder / INDEX_NAME, _index(folder, names, manifest.source))
+
+
+def _move(path: Path, to: Path) -> None:
+    """Rename a file, unless an earlier run did."""
+    if path.exists():
+        durable.rename(path, to)
+
+
+def sidecars_of(folder: Path) -> dict[str, Path]:
+    """Config, tokenizer and similar files of a split directory, or of its parent folder: name -> path."""
+    return {name: path for name, path in sidecars_in(folder).items() if name != MANIFEST_NAME}
+
+
+def _index(folder: Path, names: Iterable[str], source: SourceIdentity) -> bytes:
+    return index_of_files({name: read_header(folder / name).tensors for name in names}, converted_from(source))
+
+
+def converted_from(source: SourceIdentity) -> dict[str, Any]:
+    """The index metadata that records the source of the shards; `origin_of` reads it back."""
+    origin = {
+        "kind": source.kind,
+        "name": source.name,
+        "commit": source.commit,
+        "fingerprints": dict(source.fingerprints),
+    }
+    return {"converted_from": origin}
+
+
+def origin_of(folder: Path) -> SourceIdentity:
+    """The source from which the checkpoint in a folder was converted.
+
+    Raises:
+        OptionError: the folder is not a finished conversion.
+    """
+    try:
+        metadata: Any = read_json(folder / INDEX_NAME).get("metadata")
+        source = metadata["converted_from"]
+        return SourceIdentity(source["kind"], source["name"], source["commit"], dict(source["fingerprints"]))
+    except (InvalidIndexError, KeyError, TypeError, ValueError):
+        raise OptionError(
+            f"{folder} holds a checkpoint that was not converted here. Nothing was touched.",
+            "Name a folder that is empty or not there yet.",
+        ) from None
+
+
+WORK_NAME = ".converting"
+"""Name of the work folder inside the new folder, which exists until the conversion is complete."""
+_READY_NAME = "split.is.whole"
+"""File in that folder: the split is complete and cleaned up, so that its files may be moved."""
+SHARD_BYTES = 5_000_000_000
+"""Limit of a shard into which layer files of a finished split are joined; a single larger tensor exceeds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """The result of a conversion.
+
+    Attributes:
+        folder: the new folder.
+        shards, tensors: their numbers.
+        nbytes: bytes of all tensors.
+        beside: names of config, tokenizer and similar files that were copied.
+        before: whether it was complete before this call.
+    """
+
+    folder: Path
+    shards: int
+    tensors: int
+    nbytes: int
+    beside: tuple[str, ...]
+    before: bool = False
+
+
+@system_errors_by_name()
+def convert(
+    path_or_repo_id: str | Path,
+    folder: str | Path,
+    *,
+    sequential: bool = False,
+    delete_original: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    max_disk: int | str | None = None,
+    min_free_disk: int | str = "1GB",
+    shard_transfer: str = "auto",
+) -> Conversion:
+    """Rewrite a checkpoint as safetensors, one shard per layer; or resume an earlier call.
+
+    Args:
+        path_or_repo_id: a folder or a repository, as `AutoModel.from_pretrained` takes it, or a single file of weights.
+            Of a split directory, or a folder whose shards were deleted by a split, the layer files are converted;
+            compressed tensors are dequantized to the dtype of the config.
+        folder: the destination, empty or not existing yet.
+        sequential: take one shard at a time, and delete it as soon as all its tensors are copied.
+        delete_original: remove the original once all of it is in the new folder.
+        revision: branch, tag or commit of the repository.
+        token: access token for the hub.
+        cache_dir: the hub cache.
+        max_disk: disk budget in bytes, e.g. "57GiB".
+        min_free_disk: bytes of the disk that must stay free.
+        shard_transfer: how shards of a repository are fetched with `sequential`: "file", "stream" or "auto".
+
+    Raises:
+        OptionError: the folder holds something else.
+        SplitMismatchError: the folder holds a conversion, finished or not, of another checkpoint.
+        RabbitLLMError: the source is malformed, or the disk budget is too small; nothing was changed.
+    """
+    shards = ShardPolicy.of(sequential=sequential, delete_original=delete_original)
+    options = prepare.split_options(
+        None, shards, max_disk=max_disk, min_free_disk=min_free_disk, shard_transfer=shard_transfer
+    )
+    access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
+    target = expand(folder)
+    if target.exists() and not target.is_dir():
+        raise OptionError(f"{target} is a file.", "Name a folder that is empty or not there yet.")
+    if (made := finished_split_of(str(path_or_repo_id))) is not None:
+        if sequential or delete_original:
+            raise OptionError(
+                f"{made} is a split directory; sequential and delete_original are for checkpoints.",
+                "Leave them out; `rabbitllm rm` removes a split.",
+            )
+        return _join_split(made, expand(path_or_repo_id), target)
+    work = target / WORK_NAME
+    split_folder = work / directory_name(None)
+    with system_errors_by_name(target), locked(target):
+        if (target / INDEX_NAME).exists():
+            known = origin_of(target)
+            require_same(known, input_of(str(path_or_repo_id), access, work), target)
+            before = not work.exists()
+            _clear(work)
+            return _made(target, before=before)
+        if not work.exists():
+            _require_empty(target)
+        source = input_of(str(path_or_repo_id), access, work)
+        if not (work / _READY_NAME).exists():
+            if (begun := _begun(split_folder)) is not None:  # before any shard of another checkpoint can be deleted
+                require_same(begun, source, target)
+            source.split(options)
+            require_same(_manifest(split_folder).source, source, target)
+            durable.write_whole(work / _READY_NAME, b"")
+        manifest = _manifest(split_folder)
+        require_same(manifest.source, source, target)
+        publish(target, split_folder, manifest)
+        _clear(work)
+        return _made(target)
+
+
+def _require_empty(folder: Path) -> None:
+    others = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK_NAME, HOLDER_NAME))
+    if others:
+        raise OptionError(
+            f"{folder} has {len(others)} other files or folders in it, {others[0]!r} among them. Nothing was touched.",
+            "Name a folder that is empty or not there yet.",
+        )
+
+
+def _begun(split_folder: Path) -> SourceIdentity | None:
+    """The source of the split in the work folder, finished or not; None if there is none."""
+    if (manifest := read_manifest(split_folder)) is not None:
+        return manifest.source
+    earlier = journal.replay(split_folder)
+    return earlier.plan.source if earlier is not None else None
+
+
+def _manifest(split_folder: Path) -> Manifest:
+    manifest = read_manifest(split_folder)
+    if manifest is None:
+        raise IncompleteSplitError(
+            f"{split_folder} has lost its {MANIFEST_NAME}, which says what is in it.",
+            "Convert the checkpoint again, into another folder; keep this one until that is done.",
+        )
+    return manifest
+
+
+def _clear(work: Path) -> None:
+    """Remove the work folder, from which all needed files have been moved."""
+    if not work.exists():
+        return
+    folders = [path for path in work.rglob("*") if path.is_dir()]
+    for path in sorted(folders, key=lambda path: len(path.parts), reverse=True):
+        durable.remove_folder(path)
+    durable.remove_folder(work)
+    durable.sync_folder(work.parent)
+
+
+def _made(folder: Path, *, before: bool = False) -> Conversion:
+    index = read_index(folder / INDEX_NAME)
+    others = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    known = {INDEX_NAME, LOCK_NAME, HOLDER_NAME, *index.shards}
+    size = read_json(folder / INDEX_NAME)["metadata"]["total_size"]
+    beside = tuple(name for name in others if name not in known)
+    return Conversion(folder, len(index.shards), len(index.weight_map), size, beside, before)
+
+
+def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
+    """Write the checkpoint that a split was made from, bit for bit where the split is uncompressed.
+
+    Args:
+        split_folder: a finished split directory, also one of RabbitLLM 1.1.
+        named: the folder named by the user; config and tokenizer are taken from it if the split has none.
+        folder: the destination, empty or not existing yet.
+
+    Raises:
+        OptionError: the folder holds weights.
+        SplitMismatchError: the folder holds a conversion of something else.
+        IncompleteSplitError: a layer file is missing or damaged.
+        NotEnoughSpaceException: the disk is too small.
+    """
+    from rabbitllm.store.checkpoint_folder import PlainReader, plain  # with torch
+
+    store = LayerStore(split_folder)
+    home = split_folder if (split_folder / CONFIG_NAME).exists() else named
+    identity = _identity_of(store)
+    beside = {name: path.read_bytes() for name, path in sidecars_of(home).items()}
+    tensors = {name: plain(stored, _dtype_of(stored, home)) for name, stored in store.tensors.items()}
+    shards = plan_shards((tensor.placed for tensor in tensors.values()), SHARD_BYTES)
+    before = (folder / INDEX_NAME).exists()
+    if before:
+        if (why := origin_of(folder).differs_from(identity)) is not None:
+            raise SplitMismatchError(
+                f"{folder} is a conversion of something else than {split_folder}: {why}.",
+                "Convert into another folder, or delete that one if it is not needed.",
+            )
+    else:
+        with PlainReader(store) as reader:
+            write_checkpoint(
+                folder,
+                shards,
+                beside,
+                lambda name: reader.chunks(tensors[name]),
+                source=json.dumps(dict(identity.fingerprints)),
+                metadata=converted_from(identity),
+            )
+    nbytes = sum(tensor.placed.nbytes for tensor in tensors.values())
+    return Conversion(folder, len(shards), len(tensors), nbytes, tuple(sorted(beside)), before)
+
+
+def _identity_of(store: LayerStore) -> SourceIdentity:
+    """The identity of a split: checksums of its layer files, or their sizes where RabbitLLM 1.1 made them."""
+    if store.manifest is not None:
+        marks = {record.file: f"crc32:{record.crc32:08x}" for record in store.manifest.layers}
+    else:
+        files = {part.file for stored in store.tensors.values() for part in stored.parts}
+        marks = {file: f"size:{store.path(file).stat().st_size}" for file in sorted(files)}
+    return SourceIdentity("split", store.folder.name, None, marks)
+
+
+def _dtype_of(stored: StoredTensor, home: Path) -> str:
+    """The dtype to which a compressed tensor is dequantized: its original one, else the config's, else float32."""
+    names = {entry.torch_name: name for name, entry in DTYPES.items() if entry.quantizable}
+    if stored.quantized is not None and stored.quantized.dtype is not None:
+        return names[stored.quantized.dtype]
+    config = read_json(home / CONFIG_NAME) if (home / CONFIG_NAME).exists() else {}
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        said = part.get("dtype", part.get("torch_dtype"))
+        if isinstance(said, str) and said in names:
+            return names[said]
+    return "F32"

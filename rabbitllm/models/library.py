@@ -1,0 +1,359 @@
+"""The split directories of this machine, complete or not: all under `home()`, those in a folder, those of one model.
+
+Reads `split.json` or the journal's first line and the sizes of files; opens no layer, and never contacts the hub. A
+split directory outside `locations.home()` is only found by its folder.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.base.options import expand
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
+from rabbitllm.quant.schemes import COMPRESSIONS
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.disk_sampler import disk_bytes
+from rabbitllm.store import locations
+from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
+from rabbitllm.store.locations import meant, with_near_names
+from rabbitllm.store.manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    SPLIT_DIRECTORY,
+    SPLITS,
+    Manifest,
+    directory_name,
+    is_legacy,
+    losses_first,
+    read_manifest,
+)
+
+WHOLE = "whole"
+UNFINISHED = "unfinished"
+DAMAGED = "damaged"
+HALF_REMOVED = "half removed"
+REMOVED_SUFFIX = ".removed"
+"""Appended to the name of a manifest or journal while its directory is being removed."""
+RECORDS = (MANIFEST_NAME, JOURNAL_NAME, MANIFEST_NAME + REMOVED_SUFFIX, JOURNAL_NAME + REMOVED_SUFFIX)
+"""Files that mark a split directory of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitEntry:
+    """A split directory.
+
+    Attributes:
+        folder: the split directory.
+        name: the repository id, or the name of the folder that was split; for RabbitLLM 1.1's, which do not record it,
+            the parent folder.
+        state: `WHOLE`, `UNFINISHED`, `DAMAGED` or `HALF_REMOVED`.
+        source: the checkpoint that was split; None where nothing records it.
+        compression: None, a single one for all tensors, or "auto".
+        nbytes: bytes on the disk.
+        layers, layers_of: layer files that have their final name, and their final number.
+        shards, shards_used: of an unfinished split, the shards of the source and how many of them are used up.
+        changed_at: time of the last write to its manifest or journal, ISO 8601 with seconds.
+        problem: damage found; None if none.
+        legacy: whether RabbitLLM 1.1 made it.
+    """
+
+    folder: Path
+    name: str
+    state: str
+    source: SourceIdentity | None
+    compression: str | None
+    nbytes: int
+    layers: int
+    layers_of: int
+    shards: int
+    shards_used: int
+    changed_at: str
+    problem: str | None = None
+    legacy: bool = False
+
+    @property
+    def commit(self) -> str | None:
+        """The pinned commit of a repository."""
+        return self.source.commit if self.source is not None else None
+
+
+def look(folder: Path) -> SplitEntry | None:
+    """The split directory in a folder; None if it is not one.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return None
+    if (folder / MANIFEST_NAME).exists():
+        return _finished(folder, MANIFEST_NAME)
+    if (folder / JOURNAL_NAME).exists():
+        return _unfinished(folder, JOURNAL_NAME)
+    if (folder / (MANIFEST_NAME + REMOVED_SUFFIX)).exists():
+        return _finished(folder, MANIFEST_NAME + REMOVED_SUFFIX)
+    if (folder / (JOURNAL_NAME + REMOVED_SUFFIX)).exists():
+        return _unfinished(folder, JOURNAL_NAME + REMOVED_SUFFIX)
+    return _legacy(folder) if is_legacy(folder) else None
+
+
+def as_record(entry: SplitEntry) -> dict[str, Any]:
+    """An entry for `json.dumps`; sizes in bytes."""
+    kind = entry.source.kind if entry.source is not None else None
+    return {
+        "name": entry.name,
+        "folder": str(entry.folder),
+        "state": entry.state,
+        "source": kind,
+        "commit": entry.commit,
+        "compression": entry.compression,
+        "bytes": entry.nbytes,
+        "layers": entry.layers,
+        "layers_of": entry.layers_of,
+        "shards": entry.shards,
+        "shards_used": entry.shards_used,
+        "changed_at": entry.changed_at,
+        "problem": entry.problem,
+        "rabbitllm_1": entry.legacy,
+    }
+
+
+def _finished(folder: Path, record: str) -> SplitEntry:
+    changed = _changed(folder / record)
+    try:
+        manifest = read_manifest(folder, record)
+        assert manifest is not None
+    except RabbitLLMError as error:
+        done = sum(1 for _ in folder.glob(f"*{LAYER_SUFFIX}"))
+        return SplitEntry(
+            folder, folder.name, DAMAGED, None, None, disk_bytes(folder), done, done, 0, 0, changed, error.problem
+        )
+    sizes = {r.file: _size(folder / r.file) for r in manifest.layers}
+    problem = None if record != MANIFEST_NAME else _problem(manifest, sizes)
+    whole = DAMAGED if problem is not None else WHOLE
+    return SplitEntry(
+        folder,
+        manifest.source.name,
+        whole if record == MANIFEST_NAME else HALF_REMOVED,
+        manifest.source,
+        manifest.compression,
+        disk_bytes(folder),
+        sum(size is not None for size in sizes.values()),
+        len(sizes),
+        len(manifest.source.fingerprints),
+        len(manifest.source.fingerprints),
+        changed,
+        problem,
+    )
+
+
+def _problem(manifest: Manifest, sizes: Mapping[str, int | None]) -> str | None:
+    """The first layer file whose size differs from the manifest; None if all match."""
+    wrong = [r for r in manifest.layers if sizes[r.file] != r.size]
+    if not wrong:
+        return None
+    first = wrong[0]
+    found = "is missing" if sizes[first.file] is None else f"has {sizes[first.file]:,} bytes instead of {first.size:,}"
+    more = f", and {len(wrong) - 1} more are not as they were written" if wrong[1:] else ""
+    return f"{first.file} {found}{more}"
+
+
+def _unfinished(folder: Path, record: str) -> SplitEntry:
+    changed = _changed(folder / record)
+    done = sum(1 for _ in folder.glob(f"*{LAYER_SUFFIX}"))
+    seen = journal.glance(folder, record)
+    if seen is None:
+        problem = f"{record} cannot be read back"
+        return SplitEntry(
+            folder, folder.name, DAMAGED, None, None, disk_bytes(folder), done, done, 0, 0, changed, problem
+        )
+    return SplitEntry(
+        folder,
+        seen.source.name,
+        UNFINISHED if record == JOURNAL_NAME else HALF_REMOVED,
+        seen.source,
+        seen.compression,
+        disk_bytes(folder),
+        done,
+        len(seen.stems),
+        len(seen.shards),
+        len(seen.used),
+        changed,
+    )
+
+
+def _legacy(folder: Path) -> SplitEntry:
+    files = sorted(folder.glob(f"*{LAYER_SUFFIX}"))
+    unmarked = [path.name for path in files if not path.with_name(path.name + DONE_SUFFIX).exists()]
+    problem = f"{unmarked[0]} has no {DONE_SUFFIX} marker" if unmarked else None
+    compression = folder.name.rpartition(".")[2]
+    return SplitEntry(
+        folder,
+        folder.parent.name,
+        DAMAGED if unmarked else WHOLE,
+        None,
+        compression if compression in COMPRESSIONS else None,
+        disk_bytes(folder),
+        len(files) - len(unmarked),
+        len(files),
+        0,
+        0,
+        max(map(_changed, files), default=_changed(folder)),
+        problem,
+        legacy=True,
+    )
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _changed(path: Path) -> str:
+    return datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone().isoformat(timespec="seconds")
+
+
+# The search
+
+
+DEPTH = 4
+"""Levels below a folder that are searched: `home()` has its splits three below it."""
+
+
+def known() -> list[SplitEntry]:
+    """Every split directory under `home()`."""
+    return _entries(_split_directories(locations.home(), DEPTH))
+
+
+def below(folder: Path) -> list[SplitEntry]:
+    """Split directories in a folder, or the folder itself if it is one.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"There is no folder {str(folder)!r}.", "Check the path.")
+    return _entries(_split_directories(folder, DEPTH))
+
+
+def of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> list[SplitEntry]:
+    """The split directories of one model, the largest compression last.
+
+    Args:
+        name: a split directory, a checkpoint's folder, a repository, or a name in the entries of `known`.
+        compression: one of `SPLITS`, "none" for uncompressed; None for all.
+        saving_path: folder that the user chose for them; None for the usual locations.
+
+    Raises:
+        OptionError: the compression is unknown.
+    """
+    if compression not in ("none", *SPLITS):
+        raise OptionError(
+            f"compression={compression!r} does not exist.", f"Give one of none, {', '.join(filter(None, SPLITS))}."
+        )
+    found = _entries(_places(meant(name), saving_path))
+    if compression is None:
+        return found
+    return [entry for entry in found if (entry.compression or "none") == compression]
+
+
+def one_of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> SplitEntry:
+    """The split directory of a model, which must have exactly one.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        OptionError: there are several.
+    """
+    found = of_model(name, compression, saving_path)
+    if not found:
+        raise no_split_of(name)
+    if len(found) > 1:
+        several = "; ".join(f"{entry.compression or 'none'} in {entry.folder}" for entry in found)
+        raise OptionError(
+            f"{name} has {len(found)} split directories here: {several}.",
+            "Say which with --compression, or name its folder.",
+        )
+    return found[0]
+
+
+def compression_here(name: str, saving_path: Path | None = None) -> str | None:
+    """The default compression of a model: that of its least compressed complete split, else none."""
+    whole = [entry.compression for entry in of_model(name, saving_path=saving_path) if entry.state == WHOLE]
+    return min(whole, key=losses_first, default=None)
+
+
+def compression_to_run(name: str, word: str | None, folder: Path | None = None) -> str | None:
+    """The compression that a user says ("none" in any spelling), else that of a split on this machine."""
+    if word is None:
+        return compression_here(name, folder)
+    return None if word.lower() == "none" else word
+
+
+def no_split_of(name: str) -> CheckpointNotFoundError:
+    """The error for a model without a split on this machine."""
+    error = CheckpointNotFoundError(
+        f"No split of {name} is known here.",
+        "`rabbitllm ls` shows those that are; one that lies elsewhere is named by its folder.",
+    )
+    return with_near_names(error, name)
+
+
+def _places(name: str, saving_path: Path | None) -> Iterator[Path]:
+    """Folders that may be splits of a model; some may not exist."""
+    folder = expand(name)
+    if name and folder.is_dir():
+        if look(folder) is not None:
+            yield folder
+            return
+        for compression in SPLITS:
+            yield locations.for_local(folder, saving_path, compression)
+        return
+    if saving_path is not None:
+        yield from (saving_path / directory_name(compression) for compression in SPLITS)
+        return
+    if locations.is_repo_id(name):
+        for compression in SPLITS:
+            yield from locations.of_other_commits(name, "", compression)
+        if "/" not in name:
+            found = (locations.home() / locations.LOCAL_FOLDER).glob(f"{name}-*/{SPLIT_DIRECTORY}*")
+            yield from sorted(path for path in found if path.parent.name.rpartition("-")[0] == name)
+
+
+def _entries(folders: Iterable[Path]) -> list[SplitEntry]:
+    found = (entry for folder in folders if (entry := _looked(folder)) is not None)
+    return sorted(found, key=lambda entry: (entry.name.lower(), entry.folder.parent, _order(entry)))
+
+
+def _looked(folder: Path) -> SplitEntry | None:
+    try:
+        return look(folder)
+    except OSError:  # removed meanwhile, or not readable by this user
+        return None
+
+
+def _order(entry: SplitEntry) -> float:
+    return losses_first(entry.compression)
+
+
+def _split_directories(folder: Path, depth: int) -> Iterator[Path]:
+    if look(folder) is not None:
+        yield folder
+        return
+    if depth:
+        for path in _folders_in(folder):
+            yield from _split_directories(path, depth - 1)
+
+
+def _folders_in(folder: Path) -> Sequence[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return []

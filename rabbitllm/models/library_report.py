@@ -1,0 +1,155 @@
+"""Split directories and models as text. Decides nothing.
+
+Values from files are printed as plain text, never as markup.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, shortened, size
+from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
+from rabbitllm.models.remove import Original, Removal
+from rabbitllm.models.show import ConfigSummary, Shown
+from rabbitllm.store import locations
+
+_COLUMNS = (
+    Column("name"),
+    Column("compression", rank=2),
+    Column("size", right=True, rank=1),
+    Column("layers", right=True, rank=3),
+    Column("state", rank=1),
+    Column("commit", rank=5),
+    Column("changed", rank=4),
+    Column("folder", rank=6),
+)
+COMMIT_CHARACTERS = 8
+
+
+def put_entries(entries: Sequence[SplitEntry], console: Console) -> None:
+    """Print a table of split directories, with problems and the sum of their sizes."""
+    if not entries:
+        put(console, Text("No model is split here yet. `rabbitllm pull MODEL` does it."))
+        return
+    left_out = put_table(console, _COLUMNS, [_row(entry) for entry in entries])
+    for entry in entries:
+        if (note := _note(entry)) is not None:
+            put(console, Text(f"{harmless(entry.name)}: {note}", "yellow"))
+    put(console, Text(f"{len(entries)} in all, {size(sum(entry.nbytes for entry in entries))}", "dim"))
+    if left_out:
+        put(console, Text(f"too narrow for {', '.join(left_out)}: a wider terminal or --json has them", "dim"))
+
+
+def _row(entry: SplitEntry) -> list[str]:
+    layers = f"{entry.layers:,}" if entry.state == WHOLE else f"{entry.layers:,} of {entry.layers_of:,}"
+    return [
+        harmless(entry.name),
+        entry.compression or "none",
+        size(entry.nbytes),
+        layers,
+        entry.state,
+        (entry.commit or "")[:COMMIT_CHARACTERS],
+        when(entry.changed_at),
+        shortened(entry.folder),
+    ]
+
+
+def when(moment: str) -> str:
+    """An ISO time for people: to the minute, in its own time zone."""
+    return moment[:16].replace("T", " ")
+
+
+def _note(entry: SplitEntry) -> str | None:
+    """Missing or damaged parts, and the command that helps."""
+    match entry.state:
+        case state if state == UNFINISHED:
+            left = entry.shards - entry.shards_used
+            used = f"{entry.shards_used} of {counted(entry.shards, 'shard')} used up, {left} to go"
+            return f"{used}; this goes on: {go_on(entry)}"
+        case state if state == HALF_REMOVED:
+            return f"its removal was interrupted; `rabbitllm rm {shortened(entry.folder)}` finishes it"
+        case state if state == DAMAGED:
+            return f"{harmless(entry.problem or 'damaged')}; `rabbitllm verify {shortened(entry.folder)}` says more"
+        case _:
+            return None
+
+
+def go_on(entry: SplitEntry) -> str:
+    """The command that resumes an unfinished split, as far as its folder records it."""
+    hub = entry.source is not None and entry.source.kind == "hub"
+    words = ["rabbitllm", "pull", entry.name if hub else str(entry.folder.parent)]
+    if entry.compression is not None:
+        words += ["--compression", entry.compression]
+    if hub and not entry.folder.is_relative_to(locations.home()):
+        words += ["--dir", str(entry.folder.parent)]
+    return harmless(shlex.join(words), 400)
+
+
+def put_shown(shown: Shown, console: Console) -> None:
+    """Print a model."""
+    put(console, Text(harmless(shown.name), "bold"))
+    if shown.config is not None:
+        _put_config(shown.config, console)
+    if shown.tensors is not None and shown.inside is not None:
+        tensors, inside = shown.tensors, shown.inside
+        kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in tensors.dtypes.items())
+        put_fact(console, "parameters", f"{large(tensors.parameters)} in {len(tensors.tensors):,} tensors ({kinds})")
+        what = f"{size(inside.size)} in {counted(len(inside.shards), 'file')}" if inside.shards else size(inside.size)
+        put_fact(console, "weights", f"{what}: {harmless(inside.format)}")
+        if inside.refusal is not None:
+            put_fact(console, "refused", harmless(inside.refusal.problem, 400))
+    if not shown.splits:
+        put_fact(console, "split", "not yet; `rabbitllm plan` says what it would take, `rabbitllm pull` does it")
+    for entry, original in shown.splits:
+        put(console, Text())
+        _put_split(entry, original, console)
+
+
+def _put_config(config: ConfigSummary, console: Console) -> None:
+    if config.architecture is not None or config.family is not None:
+        family = f" ({harmless(config.family)})" if config.family is not None and config.architecture else ""
+        put_fact(console, "architecture", harmless(config.architecture or config.family or "") + family)
+    if config.layers is not None:
+        heads = f", {config.heads} heads" if config.heads is not None else ""
+        groups = f" ({config.key_value_heads} KV heads)" if config.key_value_heads is not None else ""
+        wide = f", {config.hidden_size:,} wide" if config.hidden_size is not None else ""
+        put_fact(console, "layers", f"{config.layers}{wide}{heads}{groups if heads else ''}")
+    if config.experts is not None:
+        used = f", {config.experts_a_token} a token" if config.experts_a_token is not None else ""
+        put_fact(console, "experts", f"{config.experts} a layer{used}")
+    if config.context is not None:
+        put_fact(console, "context", f"{config.context:,} tokens")
+    if config.vocabulary is not None:
+        put_fact(console, "vocabulary", f"{config.vocabulary:,} tokens")
+    if config.dtype is not None:
+        put_fact(console, "published in", harmless(config.dtype))
+    if config.quantized is not None:
+        put_fact(console, "quantized", harmless(config.quantized))
+
+
+def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
+    put_fact(console, "split", f"{entry.compression or 'uncompressed'}, {entry.state}, {when(entry.changed_at)}")
+    put_fact(console, "folder", harmless(str(entry.folder), 400))
+    of = "" if entry.state == WHOLE else f" of {entry.layers_of:,}"
+    put_fact(console, "layer files", f"{entry.layers:,}{of}, {size(entry.nbytes)}")
+    commit = f" at commit {entry.commit}" if entry.commit else ""
+    put_fact(
+        console, "made from", f"{harmless(entry.name)}{commit}" if not entry.legacy else "RabbitLLM 1.1 did not say"
+    )
+    put_fact(console, "original", harmless(original.where, 400))
+    if (note := _note(entry)) is not None:
+        put_fact(console, "note", note)
+
+
+def put_removal(removal: Removal, original: Original, console: Console) -> None:
+    """Print which files would be removed, and whether the original is kept."""
+    entry = removal.entry
+    put(console, Text(f"{harmless(entry.name)}, {entry.compression or 'uncompressed'}, {entry.state}", "bold"))
+    put_fact(console, "folder", harmless(str(entry.folder), 400))
+    put_fact(console, "frees", f"{size(removal.nbytes)} in {counted(len(removal.files), 'file')}")
+    stays = "stays" if original.there else "NOT FOUND"
+    put_fact(console, "original", f"{stays}: {harmless(original.where, 400)}")

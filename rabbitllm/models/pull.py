@@ -1,0 +1,395 @@
+"""Prepares a model and reports where its parts are; or predicts whether it would fit; and loads it.
+
+A split as `AutoModel.from_pretrained` makes it, with one difference: the shards of a repository are by default taken
+one at a time, and those fetched for the split are not kept; files that the user had before are kept, in the hub cache
+as well as in a folder.
+"""
+
+from __future__ import annotations
+
+import enum
+import shlex
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm import auto_model, prepare
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base import progress
+from rabbitllm.base.options import (
+    ShardPolicy,
+    SplitOptions,
+    StreamOptions,
+)
+from rabbitllm.base.terminal import counted, put, put_fact, size, size_rounded_up
+from rabbitllm.display.split_display import shown
+from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
+from rabbitllm.models.library import SplitEntry, as_record, look
+from rabbitllm.prepare.make import TooLittle
+from rabbitllm.splitter.filler import ShardExecutor
+from rabbitllm.splitter.plan import PlannedFiles
+from rabbitllm.splitter.split_estimate import STANDARD, CompressionEstimate, Rates, Route
+
+
+class Shards(enum.Enum):
+    """The state of a checkpoint's shards after a split."""
+
+    KEPT = "kept"
+    FETCHED = "fetched, and not kept"
+    DELETED = "deleted"
+    PARTLY = "partly here"
+
+
+def shard_policy(*, sequential: bool = False, keep_shards: bool = False, delete_original: bool = False) -> ShardPolicy:
+    """What becomes of the shards, as the commands say it: by default those that are fetched are not kept.
+
+    Args:
+        sequential: delete each shard once it is used up, wherever it is.
+        keep_shards: for a repository: fetch all shards into the hub cache first, and keep them.
+        delete_original: remove the rest of the original once the split is complete.
+
+    Raises:
+        OptionError: `sequential` and `keep_shards`.
+    """
+    if sequential and keep_shards:
+        raise OptionError("sequential deletes shards, and keep_shards keeps them all.", "Leave one of them out.")
+    return ShardPolicy.of(sequential=sequential, delete_original=delete_original, keep_fetched=keep_shards)
+
+
+def _too_little(request: LoadRequest, *, loads: bool = False) -> TooLittle:
+    """The reaction if one layer does not fit the memory of this process: a split may be for another machine, unless
+    this process `loads` it or the request names a device or limits."""
+    if request.hosts is not None:
+        return "ignore"
+    return "refuse" if loads or request.run.device is not None or request.run.max_memory is not None else "warn"
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A prepared model.
+
+    Attributes:
+        name: the user's name for it, normalised.
+        entry: its split directory.
+        config_folder: folder of config and tokenizer.
+        before: whether it was complete before this call.
+        seconds: duration of this call.
+        shards: their state; None where it is unknown.
+        shards_at: the folder that has shards, if any.
+        peak_disk_bytes: peak size of the split directory during the split; 0 where nothing was split.
+    """
+
+    name: str
+    entry: SplitEntry
+    config_folder: Path
+    before: bool
+    seconds: float
+    shards: Shards | None
+    shards_at: Path | None
+    peak_disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The outcome that `pull` would have.
+
+    Attributes:
+        name: the user's name for it, normalised.
+        outlook: the estimate at the wished compression.
+        routes: those that the wish allows, preferred ones first.
+    """
+
+    name: str
+    outlook: CompressionEstimate
+    routes: tuple[Route, ...]
+
+    @property
+    def route(self) -> Route | None:
+        """The route that would be taken."""
+        return next((route for route in self.routes if route.fits), None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether `pull` would succeed, by the estimate."""
+        return self.outlook.finished or self.route is not None
+
+
+@system_errors_by_name()
+def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: bool = False) -> Pulled:
+    """Find a model, split it unless that is done, and report where its parts are.
+
+    Args:
+        request: the model, its split and its later run, errors in which are raised before the split.
+        executor: fills layer files elsewhere, quantizing on the CPU; None for this process.
+        loads: whether this process will load the model; if not, a layer too large for memory is only a warning,
+            unless the request has a device or limits.
+
+    Raises:
+        RabbitLLMError: see `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
+    """
+    start = time.perf_counter()
+    assert request.split is not None
+    source = prepare.find(request.spec)
+    before = source.finished
+    done: list[progress.SplitDone] = []
+
+    def note(event: progress.Event) -> None:
+        if isinstance(event, progress.SplitDone):
+            done.append(event)
+
+    with progress.listening(note, shows=False):
+        too_little = _too_little(request, loads=loads) if executor is None else "ignore"
+        _split(source, prepare.with_memory(request.split, request.run), request.run, executor, too_little)
+    entry = look(source.split_folder)
+    if entry is None:
+        raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
+    shards, at = _shards(source, entry)
+    own_config = source.split_folder if (source.split_folder / "config.json").exists() else source.config_folder
+    peak = done[-1].peak_disk_bytes if done else 0
+    return Pulled(source.name, entry, own_config, before, time.perf_counter() - start, shards, at, peak)
+
+
+def _split(
+    source: prepare.Source,
+    options: SplitOptions,
+    run: StreamOptions,
+    executor: ShardExecutor | None,
+    too_little: TooLittle,
+) -> None:
+    from rabbitllm.engine.devices import resolve_devices  # with torch
+
+    if source.finished:
+        prepare.ensure_split(source, options)
+        return
+    devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
+    where = "cpu" if executor is not None else prepare.quantize_on(devices)
+    with prepare.acceptance(source, run, devices, too_little=too_little) as accept:
+        prepare.ensure_split(source, options, where, executor=executor, accept=accept)
+
+
+def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, Path | None]:
+    """The state of the shards now, and the folder that has some."""
+    if entry.source is None or (source.repository is None and source.local is None):
+        return None, None
+    names = list(entry.source.fingerprints)
+    if source.repository is not None:
+        cached = [found[1] for name in names if (found := source.repository.cached(name)) is not None]
+        here, gone = len(cached), Shards.FETCHED
+        folder = cached[0].parent if cached else None
+    else:
+        assert source.local is not None
+        here, gone = sum((source.local / name).is_file() for name in names), Shards.DELETED
+        folder = source.local if here else None
+    return (Shards.KEPT if here == len(names) else Shards.PARTLY if here else gone), folder
+
+
+@system_errors_by_name()
+def dry_run(request: LoadRequest) -> DryRun:
+    """Predict from headers whether `pull` would fit, by the plan's own estimate. Writes and measures nothing.
+
+    Raises:
+        RabbitLLMError: see `rabbitllm.plan`.
+    """
+    from rabbitllm.estimate.plan import (
+        SourceScan,
+        outlook_at,  # imports all measuring code, which a split does not need
+    )
+
+    assert request.split is not None
+    options = prepare.with_memory(request.split, request.run)
+    source = prepare.find(request.spec, only_look=True)
+    survey = SourceScan(source, request.spec, options)
+    compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
+    if compression in survey.plans and compression not in survey.manifests:
+        try:
+            with prepare.acceptance(source, request.run, too_little=_too_little(request)) as accept:
+                accept(PlannedFiles(survey.plans[compression], survey.folders[compression]))
+        except RabbitLLMError as error:
+            survey.refused[compression] = error.problem
+    outlook = outlook_at(survey, compression, Rates(None, None, {}, options.threads, "cpu"))
+    policy = options.shards
+    standard = not (policy.takes_one_at_a_time if source.repository is not None else policy.deletes_used)
+    routes = tuple(route for route in outlook.routes if (route.name == STANDARD) is standard)
+    if options.shard_transfer != "auto" and not standard:
+        stream = options.shard_transfer == "stream"
+        routes = tuple(route for route in routes if (route.name == "sequential_stream") is stream)
+    return DryRun(source.name, outlook, routes)
+
+
+def pulled_record(pulled: Pulled) -> dict[str, Any]:
+    """For `json.dumps`; sizes in bytes, times in seconds."""
+    return {
+        **as_record(pulled.entry),
+        "model": pulled.name,
+        "already_whole": pulled.before,
+        "seconds": pulled.seconds,
+        "original": pulled.shards.value if pulled.shards is not None else None,
+        "original_at": str(pulled.shards_at) if pulled.shards_at is not None else None,
+        "peak_disk_bytes": pulled.peak_disk_bytes,
+    }
+
+
+def dry_run_record(found: DryRun) -> dict[str, Any]:
+    """For `json.dumps`."""
+    route = found.route or (found.routes[-1] if found.routes else None)
+    lacking = route.lacking if route is not None else None
+    return {
+        "model": found.name,
+        "fits": found.fits,
+        "state": found.outlook.state,
+        "folder": str(found.outlook.folder),
+        "compression": found.outlook.compression,
+        "output_bytes": found.outlook.output_bytes,
+        "peak_bytes": route.disk_bytes if route is not None else None,
+        "created_bytes": route.created_bytes if route is not None else None,
+        "route": route.name if route is not None else None,
+        "lacking": None
+        if lacking is None
+        else {"need_bytes": lacking.need, "have_bytes": lacking.have, "where": lacking.where},
+        "obstacle": found.outlook.obstacle,
+    }
+
+
+# Loading
+
+
+def loaded_model(request: LoadRequest, console: Console) -> Any:
+    """The model, as `AutoModel.from_pretrained` gives it, split first if necessary.
+
+    Args:
+        request: the model, its split and its run.
+        console: receives the progress messages.
+
+    Raises:
+        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
+    """
+    return load(request, pulled(request), console)
+
+
+def pulled(request: LoadRequest) -> Pulled | None:
+    """Split the model unless that is done, with a progress display; this process will load it.
+
+    Returns:
+        None if the request is to stream from the checkpoint's own shards.
+
+    Raises:
+        RabbitLLMError: see `pull`.
+    """
+    if request.split is None:
+        return None
+    with shown():
+        return pull(request, loads=True)
+
+
+def load(request: LoadRequest, found: Pulled | None, console: Console) -> Any:
+    """The model, as `AutoModel.from_pretrained` gives it.
+
+    Args:
+        request: the model and its run.
+        found: its split, by `pulled`.
+        console: receives the progress messages.
+
+    Raises:
+        RabbitLLMError: see `AutoModel.from_pretrained`.
+    """
+    if found is None:
+        with shown():
+            return auto_model.load(request)
+    spec = request.spec if found.config_folder != found.entry.folder else prepare.ModelSpec(str(found.entry.folder))
+    with console.status("loading …"):  # deletes nothing
+        return auto_model.load(replace(request, spec=spec, split=SplitOptions(spec.compression)))
+
+
+# The final report of `rabbitllm pull`: locations, sizes, and the next command
+
+
+def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
+    """Print the outcome."""
+    entry = pulled.entry
+    how = entry.compression or "uncompressed"
+    state = "is ready; it was whole already" if pulled.before else "is ready"
+    put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
+    put_fact(console, "layers", f"{entry.layers}, {size(entry.nbytes)} in {entry.folder}")
+    if (said := _of_the_original(pulled)) is not None:
+        put_fact(console, "original", said)
+    if not pulled.before:
+        put_fact(console, "time", f"{pulled.seconds:.1f} s, at most {size(pulled.peak_disk_bytes)} in the folder")
+    put_fact(console, "next", next_command(pulled, request))
+
+
+def _of_the_original(pulled: Pulled) -> str | None:
+    match pulled.shards:
+        case Shards.KEPT:
+            return f"kept, in {pulled.shards_at}"
+        case Shards.FETCHED:
+            return "on the hub; the shards that were fetched for this are not kept"
+        case Shards.DELETED:
+            return "its shards are gone: these layer files are the only copy"
+        case Shards.PARTLY:
+            return f"some of its shards are in {pulled.shards_at}"
+        case None:
+            return None
+
+
+def next_command(pulled: Pulled, request: LoadRequest) -> str:
+    """The command that runs this model."""
+    return shlex.join(["rabbitllm", "run", *model_words(pulled.name, request)]) + ' "What is a rabbit?"'
+
+
+def model_words(name: str, request: LoadRequest) -> list[str]:
+    """The arguments that name a model and this split of it."""
+    words = [name]
+    if request.spec.compression is not None:
+        words += ["--compression", request.spec.compression]
+    if request.spec.folder is not None:
+        words += ["--dir", str(request.spec.folder)]
+    if request.spec.access.revision is not None:
+        words += ["--revision", request.spec.access.revision]
+    return words
+
+
+def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
+    """Print the plan, and whether it fits."""
+    outlook, how = found.outlook, found.outlook.compression or "uncompressed"
+    put(console, Text(f"{found.name}, {how}", "bold"))
+    if outlook.output_bytes is not None:
+        put_fact(console, "layers", f"{size(outlook.output_bytes)} in {outlook.folder}")
+    if outlook.state == "unfinished":
+        used = f"{outlook.shards_used} of {counted(outlook.shards, 'shard')} used up"
+        put_fact(console, "begun", f"{used}; pull goes on from there")
+    route = found.route or (found.routes[-1] if found.routes else None)
+    if route is not None:
+        put_fact(console, "on the disk", f"at most {size_rounded_up(route.disk_bytes)} more than now")
+        created = f"{size_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
+        put_fact(console, "it creates", f"at most {created}; --max-disk limits this")
+        put_fact(console, "shards", _of_the_shards(found, request))
+    put(console, _verdict(found))
+
+
+def _of_the_shards(found: DryRun, request: LoadRequest) -> str:
+    assert request.split is not None
+    if request.split.shards.deletes_used:
+        return "each is deleted when it is used up"
+    route = found.route or found.routes[-1]
+    if not request.split.shards.takes_one_at_a_time:
+        return "fetched into the hub cache, and kept"
+    return "kept where they are" if route.name == STANDARD else "fetched one by one and not kept; those here stay"
+
+
+def _verdict(found: DryRun) -> Text:
+    if found.outlook.finished:
+        return Text("It is whole already: nothing to do.", "bold green")
+    if found.outlook.obstacle is not None:
+        return Text(f"It cannot be split: {found.outlook.obstacle}.", "bold red")
+    if found.fits:
+        return Text("It fits. `rabbitllm plan` says how long it takes.", "bold green")
+    if not found.routes:
+        return Text("There is no such way: `rabbitllm plan` shows those there are.", "bold red")
+    lacking = found.routes[-1].lacking
+    assert lacking is not None
+    text = f"It does not fit: it needs {lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}."
+    return Text(f"{text} `rabbitllm plan` shows what would.", "bold red")

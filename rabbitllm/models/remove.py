@@ -1,0 +1,278 @@
+"""Removal of a split directory and nothing else, after a look whether its source is still available.
+
+Everything in it is checked before the first file is removed; if one file is not ours, nothing is changed. The record
+(`split.json`, or the journal) is renamed first, durably, so that the remains after a crash are never taken for a
+complete split, and the removal can be resumed; it is the last file to be removed. Independent of prompts and terminals.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.base.terminal import counted
+from rabbitllm.checkpoints.checkpoint import is_sidecar
+from rabbitllm.checkpoints.index import index_of
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.errors import CheckpointError, SplitError, system_errors_by_name
+from rabbitllm.models.library import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.disk_sampler import disk_bytes
+from rabbitllm.splitter.lock import HOLDER_NAME, LEASE_NAME, LOCK_NAME, locked_at_once
+from rabbitllm.splitter.split import STAGING_NAME
+from rabbitllm.storage import durable
+from rabbitllm.store import locations
+from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
+
+# The source: reads headers and samples of local shards; never contacts the hub. A source fetched from the hub is
+# assumed to be still there, at its pinned commit.
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """The source of a split, as far as it still exists.
+
+    Attributes:
+        there: whether every part in the split directory is also available elsewhere.
+        where: in words: where it is, or which part is missing or unknown.
+    """
+
+    there: bool
+    where: str
+
+
+def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
+    """Look for the original of a split.
+
+    Args:
+        entry: the split directory.
+        folder: the checkpoint's folder, if the user named it; else the parent of the split directory is searched.
+    """
+    source = entry.source
+    if source is not None and source.kind == "hub":
+        commit = f" at commit {source.commit[:8]}" if source.commit else ""
+        return Original(True, f"on the hub, {source.name}{commit}")
+    around = [folder] if folder is not None else [entry.folder.parent]
+    if source is None:
+        return _of_an_unknown(around)
+    needed = _needed(entry)
+    if not needed:
+        return Original(True, f"in the folder {source.name}; no shard of it is used up yet")
+    missing: list[str] = list(needed)
+    for place in around:
+        missing = [shard for shard in needed if not _is_same(place, shard, source.fingerprints[shard])]
+        if not missing:
+            return Original(True, f"in {place}")
+    some = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+    of = f"{len(missing)} of its {len(needed)} shards" if len(missing) > 1 else "its shard"
+    return Original(False, f"{of} not in {around[0]}: {some}")
+
+
+def _needed(entry: SplitEntry) -> list[str]:
+    """The shards that the split directory has the content of: of an unfinished split, those used up."""
+    assert entry.source is not None
+    for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):
+        if (seen := journal.glance(entry.folder, name)) is not None and entry.shards_used < entry.shards:
+            return sorted(seen.used)
+    return sorted(entry.source.fingerprints)
+
+
+def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
+    """Whether a folder holds the shard that was split."""
+    if not (folder / shard).is_file():
+        return False
+    try:
+        facts = LocalCheckpoint(folder, index=index_of({"": shard})).facts(shard)
+    except (CheckpointError, OSError):
+        return False
+    return facts is not None and facts.fingerprint == fingerprint
+
+
+def _of_an_unknown(folders: Iterable[Path]) -> Original:
+    """The original of a RabbitLLM 1.1 split, which has no record of it: a complete checkpoint around it."""
+    for folder in folders:
+        try:
+            checkpoint = LocalCheckpoint(folder)
+        except (CheckpointError, OSError):
+            continue
+        if all((folder / shard).is_file() for shard in checkpoint.index.shards):
+            return Original(True, f"in {folder}")
+    return Original(False, "RabbitLLM 1.1 noted nothing of it, and no whole checkpoint lies around it")
+
+
+# The removal
+
+
+COMPANIONS = ("additional_chat_templates", "1_Pooling")
+"""Folders that may come with a model."""
+_OWN_SUFFIXES = (LAYER_SUFFIX, *(LAYER_SUFFIX + more for more in (DONE_SUFFIX, durable.PART_SUFFIX, SCRATCH_SUFFIX)))
+_CONFIGS = frozenset(
+    ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    + ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
+    + ("chat_template.json", "preprocessor_config.json", "processor_config.json", "params.json")
+)
+"""Files that a split copies from the checkpoint, and that users may edit afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """The plan of a removal.
+
+    Attributes:
+        entry: the split directory.
+        files: every file except the records, in the order of removal.
+        folders: its own folders, innermost first.
+        nbytes: bytes that are freed.
+    """
+
+    entry: SplitEntry
+    files: tuple[Path, ...]
+    folders: tuple[Path, ...]
+    nbytes: int
+
+
+def plan_removal(folder: Path) -> Removal:
+    """Check everything in a split directory; change nothing.
+
+    Raises:
+        SplitError: it is not a split directory, or holds something that is not RabbitLLM's.
+    """
+    if folder.is_symlink():
+        raise SplitError(
+            f"{folder} is a link, to {folder.resolve()}.", "Name the folder itself, if that is what is to go."
+        )
+    entry = look(folder)
+    if entry is None:
+        raise SplitError(
+            f"{folder} is no split directory: it has neither {MANIFEST_NAME} nor {JOURNAL_NAME}, nor layers of "
+            "RabbitLLM 1.1.",
+            "Name one; `rabbitllm ls` shows them. Nothing was touched.",
+        )
+    if entry.state == DAMAGED and entry.source is None and not entry.legacy:
+        raise SplitError(
+            f"{folder} cannot be told apart from other folders: {entry.problem}.",
+            "Remove it by other means, if you are sure of it. Nothing was touched.",
+        )
+    found = [*_everything(folder)]
+    written = max((path.stat().st_mtime for name in RECORDS if (path := folder / name).exists()), default=0.0)
+    layers = _layer_files(folder, entry)
+    foreign = [path for path in found if not _is_ours(path, folder, layers, written)]
+    if foreign:
+        names = ", ".join(str(path.relative_to(folder)) for path in foreign[:3]) + (" …" if foreign[3:] else "")
+        raise SplitError(
+            f"{folder} has {counted(len(foreign), 'thing')} in it that RabbitLLM did not put there: {names}.",
+            "Move them elsewhere, then call again. Nothing was touched.",
+        )
+    records = {folder / name for name in (*RECORDS, LOCK_NAME, HOLDER_NAME)}
+    files = [path for path in found if not path.is_dir() and path not in records]
+    files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # first the done markers: no remnant looks whole
+    folders = sorted((path for path in found if path.is_dir()), key=lambda path: -len(path.parts))
+    return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder))
+
+
+@system_errors_by_name()
+def remove(removal: Removal) -> int:
+    """Remove the directory, and return the bytes that were freed.
+
+    Raises:
+        SplitError: another process works on the folder, or it has changed since the check.
+        OSError: something in it cannot be removed; call again.
+    """
+    folder = removal.entry.folder
+    with locked_at_once(folder):
+        again = plan_removal(folder)
+        if set(again.files) != set(removal.files):
+            raise SplitError(f"{folder} has changed meanwhile.", "Look at it with `rabbitllm ls`, and call again.")
+        for name in (MANIFEST_NAME, JOURNAL_NAME):
+            if (folder / name).exists():
+                durable.rename(folder / name, folder / (name + REMOVED_SUFFIX))
+        durable.sync_folder(folder)
+        for path in again.files:
+            durable.remove(path)
+        for path in again.folders:
+            durable.remove_folder(path)
+        durable.sync_folder(folder)
+        for name in (MANIFEST_NAME, JOURNAL_NAME):
+            durable.remove(folder / (name + REMOVED_SUFFIX))
+    durable.remove_empty_folder(folder)
+    durable.sync_folder(folder.parent)
+    for parent in _own_parents(folder):
+        durable.remove_empty_folder(parent)
+    return again.nbytes
+
+
+def _everything(folder: Path) -> Iterator[Path]:
+    """Everything below a folder: files, folders, links and others; links are not followed."""
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        yield Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _everything(Path(entry.path))
+
+
+def _layer_files(folder: Path, entry: SplitEntry) -> frozenset[str] | None:
+    """Names of the layer files of a split; None where only their endings are known."""
+    for name in (MANIFEST_NAME, MANIFEST_NAME + REMOVED_SUFFIX):
+        if entry.source is not None and (folder / name).exists():
+            manifest = read_manifest(folder, name)
+            assert manifest is not None
+            return frozenset(record.file for record in manifest.layers)
+    for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):
+        if (seen := journal.glance(folder, name)) is not None:
+            return frozenset(map(layer_file_name, seen.stems))
+    return None
+
+
+def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: float) -> bool:
+    """Whether a file in a split directory was made by RabbitLLM.
+
+    Of the files copied from the model, well-known names count at any age; any other must be older than the record,
+    which is written after them.
+    """
+    status = path.lstat()
+    at = path.relative_to(folder)
+    if stat.S_ISDIR(status.st_mode):
+        return at.as_posix() in (STAGING_NAME, *COMPANIONS)
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    if len(at.parts) > 1 and at.parts[0] == STAGING_NAME:
+        return True
+    if len(at.parts) == 1 and (path.name in (*RECORDS, LOCK_NAME, HOLDER_NAME, LEASE_NAME) or path.name in _CONFIGS):
+        return True
+    if len(at.parts) == 1 and path.name.endswith(_OWN_SUFFIXES):
+        layer = path.name.partition(LAYER_SUFFIX)[0] + LAYER_SUFFIX
+        return layer in layers if layers is not None else _is_legacy_layer(folder / layer)
+    if len(at.parts) == 1 and path.name in {name + durable.PART_SUFFIX for name in RECORDS}:
+        return True
+    return is_sidecar(at.as_posix(), status.st_size) and status.st_mtime <= written
+
+
+def _is_legacy_layer(layer: Path) -> bool:
+    return is_legacy(layer.parent) and layer.with_name(layer.name + DONE_SUFFIX).is_file()
+
+
+def _own_parents(folder: Path) -> list[Path]:
+    """The folders between a split directory and `home()`, which are ours."""
+    home = locations.home().absolute()
+    parents = [parent for parent in folder.absolute().parents if parent.is_relative_to(home) and parent != home]
+    return parents[:2]
+
+
+def refuse_only_copy(removal: Removal, original: Original) -> None:
+    """Refuse to remove the only copy.
+
+    Raises:
+        SplitError: the original was not found.
+    """
+    if original.there:
+        return
+    raise SplitError(
+        f"The layer files in {removal.entry.folder} may be the only copy of this model: {original.where}.",
+        "If they can go all the same, say --only-copy. If the checkpoint is elsewhere, keep it and say that too. "
+        "Nothing was touched.",
+    )

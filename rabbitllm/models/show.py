@@ -1,0 +1,186 @@
+"""`rabbitllm show`: one model, split or not: its config, its tensors, and its splits.
+
+Combines inspection and split directories. A split model is described from its split directory, without the hub;
+any other from its headers, if need be on the hub.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import prepare
+from rabbitllm.base.options import expand
+from rabbitllm.base.plain_json import plain as plain_record
+from rabbitllm.checkpoints.config import experts_a_token, quantized_as
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.errors import InvalidIndexError, RabbitLLMError
+from rabbitllm.formats.bounded import read_json
+from rabbitllm.models.inspection import Inspection, Tensors
+from rabbitllm.models.inspection import look as look_inside
+from rabbitllm.models.library import WHOLE, SplitEntry, as_record, of_model
+from rabbitllm.models.remove import Original, original_of
+from rabbitllm.store.locations import meant
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSummary:
+    """A summary of a model; None for facts that its config lacks.
+
+    Attributes:
+        architecture: name of the class in transformers.
+        family: `model_type`.
+        layers: decoder layers.
+        hidden_size, heads, key_value_heads, vocabulary: sizes.
+        context: limit of positions.
+        dtype: of the published weights.
+        experts, experts_a_token: of a mixture of experts.
+        quantized: quantization method of the published weights.
+    """
+
+    architecture: str | None
+    family: str | None
+    layers: int | None
+    hidden_size: int | None
+    heads: int | None
+    key_value_heads: int | None
+    vocabulary: int | None
+    context: int | None
+    dtype: str | None
+    experts: int | None
+    experts_a_token: int | None
+    quantized: str | None
+
+
+def config_facts(config: Mapping[str, Any]) -> ConfigSummary:
+    """The facts of a `config.json`; a multimodal model has them in its `text_config`."""
+    inner = config.get("text_config")
+    text: Mapping[str, Any] = inner if isinstance(inner, dict) else {}
+
+    def first(*names: str) -> Any:
+        return next((place[name] for name in names for place in (text, config) if place.get(name) is not None), None)
+
+    def number(*names: str) -> int | None:
+        found = first(*names)
+        return found if type(found) is int else None
+
+    def word(*names: str) -> str | None:
+        found = first(*names)
+        return found if isinstance(found, str) else None
+
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+    family = config.get("model_type")
+    return ConfigSummary(
+        architecture=architecture,
+        family=family if isinstance(family, str) else None,
+        layers=number("num_hidden_layers", "n_layer", "num_layers"),
+        hidden_size=number("hidden_size", "n_embd", "d_model"),
+        heads=number("num_attention_heads", "n_head"),
+        key_value_heads=number("num_key_value_heads"),
+        vocabulary=number("vocab_size"),
+        context=number("max_position_embeddings", "n_positions", "max_seq_len"),
+        dtype=word("dtype", "torch_dtype"),
+        experts=number("num_experts", "num_local_experts", "n_routed_experts"),
+        experts_a_token=experts_a_token(config),
+        quantized=quantized_as(config),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A model.
+
+    Attributes:
+        name: the user's name for it, normalised.
+        config: summary of its config; None without a config.
+        inside: inspection of its headers; None where part of it is in an unfinished split and the original is gone.
+        splits: its split directories with their originals.
+    """
+
+    name: str
+    config: ConfigSummary | None
+    inside: Inspection | None
+    splits: tuple[tuple[SplitEntry, Original], ...]
+
+    @property
+    def tensors(self) -> Tensors | None:
+        """The tensors in its headers."""
+        return self.inside.content if self.inside is not None and isinstance(self.inside.content, Tensors) else None
+
+
+def show(
+    name: str, saving_path: Path | None = None, revision: str | None = None, token: str | bool | None = None
+) -> Shown:
+    """Look at a model.
+
+    Args:
+        name: a folder, a file of weights, a split directory or a repository.
+        saving_path: folder of its split directories, if not the usual one.
+        revision: of a repository that is not split here.
+        token: access token for the hub.
+
+    Raises:
+        RabbitLLMError: nothing of that name exists, or it is malformed.
+    """
+    plain = meant(name)
+    entries = of_model(plain, saving_path=saving_path)
+    folder = expand(plain) if expand(plain).is_dir() and not any(e.folder == expand(plain) for e in entries) else None
+    splits = tuple((entry, original_of(entry, folder)) for entry in entries)
+    whole = [entry for entry in entries if entry.state == WHOLE]
+    if whole and revision is None:
+        best = next((entry for entry in whole if not entry.legacy), whole[0])
+        config = _config_in(best.folder) or _config_in(best.folder.parent)
+        return Shown(plain, config, look_inside(best.folder), splits)
+    try:
+        inside = look_inside(plain, revision=revision, token=token)
+    except RabbitLLMError:
+        if not entries:
+            raise
+        inside = None
+    config = _config_in(entries[0].folder) if entries else None
+    return Shown(plain, config or _config_of(plain, revision, token), inside, splits)
+
+
+def shown_record(shown: Shown) -> dict[str, Any]:
+    """For `json.dumps`; sizes in bytes."""
+    tensors, inside = shown.tensors, shown.inside
+    record: dict[str, Any] = {
+        "model": shown.name,
+        "config": plain_record(dataclasses.asdict(shown.config)) if shown.config is not None else None,
+        "format": inside.format if inside is not None else None,
+        "bytes": inside.size if inside is not None else None,
+        "files": len(inside.shards) if inside is not None else None,
+        "parameters": tensors.parameters if tensors is not None else None,
+        "tensors": len(tensors.tensors) if tensors is not None else None,
+        "dtypes": dict(tensors.dtypes) if tensors is not None else None,
+        "units": list(tensors.layers) if tensors is not None else None,
+        "splits": [
+            {**as_record(entry), "original_there": original.there, "original": original.where}
+            for entry, original in shown.splits
+        ],
+    }
+    return record
+
+
+def _config_in(folder: Path) -> ConfigSummary | None:
+    path = folder / "config.json"
+    try:
+        return config_facts(read_json(path)) if path.is_file() else None
+    except InvalidIndexError:
+        return None
+
+
+def _config_of(name: str, revision: str | None, token: str | bool | None) -> ConfigSummary | None:
+    """The config of a source that is not split."""
+    if expand(name).is_file():
+        return None
+    spec = prepare.ModelSpec(name, access=HubAccess(revision, token))
+    try:
+        with prepare.config_folder(prepare.find(spec, only_look=True)) as folder:
+            return _config_in(folder)
+    except RabbitLLMError:
+        return None

@@ -1,0 +1,165 @@
+"""Sequences whose KV cache is in a file get the tokens that they get alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.generation import cache_file, cache_manager, memory, sequence
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.packed_batch import PACKABLE
+from rabbitllm.generation.request import BatchStats, Limits, Request
+from rabbitllm.storage.durable import Step, observe_steps
+from tests.generation.asking import Asked, Open, alone, begin, prompt
+from tests.support.builders import FAMILIES, build_checkpoint
+from tests.support.tiny_models import plain_model, split
+
+SHOWN = ("llama", "gemma3", "deepseek_v3")
+"""Layers that keep every token, alone and with sliding windows, and latent attention."""
+RUNNING = 12
+NEW_TOKENS = 14
+ROOM_TEXTS = 3
+"""For so many of them there is memory."""
+
+each_family = pytest.mark.parametrize(
+    "family",
+    [
+        *SHOWN,
+        *(pytest.param(one, marks=pytest.mark.long) for one in sorted(PACKABLE & {*FAMILIES}) if one not in SHOWN),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def all_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "AHEAD_TOKENS", 4)
+    for module in (cache_file, memory, cache_manager):
+        monkeypatch.setattr(module, "TAIL_TOKENS", 4)
+
+
+def requests(count: int = RUNNING + 3) -> list[Request]:
+    return [Request(prompt(38 + number % 5, number), NEW_TOKENS - number % 3) for number in range(count)]
+
+
+def limits(plain: Any, folder: Path, **options: Any) -> Limits:
+    cost = cost_by_config(plain.config.get_text_config(decoder=True), plain.dtype)
+    room = ROOM_TEXTS * cost.bytes_for(50)
+    return Limits(RUNNING, 256, room, in_bulk=True, file_bytes=1 << 26, aside_folder=folder, **options)
+
+
+def together(batch: Batch, given: Sequence[Request]) -> tuple[list[Asked], list[BatchStats]]:
+    """All at once, with what there was at each token of the first."""
+    seen: list[BatchStats] = []
+    with batch.held():
+        made = [begin(batch, one) for one in given[1:]]
+        first = Asked(given[0])
+
+        def told(event: Any) -> None:
+            seen.append(batch.facts)
+            first.told(event)
+
+        first.handle = batch.submit(given[0], told)
+    return [one.wait() for one in (first, *made)], seen
+
+
+@each_family
+def test_tokens_are_those_alone_and_more_texts_share_a_pass(tmp_path: Path, open_batch: Open, family: str) -> None:
+    folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
+    plain = plain_model(folder, dtype=torch.float32).eval()
+    batch, model = open_batch(limits(plain, tmp_path), folder=split(folder), budget=0)
+    several, seen = together(batch, requests())
+    for one in several:
+        assert one.tokens == alone(plain, one.request)
+    assert batch.facts.preempted == 0
+    if family in SHOWN:
+        assert model.placement.streamed_bytes > batch.facts.cache_limit_bytes
+        assert max(facts.running for facts in seen) > 3 * ROOM_TEXTS  # some may have ended with their first token
+        assert batch.facts.file_read_bytes > 0
+    assert all(facts.cache_bytes <= facts.cache_limit_bytes for facts in seen)
+    assert batch.facts.file_bytes == 0
+
+
+def test_without_a_file_as_many_run_as_memory_holds(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+    given = limits(plain, tmp_path)
+    batch, _ = open_batch(Limits(RUNNING, 256, given.cache_bytes, in_bulk=True), budget=0)
+    several, seen = together(batch, requests(8))
+    assert max(facts.running for facts in seen) <= ROOM_TEXTS + 1
+    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+
+
+def test_who_begins_alike_computes_the_beginning_once(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+    beginning = prompt(70, 99)
+    batch, _ = open_batch(limits(plain, tmp_path), budget=0)
+    several, _ = together(batch, [Request((*beginning, 5 + number, 9), 6) for number in range(8)])
+    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    assert batch.facts.file_read_bytes > 0
+    assert batch.facts.kept_tokens >= 7 * 64
+
+
+def test_a_full_disk_has_them_computed_again(
+    open_batch: Open, plain: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(step: Step) -> None:
+        if step.path == tmp_path and step.offset > 50_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    batch, _ = open_batch(limits(plain, tmp_path, aside_bytes=0), budget=0)
+    with observe_steps(full):
+        several, _ = together(batch, requests())
+    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    assert batch.facts.preempted > 0
+    assert batch.facts.file_bytes == 0
+    assert caplog.text.count("cannot be written to a file") == 1
+
+
+@pytest.mark.parametrize("share", [2, 3, 5])
+def test_a_file_that_is_too_small_has_some_of_them_and_the_others_wait(
+    open_batch: Open, plain: Any, tmp_path: Path, share: int
+) -> None:
+    given = limits(plain, tmp_path)
+    assert given.cache_bytes is not None
+    small = dataclasses.replace(given, file_bytes=RUNNING * given.cache_bytes // ROOM_TEXTS // share)
+    batch, _ = open_batch(small, budget=0)
+    several, _ = together(batch, requests())
+    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    assert batch.facts.file_read_bytes > 0
+    assert batch.facts.passes < 15 * NEW_TOKENS
+
+
+def test_who_is_cancelled_leaves_nothing_in_the_file(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+    batch, _ = open_batch(limits(plain, tmp_path), budget=0)
+    made: list[Asked] = []
+
+    def told(event: Any) -> None:
+        if batch.facts.file_read_bytes:
+            for one in made[1::2]:
+                assert one.handle is not None
+                one.handle.cancel()
+        made[0].told(event)
+
+    with batch.held():
+        made.append(Asked(requests()[0]))
+        batch.submit(made[0].request, told)
+        made += [begin(batch, one) for one in requests()[1:]]
+    for one in made[::2]:
+        assert one.wait().tokens == alone(plain, one.request)
+    for one in made:
+        one.wait()
+    assert batch.facts.ended["cancelled"] > 0
+    assert batch.facts.file_bytes == 0
+
+
+@pytest.mark.parametrize("why", ["switched off", "memory has more", "exact"])
+def test_where_it_does_not_pay_there_is_no_file(open_batch: Open, plain: Any, tmp_path: Path, why: str) -> None:
+    given: dict[str, Any] = {"file_bytes": 0 if why == "switched off" else None, "exact": why == "exact"}
+    room = 1 << 26 if why == "memory has more" else 200_000
+    batch, _ = open_batch(Limits(4, 64, room, in_bulk=True, aside_folder=tmp_path, **given), budget=0)
+    assert batch._scheduler.caches.file.images.limit == 0

@@ -1,0 +1,172 @@
+"""The memory of a pass and what weights leave to it: estimates, compared with what a process really takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.base.terminal import size
+from rabbitllm.engine.free_memory import trimming
+from rabbitllm.errors import OptionError
+from rabbitllm.generation.batch import Batch, Limits
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.memory import LEAST_TOKENS, PassCost, cost_of_a_pass, left_to_requests
+from rabbitllm.generation.request import Request
+from rabbitllm.quant.vectors import multiplies_pairs
+from tests.generation.asking import alone, asked
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import load, split
+
+LLAMA = SimpleNamespace(hidden_size=2048, intermediate_size=5632, num_attention_heads=16, vocab_size=32000)
+SHAPES = ("16:16:1:apart", "2048:256:64:apart", "2048:2048:16:apart", "2048:1024:2:apart")
+"""The first one warms up; many that are short in parts, all at once, few that are long."""
+
+
+def measured(folder: Path, *cases: str) -> list[dict[str, int]]:
+    command = [sys.executable, "-m", "tests.generation.pass_peak_child", str(folder), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer as wide as those of a small model in use."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 4}
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    more = {"num_hidden_layers": 1, "head_dim": 64, "max_position_embeddings": 4096, "eos_token_id": None}
+    return split(build_checkpoint(folder, "llama", dtype=torch.bfloat16, **sizes, **more))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(trimming() is None, reason="no glibc here")
+def test_a_pass_takes_what_is_reckoned(wide: Path) -> None:
+    """Never more; and not much less: widened inputs and sums of products count everywhere, and a processor that
+    multiplies bfloat16 itself makes none."""
+    most = 4 if multiplies_pairs() else 3
+    _, *found = measured(wide, *SHAPES)
+    for one in found:
+        assert one["measured"] < one["reckoned"] < most * one["measured"], found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(trimming() is None, reason="no glibc here")
+def test_without_large_blocks_apart_it_takes_more(wide: Path) -> None:
+    """What keeping them apart is for."""
+    case = "2048:1024:2"
+    apart, usual = (measured(wide, f"16:16:1:{how}", f"{case}:{how}")[1] for how in ("apart", "as-usual"))
+    assert usual["measured"] > 1.25 * apart["measured"]
+
+
+def test_the_parts_of_a_pass_fit_into_what_there_is() -> None:
+    for itemsize in (2, 4):
+        cost = cost_of_a_pass(LLAMA, itemsize)
+        for nbytes in (150 << 20, 1 << 30, 16 << 30):
+            tokens, part = cost.parts_in(nbytes, 64)
+            assert 0.9 * nbytes < cost.of(tokens, part, 64) <= nbytes
+            assert cost.is_tight(part, nbytes // 2)
+        assert not cost.is_tight(cost.max_tokens, 8 << 30)
+        assert cost.parts_in(0, 64) == (LEAST_TOKENS, LEAST_TOKENS)
+        assert cost.least() < cost.good(1) < cost.good(64)
+
+
+def test_where_attention_makes_a_matrix_a_part_is_smaller() -> None:
+    eager = SimpleNamespace(**vars(LLAMA), _attn_implementation="eager")
+    cost, without = cost_of_a_pass(eager, 2), cost_of_a_pass(LLAMA, 2)
+    for nbytes in (10 << 20, 1 << 30):
+        tokens = cost.tokens_in(nbytes)
+        assert 0.9 * nbytes < tokens * (cost.each + tokens * cost.pair) <= nbytes
+        assert tokens < without.tokens_in(nbytes)
+
+
+def test_costs_follow_from_the_sizes() -> None:
+    """A gigabyte is some thousand tokens of a model of this width."""
+    tokens = cost_of_a_pass(LLAMA, 2).tokens_in(1 << 30)
+    assert 8_000 < tokens < 20_000
+    assert 0.5 * tokens < cost_of_a_pass(LLAMA, 4).tokens_in(1 << 30) < 1.5 * tokens  # sums of 16 bit have 32
+    by_layer = SimpleNamespace(**{**vars(LLAMA), "intermediate_size": [1024, 5632]})
+    assert cost_of_a_pass(by_layer, 2) == cost_of_a_pass(LLAMA, 2)
+    assert cost_of_a_pass(SimpleNamespace(hidden_size=768), 2).tokens_in(1 << 30) > tokens
+    experts = SimpleNamespace(**vars(LLAMA), moe_intermediate_size=1024, num_experts_per_tok=8)
+    assert cost_of_a_pass(experts, 2).each > cost_of_a_pass(LLAMA, 2).each
+    assert PassCost(1, 0, 1, 0, 1, 1).tokens_in(-5) == LEAST_TOKENS
+
+
+def test_layers_of_different_sizes() -> None:
+    """A pass takes what its widest layer takes; a cache takes the sum of its layers."""
+    sizes = (SimpleNamespace(**vars(LLAMA), head_dim=64), SimpleNamespace(**vars(LLAMA), head_dim=256))
+    mixed = SimpleNamespace(is_heterogeneous=True, per_layer_config=sizes, num_hidden_layers=2)
+    assert cost_of_a_pass(mixed, 2) == cost_of_a_pass(sizes[1], 2)
+    assert cost_of_a_pass(mixed, 2).each > cost_of_a_pass(sizes[0], 2).each
+    assert cost_by_config(mixed, torch.bfloat16).every_token == 2 * 2 * 16 * (64 + 256)
+
+
+def test_what_weights_are_not_to_take() -> None:
+    assert left_to_requests(1000, None) == 200
+    assert left_to_requests(1000, 300) == 400
+    assert left_to_requests(1000, 5000) == 1000
+    assert left_to_requests(1000, 300, 50) == 400
+    assert left_to_requests(1000, 300, 250) == 550
+
+
+def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With next to nothing free a pass has `LEAST_TOKENS` of prompts, and the answers are the same."""
+    model = load(split_folder, dtype="float32")
+    (lane,) = model.streamer.lanes.values()
+    monkeypatch.setattr(lane.device, "free_bytes", lambda: 400_000)
+    model.profiler.clear()
+    requests = [Request(tuple(range(3 + number, 63 + number)), 4) for number in (0, 70)]
+    with Batch(model) as batch:
+        found = asked(batch, requests)
+        passes = batch.facts.passes
+    assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
+    assert passes >= 2 * 60 // LEAST_TOKENS
+
+
+def test_no_memory_at_all_is_said_at_once(split_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(split_folder, dtype="float32")
+    (lane,) = model.streamer.lanes.values()
+    monkeypatch.setattr(lane.device, "free_bytes", lambda: 1000)
+    with pytest.raises(OptionError, match="leave 1,000 bytes free"):
+        Batch(model)
+
+
+def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
+    split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(split_folder, dtype="float32")
+    least = cost_of_a_pass(model.config, 4).least()
+    (lane,) = model.streamer.lanes.values()
+    monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + least)
+    said = f"needs {size(least)} more; the weights leave {size(300_000 + least)} free"
+    with pytest.raises(OptionError, match=said):
+        Batch(model, Limits(cache_bytes=300_001, in_bulk=True))
+    with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:
+        request = Request(tuple(range(3, 40)), 3)
+        (one,) = asked(batch, [request])
+    assert one.tokens == alone(plain, request)
+
+
+def test_no_more_texts_share_a_pass_than_there_is_memory_for_their_logits(
+    split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(split_folder, dtype="float32")
+    cost = cost_of_a_pass(model.config, 4)
+    (lane,) = model.streamer.lanes.values()
+    monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + max(12 * cost.answered, cost.least()))
+    requests = [Request(tuple(range(3 + number, 9 + number)), 4) for number in range(7)]
+    with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:
+        most = cost.texts_in(lane.device.free_bytes() - 300_000)
+        found = asked(batch, requests)
+        facts = batch.facts
+    assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
+    assert facts.passes >= -(-len(requests) // most) * 4

@@ -1,0 +1,338 @@
+"""Sequences that are packed into one forward: every model type, company that cannot be packed, and failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from rabbitllm.generation.joint_pass import JointPasses
+from rabbitllm.generation.packed_batch import PACKABLE, WITH_IMAGES, can_be_packed
+from tests.engine.test_every_architecture import build
+from tests.generation.together import LENGTHS, Text, alone, assert_alike, forwards, generated, prompts, together
+from tests.support.builders import FAMILIES, SMALL, WINDOW, Family, build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.tiny_models import ALL, load, split
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint(tmp_path_factory.mktemp("packed") / "model", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("compression", "budget"),
+    [
+        (None, 0),
+        ("4bit", 0),
+        pytest.param(None, ALL, marks=pytest.mark.long),
+        pytest.param("4bit", ALL, marks=pytest.mark.long),
+        pytest.param("8bit", 0, marks=pytest.mark.long),
+        pytest.param("8bit", ALL, marks=pytest.mark.long),
+    ],
+)
+def test_whatever_the_weights_are(folder: Path, compression: str | None, budget: int) -> None:
+    model = load(split(folder, compression), budget, exact=compression is None)
+    given = prompts()
+    with forwards(model) as rows:
+        assert_alike(together(model, given), alone(model, given), 1e-4 if compression is None else 1e-3)
+    assert rows[1] == 1 + 6 + 1
+
+
+def test_exact_passes_have_the_bits_of_each_alone(folder: Path) -> None:
+    model = load(split(folder), 0, dtype="bfloat16")
+    given = prompts()
+    with forwards(model) as rows:
+        found = together(model, given, exact=True)
+    assert rows[:3] == [LENGTHS[0], 6, LENGTHS[2]]
+    for one, other in zip(found, alone(model, given), strict=True):
+        assert torch.equal(one.logits, other.logits)
+
+
+def run(model: Any, works: list[Callable[[], None]]) -> list[BaseException | None]:
+    """Let all begin at once, and say how each ended."""
+    passes = JointPasses(model)
+    members = [passes.add(work) for work in works]
+    while passes.members:
+        passes.run(passes.members)
+    passes.close()
+    return [member.error for member in members]
+
+
+UNPACKED: dict[str, dict[str, Any]] = {
+    "no cache": {"use_cache": False},
+    "hidden states": {"output_hidden_states": True},
+    "static cache": {"cache_implementation": "static"},
+    "beams": {"num_beams": 2, "output_logits": False},
+    "looked up": {"prompt_lookup_num_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("way", UNPACKED)
+def test_together_with_a_text_that_goes_by_itself(folder: Path, way: str) -> None:
+    """In the same passes: each unit is brought once for both kinds."""
+    model = load(split(folder), 0)
+    given, found = prompts(), {}
+    expected = alone(model, given)
+    settings = UNPACKED[way]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 7, **settings}
+    other = model.generate(given[1], **options)
+
+    def work(number: int) -> Callable[[], None]:
+        def generate() -> None:
+            found[number] = generated(model, given[number])
+
+        return generate
+
+    def unpacked() -> None:
+        found["other"] = model.generate(given[1], **options)
+
+    brought: list[Any] = []
+    unit = model.model.layers[1]
+    hook = unit.register_forward_pre_hook(lambda module, args: brought.append(module))
+    assert run(model, [unpacked, work(0), work(2)]) == [None] * 3
+    hook.remove()
+    assert torch.equal(found.pop("other"), other)
+    assert_alike([found[0], found[2]], [expected[0], expected[2]])
+    assert len(brought) <= 8
+
+
+def test_a_prompt_with_padding_goes_by_itself(folder: Path) -> None:
+    model = load(split(folder), 0)
+    given = prompts()
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), given[0]], 1)
+    mask = torch.ones_like(padded)
+    mask[:, :3] = 0
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 5}
+    expected = model.generate(padded, attention_mask=mask, **options)
+    found: dict[int, Any] = {}
+
+    def one() -> None:
+        found[0] = model.generate(padded, attention_mask=mask, **options)
+
+    def other() -> None:
+        found[1] = generated(model, given[1])
+
+    assert run(model, [one, other]) == [None, None]
+    assert torch.equal(found[0], expected)
+    assert_alike([found[1]], [generated(model, given[1])])
+
+
+class Fails(LogitsProcessor):  # type: ignore[misc]
+    """Raises at the third token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] >= LENGTHS[1] + 2:
+            raise ZeroDivisionError("on purpose")
+        return scores
+
+
+def test_what_one_text_does_wrong_ends_it_alone(folder: Path) -> None:
+    """Its own code, ids that the model does not have, and more positions than it has."""
+    model = load(split(folder), 0)
+    given, found = prompts(), {}
+    unknown = torch.tensor([[5, 70_000, 9]])
+
+    def fails() -> None:
+        generated(model, given[1], logits_processor=LogitsProcessorList([Fails()]))
+
+    def goes_on() -> None:
+        found[2] = generated(model, given[2])
+
+    errors = run(model, [fails, goes_on, lambda: generated(model, unknown) and None])
+    assert isinstance(errors[0], ZeroDivisionError)
+    assert errors[1] is None
+    assert isinstance(errors[2], IndexError)
+    assert_alike([found[2]], [generated(model, given[2])])
+
+
+def test_gradients_are_as_the_caller_left_them(folder: Path) -> None:
+    """`generate` switches them off for the thread; those that end must not switch them on for others."""
+    model = load(split(folder), 0)
+    given, seen = prompts(), []
+    hook = model.register_forward_pre_hook(lambda module, args: seen.append(torch.is_grad_enabled()))
+    works = [lambda n=n: generated(model, given[n], new_tokens=2 + 3 * n) and None for n in range(3)]
+    assert run(model, works) == [None] * 3
+    hook.remove()
+    assert torch.is_grad_enabled()
+    assert seen
+    assert not any(seen)
+
+
+def test_another_thread_that_uses_the_model_meanwhile(folder: Path) -> None:
+    """With resident weights threads take no turns: the other thread gets the same results as alone."""
+    model = load(split(folder), ALL)
+    given, seen = prompts(), []
+    expected = generated(model, given[2])
+
+    def use(module: Any, args: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: seen.append(generated(model, given[2])))
+            thread.start()
+            thread.join()
+
+    hook = model.model.layers[1].register_forward_pre_hook(use)
+    works = [lambda n=n: generated(model, given[n], new_tokens=2) and None for n in range(2)]
+    assert run(model, works) == [None] * 2
+    hook.remove()
+    assert len(seen) == 2
+    for one in seen:
+        assert torch.equal(one.logits, expected.logits)
+
+
+def test_angles_that_depend_on_the_longest_text(tmp_path: Path) -> None:
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    plain = FAMILIES["llama"]
+    family = Family("llama", {**plain.settings, "rope_parameters": scaled, "max_position_embeddings": 64})
+    model = load(split(build_checkpoint(tmp_path / "model", family)), 0)
+    assert not can_be_packed(model)
+
+
+def test_a_model_that_is_not_what_its_family_was_goes_on_by_itself(folder: Path, caplog: Any) -> None:
+    """As with another version of transformers: those of that pass fail, later ones do not."""
+    model = load(split(folder), 0)
+    given, found = prompts(), {}
+    layer = model.model.layers[1].self_attn
+    ordinary = type(layer).forward
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs["past_key_values"]
+
+        class Copies:
+            def update(self, *new: Any) -> Any:
+                return tuple(one.clone() for one in cache.update(*new))
+
+        return ordinary(self, *args, **{**kwargs, "past_key_values": Copies()})
+
+    layer.forward = other.__get__(layer)
+    expected: list[Text] = [generated(model, given[0])]
+    passes = JointPasses(model)
+    lost = passes.add(lambda: generated(model, given[0]) and None)
+    passes.run(passes.members)
+    assert "other keys than the cache returned" in str(lost.error)
+
+    def again() -> None:
+        found[0] = generated(model, given[0])
+
+    passes.add(again)
+    while passes.members:
+        passes.run(passes.members)
+    passes.close()
+    assert "by itself" in caplog.text
+    assert_alike([found[0]], expected)
+
+
+ALONE = PACKABLE - {name + "_text" for name in WITH_IMAGES if name.startswith("qwen")}
+"""Types that stand by themselves; the others are only parts of models that see, too."""
+SHORT = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")
+"""Full attention alone, with sliding windows, attention by the model's own function, and latent attention."""
+SETTINGS: dict[str, Family] = {family.model_type: family for family in (*FAMILIES.values(), *HYBRIDS.values())}
+"""Where there are some in which windows are shorter than prompts; of the others those of the sweep are taken."""
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    family = SETTINGS.get(name)
+    if family is None:
+        build(folder, name)
+        return folder
+    return build_checkpoint(folder, family, tied=family.ties[0])
+
+
+def test_prompts_are_longer_than_windows() -> None:
+    assert sorted(LENGTHS)[1] > WINDOW
+
+
+_TEXT: dict[str, Any] = SMALL | {"head_dim": 16, "initializer_range": 0.08}
+_WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_ROTARY = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+_QWEN: dict[str, Any] = {"text_config": _TEXT | {"rope_parameters": _ROTARY}, "vision_config": _QWEN_VISION}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
+IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": _TEXT | _WINDOWS | {"num_hidden_layers": 4, "model_type": "gemma3_text"},
+        "vision_config": _VISION | {"model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+    },
+    "gemma4": {
+        "text_config": _TEXT
+        | _WINDOWS
+        | {"num_hidden_layers": 4, "model_type": "gemma4_text", "global_head_dim": 16, "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": SMALL["vocab_size"]},
+        "vision_config": None,
+        "audio_config": None,
+    },
+    "llava": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _VISION | {"model_type": "clip_vision_model"},
+    },
+    "mistral3": {
+        "text_config": _TEXT | {"model_type": "mistral", "sliding_window": WINDOW},
+        "vision_config": _VISION | {"model_type": "pixtral"},
+    },
+    "qwen2_vl": _QWEN | {"vision_config": _QWEN_VISION | {"hidden_size": 64}},
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN | {"text_config": _QWEN["text_config"] | _MOE},
+}
+"""Settings of models that see, too."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(WITH_IMAGES))
+def test_texts_of_models_that_see(tmp_path: Path, name: str) -> None:
+    tokens = {"image_token_id": 270, "image_token_index": 270, "video_token_id": 271}
+    config = transformers.AutoConfig.for_model(name, **IMAGES[name], **tokens)
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForImageTextToText
+    auto.from_config(config, dtype=torch.float32).eval().save_pretrained(tmp_path / "model")
+    model = load(split(tmp_path / "model"), 0)
+    assert can_be_packed(model)
+    given = prompts()
+    expected = alone(model, given)
+    with forwards(model) as rows:
+        assert_alike(together(model, given), expected)
+    assert rows[1] == 1 + 6 + 1
+
+
+def test_every_type_is_tried() -> None:
+    assert IMAGES.keys() == WITH_IMAGES
+    assert {name + "_text" for name in IMAGES if name.startswith("qwen")} <= PACKABLE
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in sorted(ALONE)]
+)
+def test_side_by_side(tmp_path: Path, name: str) -> None:
+    directory = split(checkpoint(tmp_path / "model", name))
+    for budget in (0,) if name in SHORT else (0, 1 << 34):
+        model = load(directory, budget)
+        assert can_be_packed(model)
+        given = prompts()
+        expected = alone(model, given)
+        with forwards(model) as rows:
+            assert_alike(together(model, given), expected)
+        assert rows[:2] == [LENGTHS[0] + 6 + LENGTHS[2], 1 + 6 + 1]

@@ -1,0 +1,222 @@
+"""Preempted requests get the tokens that they get alone, and continue where they were."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from rabbitllm.errors import OptionError
+from rabbitllm.generation import sequence
+from rabbitllm.generation.kv_cache import cost_by_cache, cost_by_config, keeps
+from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Limits, Request
+from rabbitllm.storage.durable import Step, observe_steps
+from tests.generation.asking import Asked, Open, alone, asked, prompt
+from tests.support.builders import FAMILIES, build_checkpoint, make_tokenizer
+from tests.support.tiny_models import plain_model, split
+
+CAUSAL = sorted(name for name, family in FAMILIES.items() if not family.encoder_decoder)
+SHOWN = ("llama", "gemma3", "qwen3_next")
+"""Layers that keep every token, windows, states."""
+LENGTHS = (12, 17, 9)
+NEW_TOKENS = 24
+ROOM_TOKENS = 20
+"""For each text, where they grow to 41."""
+
+each_family = pytest.mark.parametrize(
+    "family", [*SHOWN, *(pytest.param(name, marks=pytest.mark.long) for name in CAUSAL if name not in SHOWN)]
+)
+
+
+@pytest.fixture(autouse=True)
+def who_waits_begins_in_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "AHEAD_TOKENS", 4)
+
+
+@torch.no_grad()
+def limits(model: Any, **options: Any) -> Limits:
+    """Limits so low that sequences are preempted."""
+    config = model.config.get_text_config(decoder=True)
+    predicted = cost_by_config(config, model.dtype)
+    measured = None
+    if keeps(model):
+        cache = DynamicCache(config=config)
+        model(torch.tensor([prompt(9, 9)]), past_key_values=cache)
+        measured = cost_by_cache(cache)
+    room = len(LENGTHS) * (measured or predicted).bytes_for(ROOM_TOKENS)
+    return Limits(cache_bytes=max(room, predicted.bytes_for(max(LENGTHS) + 1)), chunk=24, **options)
+
+
+def endless(folder: Path, family: str, dtype: torch.dtype) -> Path:
+    """A checkpoint whose answers have all of their tokens, on every processor: none of them ends one."""
+    build_checkpoint(folder, family, dtype=dtype, tokenizer=False)
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(pad_token_id=0).save_pretrained(folder)
+    return folder
+
+
+def requests() -> list[Request]:
+    return [Request(prompt(length, length), NEW_TOKENS, likeliest=2) for length in LENGTHS]
+
+
+def assert_resumed(family: str, model: Any, facts: BatchStats) -> None:
+    """All of them; but of models without attention, whose caches do not tell how many tokens are in them."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    tells = any(isinstance(layer, DynamicLayer) for layer in layers)
+    assert facts.resumed == (facts.preempted if tells else 0)
+    assert facts.aside_bytes == 0
+    if family in SHOWN:
+        assert facts.preempted > 0
+        assert facts.aside_limit_bytes > 0
+
+
+@each_family
+def test_tokens_are_those_alone(tmp_path: Path, open_batch: Open, family: str) -> None:
+    folder = endless(tmp_path / family, family, torch.float32)
+    plain = plain_model(folder, dtype=torch.float32).eval()
+    batch, _ = open_batch(limits(plain), folder=split(folder))
+    for one in asked(batch, requests()):
+        assert one.tokens == alone(plain, one.request)
+    assert_resumed(family, plain, batch.facts)
+
+
+@each_family
+def test_exact_has_the_bits_of_one_that_made_no_way(tmp_path: Path, open_batch: Open, family: str) -> None:
+    folder = endless(tmp_path / family, family, torch.bfloat16)
+    plain = plain_model(folder, dtype=torch.bfloat16).eval()
+    batch, _ = open_batch(limits(plain, exact=True), folder=split(folder), dtype="bfloat16")
+    together = asked(batch, requests())
+    facts = batch.facts
+    assert_resumed(family, plain, facts)
+    if facts.resumed < facts.preempted:
+        return  # computed again as one prompt, which has other bits
+    for one in together:
+        (single,) = asked(batch, [one.request])
+        assert one.chosen == single.chosen
+    assert batch.facts.preempted == facts.preempted
+
+
+def test_a_prompt_that_is_half_computed_goes_on_from_there(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+    token_bytes = cost_by_config(plain.config, torch.float32).bytes_for(1)
+    chunk = 8
+    written: list[int] = []
+    batch, _ = open_batch(Limits(chunk=chunk, cache_bytes=88 * token_bytes, aside_folder=tmp_path))
+    with observe_steps(lambda step: written.append(len(step.data))):
+        for one in asked(batch, [Request(prompt(10, 10), 60), Request(prompt(70, 70), 4)]):
+            assert one.tokens == alone(plain, one.request)
+    assert batch.facts.resumed == batch.facts.preempted == 1
+    assert sum(written) // token_bytes in range(chunk, 70, chunk)
+
+
+def test_a_full_disk_has_them_computed_again(
+    open_batch: Open, plain: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def full(step: Step) -> None:
+        if step.path == tmp_path:
+            tried.append(step)
+            if step.offset:  # some of it was written
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = open_files()
+    with observe_steps(full):
+        batch, _ = open_batch(limits(plain, aside_folder=tmp_path))
+        several = asked(batch, requests())
+    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    facts = batch.facts
+    assert tried
+    assert (facts.resumed, facts.aside_bytes) == (0, 0)
+    assert facts.preempted > 0
+    assert caplog.text.count("computed again") == 1  # and not a line for each
+    assert open_files() == before
+
+
+def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+    seen: list[list[Path]] = []
+    before = open_files()
+    batch, _ = open_batch(limits(plain, aside_folder=tmp_path))
+    several = [Asked(request) for request in requests()]
+
+    def told(event: Event) -> None:
+        several[0].told(event)
+        if batch.facts.aside_bytes:
+            assert open_files() != before
+            seen.append(list(tmp_path.iterdir()))
+
+    for one in several:
+        batch.submit(one.request, told if one is several[0] else one.told)
+    for one in several:
+        one.wait()
+    batch.close()
+    assert several[0].finished.ended is FinishReason.LENGTH  # and not because `told` has raised
+    assert seen
+    assert not any(seen)
+    assert not list(tmp_path.iterdir())
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0], ids=["one", "all"])
+def test_who_is_cancelled_leaves_nothing_aside(
+    open_batch: Open, plain: Any, tmp_path: Path, seconds: float | None
+) -> None:
+    """The last one has been preempted when the first one has so many tokens."""
+    before = open_files()
+    batch, _ = open_batch(limits(plain, aside_folder=tmp_path))
+    several = [Asked(request) for request in requests()]
+    held: list[int] = []
+
+    def told(event: Event) -> None:
+        several[0].told(event)
+        if isinstance(event, Delta) and (aside := batch.facts.aside_bytes) and not held:
+            held.append(aside)
+            for one in several[1:] if seconds is None else several:
+                assert one.handle is not None
+                one.handle.cancel()
+
+    for one in several:
+        one.handle = batch.submit(one.request, told if one is several[0] else one.told)
+    for one in several:
+        one.wait()
+    assert held
+    assert {one.finished.ended for one in several[1:]} == {FinishReason.CANCELLED}
+    assert batch.facts.aside_bytes == 0
+    assert open_files() == before
+
+
+def test_none_is_swapped_out_where_that_is_switched_off(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+    steps: list[Step] = []
+    with observe_steps(steps.append):
+        batch, _ = open_batch(limits(plain, aside_bytes=0, aside_folder=tmp_path))
+        for one in asked(batch, requests()):
+            assert one.tokens == alone(plain, one.request)
+    assert not steps
+    assert batch.facts.resumed == 0 < batch.facts.preempted
+
+
+def test_without_a_disk_there_is_nowhere_to_go_from_ram(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rabbitllm.generation.cache_manager.usual_folder", lambda: None)
+    batch, _ = open_batch(limits(plain))
+    assert batch.facts.aside_limit_bytes == 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    for option in ({"aside_folder": tmp_path / "missing"}, {"aside_bytes": -1}):
+        with pytest.raises(OptionError):
+            Limits(**option)  # type: ignore[arg-type]
+
+
+def open_files() -> set[str]:
+    """That belong to no name; those of the test's own process."""
+    places = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return {os.readlink(place) for place in places if os.path.lexists(place) and "(deleted)" in os.readlink(place)}

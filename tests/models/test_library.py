@@ -1,0 +1,160 @@
+"""Split directories as they are found and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.errors import CheckpointNotFoundError, OptionError
+from rabbitllm.models.library import (
+    DAMAGED,
+    UNFINISHED,
+    WHOLE,
+    SplitEntry,
+    as_record,
+    below,
+    known,
+    look,
+    of_model,
+    one_of_model,
+)
+from rabbitllm.store import locations
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
+from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.splitting import Call, interrupted, occupied
+
+REPO = "org/rabbit"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_shards(tmp_path / "models" / "hare", cut(llama_tensors(), 3))
+
+
+def seen(folder: Path) -> SplitEntry:
+    found = look(folder)
+    assert found is not None
+    return found
+
+
+def test_a_whole_one(folder: Path) -> None:
+    made = Call(str(folder), compression="4bit", sequential=False).make()
+    found = seen(made)
+    files = len([*made.glob("*.safetensors")])
+    assert (found.name, found.state, found.compression, found.folder) == ("hare", WHOLE, "4bit", made)
+    assert (found.layers, found.layers_of) == (files, files)
+    assert found.nbytes == occupied(made)
+    assert (found.problem, found.legacy, found.commit) == (None, False, None)
+    assert set(as_record(found)) == {
+        *("name", "folder", "state", "source", "commit", "compression", "bytes", "layers", "layers_of", "shards"),
+        *("shards_used", "changed_at", "problem", "rabbitllm_1"),
+    }
+    json.dumps(as_record(found))
+
+
+def test_an_unfinished_one_says_what_is_missing(folder: Path) -> None:
+    made = interrupted(Call(str(folder), compression="8bit", sequential=False), shards=2)
+    found = seen(made)
+    assert (found.state, found.name, found.compression) == (UNFINISHED, "hare", "8bit")
+    assert (found.shards, found.shards_used) == (3, 2)
+    assert 0 < found.layers < found.layers_of
+    whole = seen(Call(str(folder), compression="8bit", sequential=False).make())
+    assert (whole.state, whole.layers) == (WHOLE, found.layers_of)
+
+
+def test_damaged_ones_are_listed_all_the_same(folder: Path) -> None:
+    made = Call(str(folder), sequential=False).make()
+    layer = next(iter(sorted(made.glob("*.safetensors"))))
+    content = layer.read_bytes()
+    layer.write_bytes(content[:-1])
+    assert (seen(made).state, seen(made).problem) == (
+        DAMAGED,
+        f"{layer.name} has {len(content) - 1:,} bytes instead of {len(content):,}",
+    )
+    layer.unlink()
+    assert seen(made).problem == f"{layer.name} is missing"
+    (made / MANIFEST_NAME).write_text("{")
+    assert seen(made).state == DAMAGED
+    assert MANIFEST_NAME in (seen(made).problem or "")
+    (made / MANIFEST_NAME).unlink()
+    (made / JOURNAL_NAME).write_text("nonsense\n")
+    assert (seen(made).state, seen(made).problem) == (DAMAGED, f"{JOURNAL_NAME} cannot be read back")
+
+
+def test_one_of_rabbitllm_1(tmp_path: Path) -> None:
+    folder = tmp_path / "hare" / "splitted_model.8bit"
+    folder.mkdir(parents=True)
+    for layer in ("model.norm", "lm_head"):
+        (folder / f"{layer}.safetensors").write_bytes(b"x" * 100)
+        (folder / f"{layer}.safetensors.done").touch()
+    found = seen(folder)
+    assert (found.name, found.state, found.compression, found.layers, found.legacy) == ("hare", WHOLE, "8bit", 2, True)
+    (folder / "lm_head.safetensors.done").unlink()
+    assert seen(folder).problem == "lm_head.safetensors has no .done marker"
+
+
+@pytest.mark.parametrize("what", ["nothing", "checkpoint", "file", "link"])
+def test_what_is_none(tmp_path: Path, folder: Path, what: str) -> None:
+    place = {"nothing": tmp_path / "no", "checkpoint": folder, "file": folder / "config.json"}.get(what)
+    if place is None:
+        place = tmp_path / "link"
+        place.symlink_to(Call(str(folder), sequential=False).make())
+    assert look(place) is None
+
+
+def test_those_below_a_folder(folder: Path) -> None:
+    made = [Call(str(folder), compression=c, sequential=False).make() for c in ("8bit", "4bit")]
+    assert [entry.folder for entry in below(folder.parent)] == made
+    assert [entry.folder for entry in below(folder)] == made
+    assert [entry.folder for entry in below(made[1])] == made[1:]
+    (folder.parent / "again").symlink_to(folder)
+    assert len(below(folder.parent)) == 2
+    with pytest.raises(CheckpointNotFoundError, match="There is no folder"):
+        below(folder / "nowhere")
+
+
+def test_those_of_a_repository(tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 2))
+    made = [Call(REPO, compression=c).make() for c in (None, "4bit")]
+    elsewhere = Call(REPO, str(tmp_path / "elsewhere"), compression="8bit").make()
+    assert [entry.folder for entry in known()] == made
+    commit = local_hub.commit(REPO)
+    assert {(entry.name, entry.commit) for entry in known()} == {(REPO, commit)}
+    local_hub.stop()  # from here on the hub cannot be reached
+    for name in (REPO, f"hf://{REPO}"):
+        assert [entry.folder for entry in of_model(name)] == made
+    assert [entry.folder for entry in of_model(REPO, "none")] == made[:1]
+    assert [entry.folder for entry in of_model(REPO, saving_path=tmp_path / "elsewhere")] == [elsewhere]
+    assert one_of_model(REPO, "4bit").folder == made[1]
+    with pytest.raises(OptionError, match=r"has 2 split directories here: none in .*; 4bit in"):
+        one_of_model(REPO)
+    with pytest.raises(OptionError, match="does not exist"):
+        of_model(REPO, "2bit")
+    with pytest.raises(CheckpointNotFoundError, match=f"Did you mean {REPO}"):
+        one_of_model("org/rabit")
+
+
+def test_those_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    made = Call(str(folder), compression="4bit", sequential=False).make()
+    elsewhere = Call(str(folder), str(tmp_path / "out"), sequential=False).make()
+    shard = next(folder.glob("*-of-*"))
+    assert [entry.folder for entry in of_model(str(folder))] == [made]
+    assert [entry.folder for entry in of_model(str(shard))] == [made]
+    assert [entry.folder for entry in of_model(str(made))] == [made]
+    assert [entry.folder for entry in of_model(str(folder), saving_path=tmp_path / "out")] == [elsewhere]
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_by_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(locations.HOME_VARIABLE, str(tmp_path / "home"))
+    monkeypatch.setattr(locations, "is_writable", lambda path: False)
+    made = Call(str(folder), sequential=False).make()
+    assert made.is_relative_to(tmp_path / "home")
+    assert [entry.folder for entry in of_model("hare")] == [made]
+    assert [entry.folder for entry in of_model(str(folder))] == [made]
+    assert of_model("har") == []

@@ -1,0 +1,231 @@
+"""A model made ready: what is on the disk before and after, from folders and from a local hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import hf_hub_download
+
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.errors import NotEnoughSpaceException, OptionError, UnknownArchitectureError
+from rabbitllm.models.library import WHOLE
+from rabbitllm.models.pull import Pulled, Shards, dry_run, dry_run_record, next_command, pull, pulled_record
+from rabbitllm.store import locations
+from tests.support.builders import build_checkpoint
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.load_requests import asked
+from tests.support.local_hub import LocalHub
+from tests.support.peak import Peak
+from tests.support.splitting import Call, Counter, contents, interrupted, layer_files
+from tests.support.ticks import observe_ticks
+
+REPO = "org/rabbit"
+SHARDS = 4
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "hare", "llama", shards=SHARDS)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, hub_environment: HubEnvironment) -> Path:
+    return build_checkpoint(tmp_path / "hub" / REPO, "llama", shards=SHARDS)
+
+
+def shards_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*-of-*"))
+
+
+def wished(name: str | Path, **options: Any) -> LoadRequest:
+    return asked(name, **{"compression": "4bit", "device": "cpu", **options})
+
+
+def test_a_folder_keeps_everything(folder: Path) -> None:
+    before = contents(folder)
+    made = pull(wished(folder))
+    assert {name: data for name, data in contents(folder).items() if not name.startswith("splitted_model")} == before
+    assert (made.shards, made.shards_at, made.before) == (Shards.KEPT, folder, False)
+    assert (made.entry.state, made.entry.folder, made.config_folder) == (
+        WHOLE,
+        folder / "splitted_model.4bit",
+        folder / "splitted_model.4bit",
+    )
+    assert made.peak_disk_bytes >= sum(map(len, layer_files(made.entry.folder).values())) / 2
+    again = pull(wished(folder))
+    assert (again.before, again.entry, again.peak_disk_bytes) == (True, made.entry, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "shards"),
+    [({"sequential": True}, Shards.DELETED), ({"delete_original": True}, Shards.DELETED)],
+)
+def test_a_folder_loses_its_shards_only_where_that_was_said(
+    folder: Path, options: dict[str, object], shards: Shards
+) -> None:
+    made = pull(wished(folder, **options))
+    assert made.shards is shards
+    assert shards_in(folder) == []
+
+
+def test_what_is_fetched_for_a_repository_is_not_kept(repository: Path, hub_environment: HubEnvironment) -> None:
+    made = pull(wished(REPO))
+    assert (made.shards, made.shards_at) == (Shards.FETCHED, None)
+    assert shards_in(hub_environment.home) == []
+    assert layer_files(made.entry.folder) == layer_files(Call(str(repository), compression="4bit").make())
+
+
+def test_what_was_in_the_cache_stays_there(
+    repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    names = shards_in(repository)
+    own = names[1]
+    path = Path(hf_hub_download(REPO, own))
+    data = path.read_bytes()
+    before = local_hub.downloads(own)
+    made = pull(wished(REPO))
+    assert local_hub.downloads(own) == before
+    assert path.read_bytes() == data
+    assert shards_in(hub_environment.home) == [own]
+    assert (made.shards, made.shards_at) == (Shards.PARTLY, path.parent)
+
+
+def test_the_peak_is_that_of_one_shard_at_a_time(repository: Path, hub_environment: HubEnvironment) -> None:
+    wish = wished(REPO, shard_transfer="file")
+    told = dry_run(wish)
+    assert told.route is not None
+    peak = Peak(hub_environment.home)
+    with observe_ticks(Counter(peak.look)):
+        made = pull(wish)
+    assert peak.most <= told.route.disk_bytes
+    checkpoint = sum((repository / name).stat().st_size for name in shards_in(repository))
+    assert peak.most < made.entry.nbytes + checkpoint
+
+
+def test_shards_are_kept_where_that_was_said(repository: Path, hub_environment: HubEnvironment) -> None:
+    made = pull(wished(REPO, keep_shards=True))
+    assert made.shards is Shards.KEPT
+    assert made.shards_at is not None
+    assert shards_in(made.shards_at) == shards_in(repository)
+
+
+def test_the_cache_loses_shards_only_where_that_was_said(repository: Path, hub_environment: HubEnvironment) -> None:
+    own = shards_in(repository)[0]
+    hf_hub_download(REPO, own)
+    assert pull(wished(REPO, sequential=True)).shards is Shards.FETCHED
+    assert shards_in(hub_environment.home) == []
+
+
+def test_an_interrupted_one_goes_on(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    first = shards_in(repository)[0]
+    made = interrupted(Call(REPO, compression="4bit"), 2)
+    found = dry_run(wished(REPO))
+    assert (found.outlook.state, found.outlook.shards_used, found.fits) == ("unfinished", 2, True)
+    fetched = local_hub.downloads(first)
+    assert pull(wished(REPO)).entry.folder == made
+    assert local_hub.downloads(first) == fetched
+
+
+def test_a_split_directory_is_whole_already(folder: Path) -> None:
+    made = pull(wished(folder)).entry.folder
+    found = pull(wished(made, compression=None))
+    assert (found.before, found.shards, found.entry.folder) == (True, None, made)
+
+
+def test_a_model_that_transformers_does_not_know_is_refused_before_it_is_split(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    with pytest.raises(UnknownArchitectureError):
+        pull(wished(folder))
+    assert not (folder / "splitted_model.4bit").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequential": True, "keep_shards": True}, "keeps them all"),
+        ({"compression": "3bit"}, "does not exist"),
+        ({"max_disk": "much"}, "is no size"),
+        ({"shard_transfer": "pigeon"}, "does not exist"),
+        ({"shard_transfer": "stream", "keep_shards": True}, "keeps no shard"),
+        ({"max_memory": {"gpu": 1}}, "names the device"),
+    ],
+)
+def test_wishes_that_cannot_be_fulfilled(folder: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        pull(wished(folder, **options))
+
+
+# Told beforehand
+
+
+@pytest.mark.parametrize("options", [{}, {"sequential": True}])
+def test_a_dry_run_of_a_folder_says_what_a_split_accepts(folder: Path, options: dict[str, object]) -> None:
+    before = contents(folder)
+    found = dry_run(wished(folder, **options))
+    assert found.fits
+    assert found.route is not None
+    need = found.route.created_bytes
+    short = dry_run(wished(folder, max_disk=need - 1, **options))
+    assert contents(folder) == before
+    assert not short.fits
+    assert dry_run_record(short)["lacking"]["need_bytes"] == need
+    with pytest.raises(NotEnoughSpaceException):
+        pull(wished(folder, max_disk=need - 1, **options))
+    made = pull(wished(folder, max_disk=need, **options))
+    assert dry_run(wished(folder, **options)).fits
+    assert made.entry.state == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("options", "routes"),
+    [
+        ({}, {"sequential_ahead", "sequential_file", "sequential_stream"}),
+        ({"shard_transfer": "stream"}, {"sequential_stream"}),
+        ({"shard_transfer": "file"}, {"sequential_ahead", "sequential_file"}),
+        ({"sequential": True}, {"sequential_ahead", "sequential_file", "sequential_stream"}),
+        ({"keep_shards": True}, {"standard"}),
+    ],
+)
+def test_routes_of_a_repository(
+    repository: Path, hub_environment: HubEnvironment, options: dict[str, object], routes: set[str]
+) -> None:
+    assert {route.name for route in dry_run(wished(REPO, **options)).routes} == routes
+
+
+def test_own_shards_take_room_where_they_stay(repository: Path, hub_environment: HubEnvironment) -> None:
+    for name in shards_in(repository):
+        hf_hub_download(REPO, name)
+    keeps, frees = dry_run(wished(REPO)).route, dry_run(wished(REPO, sequential=True)).route
+    assert keeps is not None
+    assert frees is not None
+    assert keeps.disk_bytes > frees.disk_bytes
+
+
+# What is said
+
+
+def test_records(folder: Path) -> None:
+    record = json.loads(json.dumps(pulled_record(pull(wished(folder)))))
+    assert (record["already_whole"], record["original"], record["state"]) == (False, "kept", WHOLE)
+    assert record["bytes"] > 0
+    assert json.loads(json.dumps(dry_run_record(dry_run(wished(folder)))))["fits"] is True
+
+
+def test_the_next_command_means_the_same_split(folder: Path, tmp_path: Path) -> None:
+    wish = wished(folder, folder=tmp_path / "my layers", access=HubAccess("v1"))
+    made: Pulled = pull(wished(folder, folder=tmp_path / "my layers"))
+    assert next_command(made, wish) == (
+        f"rabbitllm run {folder} --compression 4bit --dir '{tmp_path}/my layers' --revision v1 \"What is a rabbit?\""
+    )
+
+
+def test_the_usual_place_is_under_home(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    made = pull(wished(REPO)).entry
+    commit = local_hub.commit(REPO)
+    assert made.folder == locations.home() / "models--org--rabbit" / commit / "splitted_model.4bit"
+    assert (made.commit, made.name) == (commit, REPO)

@@ -1,0 +1,271 @@
+"""A split directory is removed, whole or not, and nothing else ever is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.errors import SplitError
+from rabbitllm.models.library import HALF_REMOVED, look
+from rabbitllm.models.remove import original_of, plan_removal, refuse_only_copy, remove
+from rabbitllm.splitter.lock import locked
+from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store import locations
+from rabbitllm.store.manifest import MANIFEST_NAME
+from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.splitting import Call, contents, interrupted, occupied
+
+SHARDS = 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_shards(tmp_path / "hare", cut(llama_tensors(), SHARDS))
+
+
+def split(folder: Path, **options: object) -> Path:
+    return Call(str(folder), **{"compression": "4bit", "sequential": False, **options}).make()  # type: ignore[arg-type]
+
+
+def test_a_whole_one_goes_and_its_checkpoint_stays(folder: Path) -> None:
+    before = contents(folder)
+    made = split(folder)
+    size = occupied(made)
+    plan = plan_removal(made)
+    assert plan.nbytes == size
+    assert remove(plan) == pytest.approx(size, abs=3 * 4096)
+    assert contents(folder) == before
+    assert not made.exists()
+    assert split(folder) == made  # and can be made again
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_unfinished_one_goes_too(folder: Path, shards: int) -> None:
+    before = contents(folder)
+    made = interrupted(Call(str(folder), compression="8bit", sequential=False), shards)
+    remove(plan_removal(made))
+    assert contents(folder) == before
+
+
+def test_one_of_a_repository_takes_its_own_folders_along(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    build_checkpoint(tmp_path / "hub" / "org/rabbit", "llama", shards=2)
+    made = [Call("org/rabbit", compression=c).make() for c in (None, "4bit")]
+    remove(plan_removal(made[0]))
+    assert made[1].exists()
+    remove(plan_removal(made[1]))
+    assert not made[1].parent.exists()
+    assert [path.name for path in (locations.home() / "models--org--rabbit").iterdir()] == ["refs"]
+
+
+def test_one_of_rabbitllm_1_goes(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "hare", "llama")
+    before = contents(folder)
+    old = folder / "splitted_model"
+    old.mkdir()
+    (old / "lm_head.safetensors").write_bytes(b"x")
+    (old / "lm_head.safetensors.done").touch()
+    plan = plan_removal(old)
+    assert original_of(plan.entry).there
+    remove(plan)
+    assert contents(folder) == before
+
+
+# What is refused, with nothing touched
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "a file": lambda made: (made / "notes.md").write_text("mine"),
+    "a text": lambda made: _later(made, made / "notes.txt"),
+    "another layer": lambda made: (made / "adapter.safetensors").write_bytes(b"mine"),
+    "a folder": lambda made: (made / "mine").mkdir(),
+    "a link": lambda made: (made / "model.extra.safetensors").symlink_to("/etc/hosts"),
+    "a link instead of a config": lambda made: _linked(made / "config.json"),
+    "a pipe": lambda made: os.mkfifo(made / "pipe.json"),
+}
+
+
+def _later(made: Path, path: Path) -> None:
+    path.write_text("mine")
+    written = (made / MANIFEST_NAME).stat().st_mtime
+    os.utime(path, (written + 10, written + 10))
+
+
+def _linked(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/hosts")
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_something_foreign_inside(folder: Path, what: str) -> None:
+    made = split(folder)
+    FOREIGN[what](made)
+    before = sorted(made.rglob("*"))
+    with pytest.raises(SplitError, match="1 thing in it that RabbitLLM did not put there"):
+        plan_removal(made)
+    assert sorted(made.rglob("*")) == before
+
+
+def test_configs_may_have_been_edited(folder: Path) -> None:
+    made = split(folder)
+    _later(made, made / "config.json")
+    remove(plan_removal(made))
+    assert not made.exists()
+
+
+def test_what_is_no_split_directory(folder: Path, tmp_path: Path) -> None:
+    for place in (folder, tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SplitError, match="is no split directory"):
+            plan_removal(place)
+    made = split(folder)
+    (tmp_path / "link").symlink_to(made)
+    with pytest.raises(SplitError, match="is a link, to"):
+        plan_removal(tmp_path / "link")
+    (made / MANIFEST_NAME).write_text("{}")
+    with pytest.raises(SplitError, match="cannot be told apart"):
+        plan_removal(made)
+    assert made.exists()
+
+
+def test_one_that_is_worked_on(folder: Path) -> None:
+    made = split(folder)
+    plan = plan_removal(made)
+    code = f"""
+import sys
+from pathlib import Path
+from rabbitllm.splitter.lock import locked
+with locked(Path({str(made)!r})):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        before = contents(made)
+        with pytest.raises(SplitError, match=rf"is being worked on by process {other.pid}"):
+            remove(plan)
+        assert contents(made).keys() == before.keys()
+        other.communicate("")
+    remove(plan)
+    assert not made.exists()
+
+
+def test_one_that_changed_since_it_was_looked_at(folder: Path) -> None:
+    made = split(folder)
+    plan = plan_removal(made)
+    (made / "tokenizer.json").write_text("{}")
+    with pytest.raises(SplitError, match="has changed meanwhile"):
+        remove(plan)
+    assert (made / MANIFEST_NAME).exists()
+
+
+def test_the_lock_is_held_during_a_removal(folder: Path) -> None:
+    made = split(folder)
+    held: list[bool] = []
+
+    def watch(step: Step) -> None:
+        if step.kind == "unlink" and not held:
+            held.append((made / ".lock").exists())
+
+    with observe_steps(watch):
+        remove(plan_removal(made))
+    assert held == [True]
+    with locked(made):
+        pass
+
+
+# A crash at any step leaves something that is never taken for whole, and that can be removed again
+
+
+@pytest.mark.parametrize("kind", ["whole", "unfinished"])
+def test_a_crash_at_any_step(folder: Path, tmp_path: Path, kind: str) -> None:
+    before = contents(folder)
+    call = Call(str(folder), compression="4bit", sequential=False)
+    made = call.make() if kind == "whole" else interrupted(call, 2)
+    kept = shutil.copytree(made, tmp_path / "kept")
+    steps: list[Step] = []
+    plan = plan_removal(made)
+    with observe_steps(steps.append):
+        remove(plan)
+    assert len(steps) > 10
+    for number, step in enumerate(steps):
+        shutil.copytree(kept, made)
+        seen: list[Step] = []
+
+        def crash(step: Step, at: int = number, seen: list[Step] = seen) -> None:
+            if len(seen) == at:
+                raise KeyboardInterrupt
+            seen.append(step)
+
+        plan = plan_removal(made)
+        with observe_steps(crash), pytest.raises(KeyboardInterrupt):
+            remove(plan)
+        left = look(made)
+        if left is None:  # nothing of it is there any more
+            assert contents(folder) == before, step
+            shutil.rmtree(made, ignore_errors=True)
+            continue
+        assert left.state == HALF_REMOVED or number == 0
+        remove(plan_removal(made))
+        assert contents(folder) == before, step
+
+
+# Is it the only copy?
+
+
+def test_a_kept_original_is_recognised(folder: Path, tmp_path: Path) -> None:
+    beside = plan_removal(split(folder))
+    assert original_of(beside.entry).where == f"in {folder}"
+    elsewhere = plan_removal(split(folder, saving_path=str(tmp_path / "out")))
+    assert not original_of(elsewhere.entry).there
+    assert original_of(elsewhere.entry, folder).there
+    refuse_only_copy(elsewhere, original_of(elsewhere.entry, folder))
+
+
+def test_a_used_up_original_makes_it_the_only_copy(folder: Path) -> None:
+    plan = plan_removal(split(folder, sequential=True))
+    original = original_of(plan.entry)
+    assert (original.there, f"{SHARDS} of its {SHARDS} shards not in {folder}" in original.where) == (False, True)
+    with pytest.raises(SplitError, match="may be the only copy") as caught:
+        refuse_only_copy(plan, original)
+    assert "--only-copy" in caught.value.remedy
+
+
+def test_other_weights_of_the_same_name_are_not_the_original(folder: Path) -> None:
+    plan = plan_removal(split(folder))
+    write_shards(folder, cut(llama_tensors(seed=9), SHARDS))
+    assert not original_of(plan.entry).there
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_of_an_unfinished_one_only_what_is_used_up_counts(folder: Path, sequential: bool) -> None:
+    made = interrupted(Call(str(folder), compression="4bit", sequential=sequential), 2)
+    found = original_of(plan_removal(made).entry)
+    assert found.there is not sequential
+    if sequential:
+        assert "2 of its 2 shards not in" in found.where
+
+
+def test_a_repository_is_taken_to_be_there(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    build_checkpoint(tmp_path / "hub" / "org/rabbit", "llama")
+    entry = plan_removal(Call("org/rabbit").make()).entry
+    assert original_of(entry).there
+    assert "on the hub, org/rabbit at commit" in original_of(entry).where
+
+
+def test_of_rabbitllm_1_the_checkpoint_around_it_is_the_original(tmp_path: Path) -> None:
+    old = tmp_path / "hare" / "splitted_model"
+    old.mkdir(parents=True)
+    (old / "lm_head.safetensors").write_bytes(b"x")
+    (old / "lm_head.safetensors.done").touch()
+    plan = plan_removal(old)
+    assert not original_of(plan.entry).there
+    build_checkpoint(old.parent, "llama")
+    assert original_of(plan.entry).there
