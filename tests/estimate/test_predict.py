@@ -30,7 +30,7 @@ from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.products import WorkingSet
 from rabbitllm.estimate.reading import FileSample
 from rabbitllm.store.layer_store import WeightFiles
-from tests.splitter.test_planned_files import planned
+from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.hybrid_families import HYBRIDS

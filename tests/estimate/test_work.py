@@ -12,7 +12,7 @@ from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.estimate.work import Product, UnitWork, shapes, work_of
-from tests.splitter.test_planned_files import planned
+from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 
 
