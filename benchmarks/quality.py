@@ -38,10 +38,8 @@ from rabbitllm import AutoModel
 from rabbitllm.demo.prose import held_out_prose
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.evaluation.compare import compare
-from rabbitllm.evaluation.divergence import Summary, at_positions, summary_of
-from rabbitllm.evaluation.quality import answers_of, text_of, windows
-from rabbitllm.evaluation.report import number
+from rabbitllm.evaluation.compare import Summary, at_positions, compare, summary_of
+from rabbitllm.evaluation.quality import answers_of, number, text_of, windows
 from rabbitllm.generation.scoring import ScoredText
 
 WINDOW, TOKENS, PROBLEMS = 128, 4096, 400

@@ -5,19 +5,34 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.options import expand, parse_size
-from rabbitllm.batch_jobs.installed import check_installed
-from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling
-from rabbitllm.batch_jobs.lines import pooling_of
-from rabbitllm.batch_jobs.spool import STDIN
+from rabbitllm.batch_jobs.inputs import STDIN, InputScan
+from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
 from rabbitllm.errors import system_errors_by_name
 
 if TYPE_CHECKING:
-    from rabbitllm.batch_jobs.run import Progress
+    from rabbitllm.batch_jobs.display import Progress
+import importlib.util
+
+from rabbitllm.errors import MissingPackageError
+
+
+def check_installed() -> None:
+    """Check for the packages that only batches need; imports none of them.
+
+    Raises:
+        MissingPackageError: greenlet, by which lines share passes, is not installed.
+    """
+    if importlib.util.find_spec("greenlet") is None:
+        raise MissingPackageError(
+            "A batch needs the package greenlet, which is not installed.",
+            'Install what it needs: pip install ".[batch]" in a copy of the repository.',
+        )
 
 
 @system_errors_by_name()
@@ -76,16 +91,16 @@ def batch(
     """
     check_installed()
 
-    from rabbitllm.batch_jobs.work import BatchJob, Ready, loading, settings_of, work
+    from rabbitllm.batch_jobs.job import BatchJob, work
+    from rabbitllm.batch_jobs.loading import BatchModel, loaded, settings_of, wish_of
 
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
     defaults = Defaults(max_new_tokens, temperature, top_p, seed, texts, pooling_of(pooling), normalise)
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
+    load: Callable[[InputScan], BatchModel]
     if isinstance(model, str | os.PathLike):
-        from rabbitllm.batch_jobs.loading import wish_of
-
         name = str(model)
         wish = wish_of(
             name,
@@ -95,10 +110,15 @@ def batch(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        load, said = loading(wish, limits, dtype=dtype), settings_of(wish, dtype)
+        load = partial(loaded, wish, limits=limits, dtype=dtype)
+        said = settings_of(wish, dtype)
     else:
         name = str(model.name_or_path)
-        load, said = lambda survey: Ready(model), {"dtype": str(model.dtype).removeprefix("torch.")}
+
+        def load(survey: InputScan) -> BatchModel:
+            return BatchModel(model)
+
+        said = {"dtype": str(model.dtype).removeprefix("torch.")}
     if isinstance(inputs, str | os.PathLike) and str(inputs) != STDIN:
         inputs = expand(Path(inputs))
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item
+from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
 from rabbitllm.errors import MissingPackageError
 from rabbitllm.generation.request import (
     Delta,
@@ -209,10 +209,11 @@ def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, 
     return {"id": _new("batch_req_"), "custom_id": item.key, "response": response, "error": None}
 
 
-def refused_line(item: Item, message: str, code: str, *, as_call: bool) -> Mapping[str, Any]:
+def refused_line(item: Item) -> Mapping[str, Any]:
     """The output line of an unreadable input line."""
-    error = {"code": code, "message": message}
-    if as_call:
+    assert isinstance(item.asked, Refused)
+    error = {"code": item.asked.code, "message": item.asked.message}
+    if item.asked.as_call:
         return {"id": _new("batch_req_"), "custom_id": item.key, "response": None, "error": error}
     return {"id": item.key, "error": error}
 

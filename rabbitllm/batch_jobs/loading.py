@@ -7,17 +7,20 @@ together, up to half of the free memory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import transformers
 from rich.console import Console
 
-from rabbitllm.batch_jobs.input_scan import InputScan
-from rabbitllm.batch_jobs.order import CHARACTERS_OF_A_TOKEN, GENERATIONS
+from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, GENERATIONS, InputScan
+from rabbitllm.batch_jobs.items import JobLimits
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.devices import resolve_devices
@@ -50,8 +53,8 @@ class BatchModel:
     """
 
     model: Any
-    cache_bytes: int | None
-    folder: Path | None
+    cache_bytes: int | None = None
+    folder: Path | None = None
     weights: str | None = None
 
 
@@ -69,46 +72,47 @@ def wish_of(name: str, *, compression: str | None = None, revision: str | None =
 
 
 def loaded(
-    wish: Wish,
-    console: Console,
-    survey: InputScan,
-    sequences: int,
-    *,
-    split: bool = True,
-    dtype: str | None = None,
-    cache_bytes: int | None = None,
+    wish: Wish, survey: InputScan, limits: JobLimits, *, split: bool = True, dtype: str | None = None
 ) -> BatchModel:
     """Load the model.
 
     Args:
         wish: the model and the options for loading it.
-        console: receives the progress messages.
         survey: the scan of the input.
-        sequences: limit of lines answered at a time.
+        limits: limits of the batch; without one of the KV cache it gets the need of the lines, up to half of the free
+            memory.
         split: False to stream from the checkpoint's own shards without writing anything.
         dtype: the dtype to compute in; None for the config's.
-        cache_bytes: limit of the KV cache; None for the need of the lines, up to half of the free memory.
 
     Raises:
         RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
     """
-    found = pulled(wish) if split else None
-    is_said = cache_bytes is not None
-    pass_bytes = 0
-    if found is not None and wish.max_memory is None:
-        lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
-        free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
-        config = read_config(found.config_folder, wish.trust_remote_code)
-        if cache_bytes is None:
-            cache_bytes = min(needed_bytes(config, lengths, sequences, dtype), free // CACHE_SHARE) or None
-        pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // MAX_PASS_SHARE)
-    weights = with_room(wish, cache_bytes, pass_bytes)
-    model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
-    if cache_bytes is not None and not is_said:  # less may be free now than was predicted
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
+        found = pulled(wish) if split else None
+        cache_bytes, pass_bytes = limits.cache_bytes, 0
+        if found is not None and wish.max_memory is None:
+            lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
+            free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
+            config = read_config(found.config_folder, wish.trust_remote_code)
+            if cache_bytes is None:
+                needed = needed_bytes(config, lengths, limits.sequences, dtype)
+                cache_bytes = min(needed, free // CACHE_SHARE) or None
+            texts = min(len(lengths), limits.sequences)
+            pass_bytes = min(good_pass_bytes(config, texts, dtype), free // MAX_PASS_SHARE)
+        fitting = replace(wish, max_memory=with_room(wish, cache_bytes, pass_bytes))
+        console = Console(stderr=True, highlight=False)
+        model = load(fitting, found, console, dtype=dtype, show_layer_progress=False)
+    transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
+    if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
         cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
     if found is None:
-        return BatchModel(model, cache_bytes, None)
+        return BatchModel(model, cache_bytes)
     return BatchModel(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
+
+
+def settings_of(wish: Wish, dtype: str | None) -> dict[str, Any]:
+    """The settings of a model that change answers, without its name."""
+    return {"compression": wish.compression, "revision": wish.access.revision, "dtype": dtype}
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rabbitllm
-from rabbitllm.batch_jobs.run import Progress
+from rabbitllm.batch_jobs.display import Progress
 from rabbitllm.errors import InputError, OptionError, ResultsError
 from tests.batch_jobs.test_generation import alone
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.batch_jobs.answering import answers
+from rabbitllm.batch_jobs.answers import answers
 from rabbitllm.batch_jobs.items import BatchCall, Choose, Defaults, Embed, Item, JobLimits, ScoreItem
 
 CLOSE = 1e-4

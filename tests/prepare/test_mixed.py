@@ -30,7 +30,7 @@ from rabbitllm.splitter.split import split
 from rabbitllm.store.chosen import BitAllocation
 from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, is_fitted, read_manifest
 from rabbitllm.store.verify import verify
-from tests.ray.test_fill import Here
+from tests.ray.test_shards import Here
 from tests.splitter.conftest import crash_server as crash_server
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.crashes import KILLED, CrashServer

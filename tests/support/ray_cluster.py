@@ -23,7 +23,7 @@ import pytest
 from rabbitllm.batch_jobs.items import BatchAnswer, Item
 from rabbitllm.errors import HubError
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
-from rabbitllm.ray.ray_shard_executor import fill_from
+from rabbitllm.ray.shards import fill_from
 from rabbitllm.splitter.lease import Lease
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.work import SplitWork

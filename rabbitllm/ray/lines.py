@@ -1,8 +1,10 @@
-"""Lines of a batch, answered by actors of a Ray cluster, each with a model loaded once.
+"""`rabbitllm batch --ray`: unanswered lines of a journal, answered by actors of a Ray cluster.
 
-Each answer reaches this process as soon as it is complete, and is the only one for its line. A line is assigned to
-one worker; only if that worker is lost, its unanswered lines are assigned to another one. Why actors and not Ray
-Data, whose unit is a block of rows, is in docs/CLUSTER.md.
+The input is read and the results are written here, by one process, as without a cluster: so the order is kept, each
+line gets one answer, and a batch begun on a cluster can be finished without it. Each answer reaches this process as
+soon as it is complete. A line is assigned to one worker, which has loaded its model once; only if that worker is lost,
+its unanswered lines are assigned to another one. Why actors and not Ray Data, whose unit is a block of rows, is in
+docs/CLUSTER.md.
 """
 
 from __future__ import annotations
@@ -15,11 +17,123 @@ from dataclasses import dataclass
 from typing import Any
 
 from rabbitllm.base.terminal import counted
-from rabbitllm.batch_jobs.items import BatchAnswer, Item
-from rabbitllm.errors import ClusterError, RabbitLLMError
+from rabbitllm.batch_jobs.inputs import InputScan
+from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
+from rabbitllm.batch_jobs.journal import BatchJournal
+from rabbitllm.batch_jobs.loading import digest_of
+from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
+from rabbitllm.models.pull.make import Wish
 from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
-from rabbitllm.ray.chunks import WorkerPool
-from rabbitllm.ray.cluster import say
+from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
+
+
+def answering_on(
+    address: str,
+    wish: Wish,
+    name: str,
+    limits: JobLimits,
+    *,
+    workers: int | None = None,
+    split: bool = True,
+    dtype: str | None = None,
+) -> Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]]:
+    """A function that provides the answers missing in a journal.
+
+    Args:
+        address: see `cluster.connected`.
+        wish: the model.
+        name: the model's name as the user gave it.
+        limits: limits of the batch of one worker.
+        workers: see `staff_of`.
+        split, dtype: see `batch_jobs.loading.loaded`.
+
+    Raises:
+        ClusterError, OptionError: see `connected`, `check_machines`, `staff_of`, `RayAnswers`; raised on first use.
+        ResultsError: the journal was begun with other weights.
+    """
+
+    def elsewhere(survey: InputScan, journal: BatchJournal) -> Generator[list[BatchAnswer]]:
+        order = [int(index) for index in survey.ordered(journal.missing())]
+        with connected(address) as nodes:
+            staff = staff_of(nodes, workers)
+            check_machines(nodes, None, [], quantizes=wish.compression is not None)
+            say(f"{counted(len(nodes), 'machine')}, {counted(staff.workers, 'worker')}; they get the model ready …")
+            job = WorkerJob(
+                everywhere(wish), name, limits, split, dtype, _longest(survey, limits.sequences), staff.share
+            )
+            chunks = in_chunks(order, staff.workers, limits.sequences)
+
+            def check(about: WorkerInfo) -> None:
+                if (weights := digest_of(about.source)) is not None:
+                    journal.check_weights(weights)
+
+            yield from RayAnswers(staff, job, check=check).answered(chunks, survey.item)
+
+    return elsewhere
+
+
+def _longest(survey: InputScan, count: int) -> tuple[tuple[int, int], ...]:
+    found = sorted(zip(survey.lengths, survey.kinds, strict=True), reverse=True)
+    return tuple((int(length), int(kind)) for length, kind in found[:count])
+
+
+PASSFULS = 4
+"""Limit of a chunk, in full passes: the last passes of each chunk are not full."""
+TURNS = 2
+"""Minimum of chunks per worker, if there are enough lines: a slow worker then delays the end less."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPool:
+    """The workers of a batch.
+
+    Attributes:
+        workers: number of workers.
+        cpus, gpus: reserved by Ray for each.
+        share: limit of workers on one machine.
+    """
+
+    workers: int
+    cpus: int
+    gpus: int
+    share: int
+
+
+def staff_of(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool:
+    """A worker for each GPU; where there is none, one for each machine.
+
+    Args:
+        nodes: the machines.
+        workers: number wanted by the user; None for the default.
+
+    Raises:
+        OptionError: the number is below 1, or above the number of processors or GPUs.
+    """
+    gpus, cpus = sum(node.gpus for node in nodes), sum(node.cpus for node in nodes)
+    count = (gpus or len(nodes)) if workers is None else workers
+    most = gpus or cpus
+    if not 1 <= count <= most:
+        kind = "GPUs" if gpus else "processors"
+        raise OptionError(
+            f"--ray-workers {count} does not suit a cluster of {most} {kind}.", f"Say 1 to {most}, or leave it out."
+        )
+    if gpus:
+        return WorkerPool(count, 1, 1, min(count, max(node.gpus for node in nodes)))
+    share = -(-count // len(nodes))
+    return WorkerPool(count, max(1, min(node.cpus for node in nodes) // share), 0, share)
+
+
+def in_chunks(order: Sequence[int], workers: int, sequences: int) -> list[list[int]]:
+    """Split lines, in the given order, into chunks of equal length; the last one may be shorter.
+
+    Args:
+        order: indices of lines.
+        workers: number of workers, each of which answers one chunk after the other.
+        sequences: limit of lines in one pass.
+    """
+    size = max(1, min(PASSFULS * sequences, -(-len(order) // (workers * TURNS))))
+    return [list(order[at : at + size]) for at in range(0, len(order), size)]
+
 
 POLL_SECONDS = 0.5
 PLACE_SECONDS, SAY_AGAIN_SECONDS = 10.0, 60.0

@@ -9,8 +9,8 @@ import pytest
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import OptionError
 from rabbitllm.ray.answerer import WorkerInfo
-from rabbitllm.ray.chunks import PASSFULS, WorkerPool, in_chunks, staff_of
 from rabbitllm.ray.cluster import Node
+from rabbitllm.ray.lines import PASSFULS, WorkerPool, in_chunks, staff_of
 from rabbitllm.store.chosen import BitAllocation
 
 

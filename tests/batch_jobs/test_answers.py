@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.batch_jobs.answering import answered, answers
+from rabbitllm.batch_jobs.answers import answered, answers
 from rabbitllm.batch_jobs.items import BatchCall, Defaults, Generate, Item, JobLimits, Refused
 from rabbitllm.generation.swap import usual_folder
 from tests.support.builders import VOCABULARY_SIZE

@@ -1,4 +1,4 @@
-"""Shards filled into layer files by tasks of a Ray cluster.
+"""`rabbitllm pull --ray`: shards filled into layer files by tasks of a Ray cluster, in a shared folder.
 
 Ray runs a task again if its worker or machine died. `splitter/shard_loop.py` decides what is durable, which layers
 are complete and which shards may be deleted.
@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.base.terminal import counted
 from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
-from rabbitllm.ray.cluster import Node
-from rabbitllm.ray.node_check import check_machines
+from rabbitllm.models.pull.make import Pulled, Wish, pull
+from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
 from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.lease import Lease, LeaseCheck, granted, revoke
 from rabbitllm.splitter.mover import FillTarget, Mover
@@ -206,3 +207,21 @@ def _wait_for_end(references: Sequence[Any]) -> None:
 
         with contextlib.suppress(Exception):  # the error that led here is the one to report
             ray.wait(list(references), num_returns=len(references), timeout=STOP_SECONDS)
+
+
+def pull_on(address: str, wish: Wish, at_once: int | None = None) -> Pulled:
+    """Like `pull`, but a Ray cluster fills the layer files.
+
+    Args:
+        address: see `connected`.
+        wish: the model and the options for preparing it.
+        at_once: limit of shards in work at a time; None for as many as the processors of the machines allow.
+
+    Raises:
+        ClusterError: the cluster does not answer, or a machine cannot take part; nothing was changed.
+        RabbitLLMError: see `pull`.
+    """
+    with connected(address) as nodes:
+        executor = RayShardExecutor(nodes, at_once, quantizes=wish.compression is not None)
+        say(f"{counted(len(nodes), 'machine')}, up to {counted(executor.at_once, 'shard')} at a time")
+        return pull(everywhere(wish), executor)
