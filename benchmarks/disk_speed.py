@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rabbitllm.formats.positional import page_aligned
+from rabbitllm.storage.files import page_aligned
 
 THREADS = 4
 CHUNK_BYTES = 4 << 20

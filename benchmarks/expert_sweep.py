@@ -20,7 +20,7 @@ from benchmarks.expert_policies import Clairvoyant, Frequency, Outcome, Policy, 
 from benchmarks.expert_trace import Ids, Trace
 from benchmarks.report import Table
 from benchmarks.routing import Habits
-from rabbitllm.engine.expert_cache import ExpertCache
+from rabbitllm.engine.expert_pool import ExpertCache
 
 SIZES = (0.12, 0.20, 0.45)
 """Of all experts; the share of the engine's cache under a cap of 25 % of the weights is about the second."""

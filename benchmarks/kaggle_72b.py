@@ -38,7 +38,7 @@ from benchmarks.published import Checkpoint, checkpoint, max_disk
 from benchmarks.rehearsal import RehearsalError, Setting, rehearse
 from benchmarks.rehearsal_report import Outcome, Surroundings, notes_on, write
 from rabbitllm.base.options import parse_size
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import verify
 
 MODES = ("file", "stream", "auto")
 DEFAULT_MODEL = "qwen2.5-72b"

@@ -44,8 +44,7 @@ def main() -> None:
     from torch.distributed import ProcessGroupGloo  # noqa: F401
 
     from rabbitllm import AutoModel, Hosts
-    from rabbitllm.engine.budgets import default_budget
-    from rabbitllm.engine.devices import CpuDevice
+    from rabbitllm.engine.devices import CpuDevice, default_budget
 
     print(json.dumps({"ready": {"torch": torch.__version__, "transformers": transformers.__version__}}), flush=True)
     sys.stdin.readline()

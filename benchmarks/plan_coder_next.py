@@ -33,20 +33,17 @@ from benchmarks.report import Table, describe_machine
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
-from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
-from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
-from rabbitllm.engine.placement import Budget
-from rabbitllm.engine.placing import place
+from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, unit_costs
+from rabbitllm.engine.placement import Budget, place
 from rabbitllm.estimate.generation import PROMPT_TOKENS, Experts
 from rabbitllm.estimate.predict import experts_of
 from rabbitllm.estimate.routing import RoutedWork, routed_work
 from rabbitllm.estimate.work import UnitWork, work_of
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
-from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.disk_budget import ShardTransfer, disk_use
+from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, make_plan
 
 GIB = 1 << 30
 VRAM_BYTES = int(15 * GIB * 0.9) - 15 * GIB // 16

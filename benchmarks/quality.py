@@ -35,12 +35,12 @@ from benchmarks.peers import PeerError
 from benchmarks.scatter import Point, draw
 from benchmarks.work_folder import fresh_folder
 from rabbitllm import AutoModel
-from rabbitllm.demo.prose import held_out_prose
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.evaluation.compare import Summary, at_positions, compare, summary_of
 from rabbitllm.evaluation.quality import answers_of, number, text_of, windows
 from rabbitllm.generation.scoring import ScoredText
+from tools.demo_prose import held_out_prose
 
 WINDOW, TOKENS, PROBLEMS = 128, 4096, 400
 ASKED = 32

@@ -15,7 +15,7 @@ from benchmarks.disk_speed import THREADS
 from benchmarks.rehearsal import Rehearsal, Setting, layer_bytes
 from benchmarks.sampler import INTERVAL_SECONDS, peak_of, thinned
 from benchmarks.spot_check import SpotCheck, named
-from rabbitllm.store.verify import Verification
+from rabbitllm.store.layer_store import Verification
 
 MAX_POINTS = 600
 """Of the curve that is kept."""

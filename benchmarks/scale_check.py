@@ -18,8 +18,7 @@ from benchmarks import checkpoint, even_experts
 from benchmarks.scale_facts import EPYC, XEON, Figure, Host
 from benchmarks.scale_pace import Pass, pass_over
 from benchmarks.scale_shape import DENSE, Drawn, draw, shape_of, shape_of_config
-from rabbitllm.engine.budgets import default_budget
-from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.devices import CpuDevice, default_budget
 from rabbitllm.estimate.pass_estimator import Strain
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -21,12 +21,10 @@ import torch
 from benchmarks.plan_coder_next import PaperGpu
 from benchmarks.scale_facts import Host
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
-from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
-from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost
-from rabbitllm.engine.placing import place
+from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, unit_costs
+from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost, place
 from rabbitllm.estimate.doctor.models import published
 from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.outline import Outline
@@ -35,7 +33,7 @@ from rabbitllm.estimate.routing import RoutedWork, by_unit, routed_work
 from rabbitllm.estimate.stretched import stretched
 from rabbitllm.estimate.work import Product, UnitWork, work_of
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.plan import PlannedFiles
 
 DENSE, MIXTURE = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen3-Coder-Next"
 MODELS = (DENSE, MIXTURE)

@@ -291,7 +291,7 @@ def _load_layered(job: dict[str, Any], gpu: Any) -> Any:
     limits = {"max_memory": _limits(job, 0)} if job["is_ours"] else {}
     if job["is_ours"] and job["told_ram"] is not None:
         # where no control group says it: else it would read through a page cache that is emptied behind it
-        importlib.import_module("rabbitllm.engine.costs").available_ram = lambda: job["told_ram"]
+        importlib.import_module("rabbitllm.engine.load_plan").available_ram = lambda: job["told_ram"]
     dtype = job["dtype"] if job["is_ours"] else getattr(torch, job["dtype"])
     return package.AutoModel.from_pretrained(
         job["checkpoint"], device=gpu.device, dtype=dtype, **limits, **job["options"]

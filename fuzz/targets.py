@@ -21,13 +21,11 @@ import torch
 
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.pickle_reader import list_opcodes
-from rabbitllm.formats.recognise import recognise
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, TensorToWrite, encode_header, header_length, parse_header
 from rabbitllm.formats.sentencepiece_model import SpecialIds, parse_model
-from rabbitllm.formats.torch_legacy import parse_legacy_torch
-from rabbitllm.formats.torch_names import name_tensors
-from rabbitllm.formats.torch_pickle import read_torch_pickle
-from rabbitllm.formats.torch_zip import parse_torch_zip
+from rabbitllm.formats.shard_header import recognise
+from rabbitllm.formats.torch_file import parse_legacy_torch, parse_torch_zip
+from rabbitllm.formats.torch_pickle import name_tensors, read_torch_pickle
 from tests.attacks import legacy_torch_files, pickles, protobuf_files, safetensors_files, torch_zips
 from tests.support.mutations import (
     Mutator,

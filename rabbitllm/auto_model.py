@@ -25,11 +25,11 @@ from rabbitllm.display import split_display
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.quant.compression import check_fitting
 from rabbitllm.storage.folder_lock import FolderLock
-from rabbitllm.store.chosen import check_split
+from rabbitllm.store.manifest import check_split
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
-    from rabbitllm.prepare.acceptance import TooLittle
+    from rabbitllm.prepare.make import TooLittle
     from rabbitllm.store.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class AutoModel:
 
         Returns:
             The transformers model itself, with the attributes `tokenizer`, `profiler` and `placement`. With `hosts`, in
-            all processes but the first, a `rabbitllm.pipeline.worker.Worker`: its `work()` computes until the first
+            all processes but the first, a `rabbitllm.pipeline.driver.Worker`: its `work()` computes until the first
             process ends.
 
         Raises:
@@ -217,7 +217,7 @@ def _check_unsplit(options: SplitOptions) -> None:
 
 
 def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions, hosts: Hosts | None) -> Any:
-    from rabbitllm.store.unsplit import UnsplitStore
+    from rabbitllm.store.layer_store import UnsplitStore
 
     devices = _devices(stream_options)
     source = prepare.find(sought)

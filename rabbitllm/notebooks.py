@@ -22,8 +22,8 @@ from rabbitllm.checkpoints.index import ENTRY_NAMES, META_PARAMETERS
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import KAGGLE_BYTES
-from rabbitllm.store.layer_store import MANIFEST_NAME
 from rabbitllm.store.locations import HOME_VARIABLE, LOCAL_FOLDER, home, local_folder_name
+from rabbitllm.store.manifest import MANIFEST_NAME
 
 logger = logging.getLogger(__name__)
 

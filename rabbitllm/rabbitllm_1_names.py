@@ -34,7 +34,7 @@ from rabbitllm.quant.compression import (
     state_key,
     stored_form,
 )
-from rabbitllm.store.layer_store import SPLIT_DIRECTORY
+from rabbitllm.store.manifest import SPLIT_DIRECTORY
 
 if TYPE_CHECKING:
     import torch

@@ -44,7 +44,7 @@ from rabbitllm.batch_jobs.items import (
     key_of,
 )
 from rabbitllm.errors import InputError, MissingPackageError, OptionError
-from rabbitllm.formats.json_text import decode_message
+from rabbitllm.formats.bounded import decode_message
 from rabbitllm.storage import durable
 
 MAX_LINE_BYTES = 16 << 20

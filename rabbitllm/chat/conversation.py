@@ -27,7 +27,7 @@ from typing import Any
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatFileError
-from rabbitllm.formats.json_text import decode_json
+from rabbitllm.formats.bounded import decode_json
 from rabbitllm.generation.template import ASSISTANT, SYSTEM, USER
 from rabbitllm.storage import durable
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.checkpoints.index import CheckpointIndex
-from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.formats.safetensors_file import Header
+from rabbitllm.formats.tensor_spec import Header
+from rabbitllm.storage.files import PositionalFile
 
 SIDECAR_PATTERNS = (
     "*.json",

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
-from rabbitllm.checkpoints.freed_space import bytes_freed_by_deleting
 from rabbitllm.errors import UnsafePathError
 from rabbitllm.storage import durable
+from rabbitllm.storage.folders import bytes_freed_by_deleting
 
 DAMAGED = (
     "Delete that link and the file it leads to, and call again: it is fetched again, and layers that are finished are "

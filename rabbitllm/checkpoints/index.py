@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
+from rabbitllm.formats.bounded import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -24,7 +24,6 @@ from rabbitllm.checkpoints.checkpoint import (
     sampled_fingerprint,
     sidecars_in,
 )
-from rabbitllm.checkpoints.freed_space import bytes_freed_by_deleting
 from rabbitllm.checkpoints.hub import HubRepository
 from rabbitllm.checkpoints.index import (
     META_PARAMETERS,
@@ -46,9 +45,10 @@ from rabbitllm.checkpoints.meta_checkpoint import (
     read_meta,
 )
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
-from rabbitllm.formats.safetensors_file import Header
 from rabbitllm.formats.shard_header import read_shard_header
+from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage import durable
+from rabbitllm.storage.folders import bytes_freed_by_deleting
 
 logger = logging.getLogger(__name__)
 

@@ -1,36 +1,290 @@
-"""A checkpoint in Meta's own format: its ranks, its parameters, and the files to derive.
+"""A checkpoint in Meta's own format: its ranks, its parameters, and the files that transformers needs, derived.
 
 Opens params.json and tokenizer.model at given paths; the checkpoint that holds them opens the weights. Such a
 checkpoint has no config.json and no tokenizer for transformers; both are derived from its files.
+
+The `tokenizer.model` of Llama 1 and 2 is a SentencePiece model, that of Llama 3 a vocabulary of tiktoken. Both are byte
+pair encoding: the next pair to merge is the one whose merged token comes first (has the best score, or the lowest
+rank). A tokenizer.json lists pairs instead, so the pairs of each token are listed in the order of the tokens. The rules
+that are not in a tiktoken file, the split of text and the special tokens, are those of Llama 3's own tokenizer
+(https://github.com/meta-llama/llama-models, models/llama3/api/tokenizer.py), with the names that Llama 3 and later
+models have at https://huggingface.co/meta-llama. Format: https://github.com/huggingface/tokenizers.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rabbitllm.checkpoints.index import META_PARAMETERS, CheckpointIndex, is_rank, natural_key
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.meta_llama import (
     LlamaVocabulary,
+    MetaParams,
     as_json,
     config_of,
     context_length,
     index_from,
     is_llama_3,
+    parse_params,
     shapes_of,
     token_ids,
     translated,
 )
-from rabbitllm.checkpoints.meta_params import MetaParams, parse_params
-from rabbitllm.checkpoints.meta_tokenizer import TOKENIZER_NAMES, derive_tokenizer
-from rabbitllm.errors import InvalidIndexError, MissingShardError
-from rabbitllm.formats.safetensors_file import Header
+from rabbitllm.errors import CorruptVocabularyError, InvalidIndexError, MissingShardError
+from rabbitllm.formats.bounded import read_json
+from rabbitllm.formats.sentencepiece_model import ModelType, PieceType, SentencePieceModel, read_model
+from rabbitllm.formats.tensor_spec import Header
+from rabbitllm.formats.tiktoken_ranks import looks_like_ranks, read_ranks
 
 logger = logging.getLogger(__name__)
+
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
+MAX_PAIR_BYTES = 1 << 28
+"""Limit of the work to find all pairs: the sum of the squares of the tokens' lengths. Llama 3 has 10 MB."""
+_CUT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+"""Llama 3's regular expression for splitting text before encoding."""
+_SPECIALS = 256
+_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
+_NAMED_LATER = {**_NAMED, 4: "finetune_right_pad_id", 8: "eom_id", 10: "python_tag"}
+_SPACE = "\u2581"
+_ADVICE = "Put the model's tokenizer.json in transformers' format into the same folder; it is then used instead."
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedTokenizer:
+    """A tokenizer and its properties that the model needs; `files` are name -> content."""
+
+    vocabulary: LlamaVocabulary
+    files: Mapping[str, bytes]
+
+
+def derive_tokenizer(path: Path, later: bool, longest: int) -> DerivedTokenizer:
+    """Convert a `tokenizer.model` for transformers.
+
+    Args:
+        path: path of the file.
+        later: whether the model is Llama 3.1 or later, which gave three special tokens names.
+        longest: context length of the model, for the tokenizer's own warning.
+
+    Raises:
+        CorruptVocabularyError: it is malformed, or encodes differently from those of Llama.
+    """
+    with path.open("rb") as stream:
+        is_ranks = looks_like_ranks(stream.read(4096))
+    if is_ranks:
+        return _from_ranks(read_ranks(path), later, longest)
+    return _from_pieces(read_model(path), path.name, longest)
+
+
+def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> DerivedTokenizer:
+    letters = _byte_letters()
+    texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
+    ids = {text: rank for rank, text in enumerate(texts)}
+    _check_pair_bytes(texts, "tokenizer.model")
+    first = len(tokens)
+    specials = special_tokens(later)
+    if taken := next((name for name in specials if name in ids), None):
+        raise CorruptVocabularyError(f"tokenizer.model has an ordinary token {taken!r}, a special one's name.", _ADVICE)
+    bos, end = specials[:2]
+    stops = [number for number, name in enumerate(specials) if name in (end, "<|eom_id|>", "<|eot_id|>")]
+    content = {
+        **_frame([_added(first + number, name, special=True) for number, name in enumerate(specials)]),
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": _CUT}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            ],
+        },
+        "post_processor": _beginning_with(bos, first),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": _model(ids, list(_pairs(texts, ids)), ignore_merges=True),
+    }
+    vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + number for number in stops))
+    config = _config(longest, bos_token=bos, eos_token=end)
+    return DerivedTokenizer(vocabulary, {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)})
+
+
+def special_tokens(later: bool) -> tuple[str, ...]:
+    """The 256 special tokens of Llama 3, or of 3.1 and later; unnamed ones are numbered."""
+    named = _NAMED_LATER if later else _NAMED
+    names, spare = [], 0
+    for number in range(_SPECIALS):
+        if number in named:
+            names.append(f"<|{named[number]}|>")
+        else:
+            names.append(f"<|reserved_special_token_{spare}|>")
+            spare += 1
+    return tuple(names)
+
+
+def _byte_letters() -> list[str]:
+    """The character for each byte in a tokenizer.json: itself if printable, else one from U+0100 on."""
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+
+
+def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> DerivedTokenizer:
+    _check_like_llama(model, file)
+    texts = [text.decode() for text in model.pieces.texts]
+    types = model.pieces.types
+    ids = {text: number for number, text in enumerate(texts)}
+    if len(ids) != len(texts):
+        raise _other(file, "a text is there twice, as an ordinary and as a special piece")
+    special = model.special_ids()
+    added = [
+        _added(number, text, special=types[number] != PieceType.USER_DEFINED)
+        for number, text in enumerate(texts)
+        if types[number] in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
+    ]
+    ordinary = [number for number in range(len(texts)) if types[number] == PieceType.NORMAL]
+    merged = {texts[number]: number for number in ordinary}
+    _check_pair_bytes(merged, file)
+    turns = sorted(ordinary, key=lambda number: (-model.pieces.scores[number], number))
+    content = {
+        **_frame(added),
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": _SPACE},
+                {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+            ],
+        },
+        "post_processor": _beginning_with(texts[special.bos], special.bos),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": _model(
+            ids,
+            list(_pairs([texts[number] for number in turns], merged)),
+            unknown=texts[special.unk],
+            byte_fallback=True,
+        ),
+    }
+    vocabulary = LlamaVocabulary(False, len(texts), special.bos, (special.eos,))
+    names = {"bos_token": texts[special.bos], "eos_token": texts[special.eos], "unk_token": texts[special.unk]}
+    files = {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(_config(longest, **names))}
+    return DerivedTokenizer(vocabulary, files)
+
+
+def _check_like_llama(model: SentencePieceModel, file: str) -> None:
+    """Refuse a model that a derived tokenizer.json would encode differently from the library."""
+    trainer, normalizer, special = model.trainer, model.normalizer, model.special_ids()
+    for found, wrong in (
+        (f"its pieces are of {trainer.model_type.name}", trainer.model_type != ModelType.BPE),
+        ("it has no byte fallback", not trainer.byte_fallback),
+        ("it puts spaces behind words", trainer.treat_whitespace_as_suffix),
+        (f"its normaliser is {normalizer.name!r}", normalizer.precompiled_charsmap_bytes > 0),
+        ("it puts no space before a text", not normalizer.add_dummy_prefix),
+        ("it removes spaces", normalizer.remove_extra_whitespaces),
+        ("it does not escape spaces", not normalizer.escape_whitespaces),
+        ("it has no piece that begins or ends a text", special.bos < 0 or special.eos < 0),
+    ):
+        if wrong:
+            raise _other(file, found)
+
+
+def _other(file: str, found: str) -> CorruptVocabularyError:
+    return CorruptVocabularyError(
+        f"{file} encodes otherwise than Llama's: {found}; expected byte pair encoding with byte fallback, a space "
+        "before the text, and nothing normalised.",
+        _ADVICE,
+    )
+
+
+def _check_pair_bytes(texts: Sequence[str] | Mapping[str, int], file: str) -> None:
+    if (total := sum(len(text) ** 2 for text in texts)) > MAX_PAIR_BYTES:
+        raise CorruptVocabularyError(
+            f"{file} has tokens so long that their pairs take {total:,} bytes to look at; at most {MAX_PAIR_BYTES:,} "
+            "are.",
+            _ADVICE,
+        )
+
+
+def _pairs(turns: Sequence[str], ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Every pair of tokens that forms a token, in the order of that token; then by the ids of both."""
+    for text in turns:
+        found = []
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in ids and right in ids:
+                found.append((ids[left], ids[right], left, right))
+        for _, _, left, right in sorted(found):
+            yield left, right
+
+
+def _model(
+    ids: Mapping[str, int],
+    pairs: list[tuple[str, str]],
+    *,
+    unknown: str | None = None,
+    byte_fallback: bool = False,
+    ignore_merges: bool = False,
+) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": unknown is not None,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": ids,
+        "merges": pairs,
+    }
+
+
+def _frame(added: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": None,
+    }
+
+
+def _added(number: int, text: str, *, special: bool) -> dict[str, Any]:
+    aside = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": text, **aside, "special": special}
+
+
+def _beginning_with(text: str, number: int) -> dict[str, Any]:
+    def turn(which: str, type_id: int) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": text, "type_id": type_id}}, {"Sequence": {"id": which, "type_id": type_id}}]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": turn("A", 0),
+        "pair": turn("A", 0) + turn("B", 1),
+        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]}},
+    }
+
+
+def _config(longest: int, **names: str) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **names,
+        "model_max_length": longest,
+        "clean_up_tokenization_spaces": False,
+    }
+
 
 VOCABULARY_NAME = "tokenizer.model"
 CONFIG_NAME = "config.json"

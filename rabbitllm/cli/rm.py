@@ -38,7 +38,7 @@ def rm_command(
     from rabbitllm.models.library.original import original_of
     from rabbitllm.models.library.remove import plan_removal, refuse_only_copy, remove
     from rabbitllm.models.library.report import put_removal
-    from rabbitllm.store.model_name import meant
+    from rabbitllm.store.locations import meant
 
     plain = expand(model)
     entry = None if plain.is_symlink() else one_of_model(model, compression, expand(folder) if folder else None)

@@ -10,8 +10,8 @@ import typer
 
 from rabbitllm.base.terminal import size
 from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, WhichSplitOption, put_json
-from rabbitllm.store.layer_store import Manifest
-from rabbitllm.store.verify import Verification, verify
+from rabbitllm.store.layer_store import Verification, verify
+from rabbitllm.store.manifest import Manifest
 
 
 def verify_command(
@@ -85,7 +85,7 @@ def _report(found: Verification, seconds: float) -> str:
 
 def _advice(found: Verification) -> str:
     from rabbitllm.prepare import original_around
-    from rabbitllm.splitter.repair import shards_for
+    from rabbitllm.splitter.split import shards_for
 
     if found.manifest is None:
         return "To repair: split the model again, into another folder."

@@ -1,4 +1,4 @@
-"""Devices that compute, as the few operations that streaming needs.
+"""Devices that compute, as the few operations that streaming needs, and the memory for weights on each.
 
 Two kinds: the CPU, whose buffers are host memory, and CUDA, with a copy stream of its own. Importing this module needs
 no CUDA. A test may pass a device of a third kind, which checks that every copy is waited for.
@@ -10,17 +10,19 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.free_memory import available_ram, untouched_bytes
 from rabbitllm.errors import DeviceError
-from rabbitllm.formats.positional import page_aligned
+from rabbitllm.storage.files import page_aligned
 
 logger = logging.getLogger(__name__)
+
 
 _FOR_EVERY_GPU = 1
 """cudaHostRegisterPortable: pinned to all CUDA contexts."""
@@ -278,3 +280,36 @@ def suits_bf16(device: Device) -> bool:
 def capability_suits_bf16(capability: tuple[int, int]) -> bool:
     """Whether a GPU computes in bfloat16 itself; those before compute capability 8.0 (T4, V100) emulate it."""
     return capability >= (8, 0)
+
+
+HOST_MARGIN = 1 << 30
+DEVICE_MARGIN = 3 << 29
+"""Bytes left to activations and the KV cache if the caller sets no limit, at most a sixteenth of the free memory;
+a tenth of the free memory is left in addition."""
+
+
+def budget_of(device: Device, options: StreamOptions) -> int:
+    """Bytes for weights on a device."""
+    limit = (options.max_memory or {}).get(device.name)
+    return default_budget(device) if limit is None else limit
+
+
+def weight_memory(devices: Sequence[Device], options: StreamOptions) -> int:
+    """Bytes of memory for weights: on the devices, and pinned host memory."""
+    return sum(budget_of(device, options) for device in devices) + host_room(devices, options)
+
+
+def host_room(devices: Sequence[Device], options: StreamOptions) -> int:
+    """Bytes of host memory to pin, for all devices with memory of their own; at most the free memory, since pinned
+    memory cannot be swapped."""
+    if not options.pin_memory or all(device.shares_host_memory for device in devices):
+        return 0
+    free = default_budget(CpuDevice())
+    return min((options.max_memory or {}).get("cpu", free), free)
+
+
+def default_budget(device: Device) -> int:
+    """Bytes for weights on a device without a limit by the caller: free memory less the needs of one sequence."""
+    free = device.free_bytes()
+    margin = HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN
+    return free - free // 10 - min(margin, free // 16)

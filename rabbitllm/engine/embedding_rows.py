@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.engine.unit_source import PartReader, UnitSource
+from rabbitllm.engine.units import PartReader, UnitSource
 from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, Quantized, dequantize, scales_at
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import StoredTensor

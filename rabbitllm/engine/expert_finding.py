@@ -16,18 +16,16 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-from rabbitllm.checkpoints.routing import picked_by
-from rabbitllm.engine.expert_parts import Block, ExpertPart, Nesting
-from rabbitllm.engine.expert_source import ExpertSource, Leaf, packed_by
+from rabbitllm.checkpoints.config import picked_by
+from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, packed_by
 from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK
-from rabbitllm.engine.unit_source import Packs
-from rabbitllm.engine.units import Place, Unit
+from rabbitllm.engine.units import Packs, Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, SCALE_BYTES, Quantized
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
-from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 _EXPERT = re.compile(r"\.(\d+)(?=\.)")
 _WITHIN_AN_EXPERT = {"MergeModulelist": 0, "Concatenate": 1, "Interleave": 1, "Chunk": 1}

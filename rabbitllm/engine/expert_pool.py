@@ -1,9 +1,9 @@
 """Streamed experts: read when a token is routed to them, and cached by how often that happens.
 
-A fixed run of the device's memory is cut into slots of one expert each. Most slots are a cache (`expert_cache.py`). The
-few transit slots are for experts that are not worth a slot of the cache: each is read for one use. If there are too few
-of these, as in the prefill of a long prompt that uses nearly all experts, the layer's experts go through them in the
-order of the file, read ahead while others compute.
+A fixed run of the device's memory is cut into slots of one expert each. Most slots are a cache (`ExpertCache`). The few
+transit slots are for experts that are not worth a slot of the cache: each is read for one use. If there are too few of
+these, as in the prefill of a long prompt that uses nearly all experts, the layer's experts go through them in the order
+of the file, read ahead while others compute.
 
 For a device with memory of its own, host memory is a second cache. It holds experts without a slot on the device; an
 expert that gets such a slot is removed from it. An expert is one read; several threads read at once.
@@ -19,17 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import Workers
 from rabbitllm.engine.devices import Device
-from rabbitllm.engine.expert_cache import ExpertCache, Numbers, Values
-from rabbitllm.engine.expert_parts import ExpertPart
-from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.loader import bytes_of
-from rabbitllm.engine.pinned_memory import HostBuffers
+from rabbitllm.engine.expert_source import ExpertPart, ExpertSource
 from rabbitllm.engine.placement import EXPERT_STAGING
+from rabbitllm.engine.prefetch import HostBuffers, bytes_of
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.telemetry.profiler import (
     EXPERTS_IN_HOST_MEMORY,
@@ -39,6 +37,129 @@ from rabbitllm.telemetry.profiler import (
     READ_WAIT,
     Profiler,
 )
+
+HALF_LIVES = (3.0, 512.0)
+"""Tokens after which a use counts half, in the recent average and in the long one."""
+
+Numbers = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class _Shelf:
+    """One module's slots and experts.
+
+    Attributes:
+        begin: its first slot.
+        owner: slot -> expert, -1 for none.
+        slot: expert -> slot, counted from `begin`, -1 for none.
+        uses: half-life -> expert -> uses, older ones weighted less.
+    """
+
+    begin: int
+    owner: Numbers
+    slot: Numbers
+    uses: Values
+
+    @property
+    def worth(self) -> Values:
+        """The worth of each expert: a mean of its averages over both spans."""
+        weighed: Values = self.uses.T @ _WEIGHTS
+        return weighed
+
+
+_WEIGHTS = 1.0 / np.array(HALF_LIVES)
+_KEPT = 2.0**-_WEIGHTS
+"""The factor by which one more token reduces the weight of a use."""
+
+
+class ExpertCache:
+    """Slots of one size, and the experts in them.
+
+    Args:
+        experts: how many each module has.
+        slots: their number.
+    """
+
+    def __init__(self, experts: Sequence[int], slots: int) -> None:
+        self.slots = slots
+        ends = np.cumsum([0, *experts]) * slots // max(sum(experts), 1)
+        self._shelves = [
+            _Shelf(int(begin), np.full(end - begin, -1), np.full(count, -1), np.zeros((len(HALF_LIVES), count)))
+            for count, begin, end in zip(experts, ends[:-1], ends[1:], strict=True)
+        ]
+
+    def use(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
+        """Record that a pass uses these experts of a module.
+
+        Args:
+            module: its index.
+            experts: distinct ones.
+            counts: how many of the tokens use each; the uses count as spread evenly over the tokens.
+            tokens: the number of tokens of the pass.
+        """
+        uses, left = self._shelves[module].uses, _KEPT**tokens
+        uses *= left[:, None]
+        uses[:, experts] += np.outer((1 - left) / (1 - _KEPT), counts / tokens)
+
+    def slots_of(self, module: int, experts: Numbers) -> Numbers:
+        """The slot of each of these experts, -1 for none."""
+        shelf = self._shelves[module]
+        found = shelf.slot[experts]
+        return np.where(found >= 0, found + shelf.begin, -1)
+
+    def admit(self, module: int, experts: Numbers, busy: Numbers) -> Numbers:
+        """Give slots to experts that have none, to those of most worth first.
+
+        Args:
+            module: their module.
+            experts: distinct ones.
+            busy: slots whose experts are not evicted.
+
+        Returns:
+            The slot of each, -1 for none.
+        """
+        shelf, given = self._shelves[module], np.full(len(experts), -1)
+        worth = shelf.worth
+        of_slots = np.where(shelf.owner >= 0, worth[shelf.owner], -1.0)
+        of_slots[busy - shelf.begin] = np.inf
+        victims = np.argsort(of_slots, kind="stable")[: len(experts)].tolist()
+        order = np.argsort(-worth[experts], kind="stable").tolist()
+        for at, victim in zip(order, victims, strict=False):
+            expert = experts[at]
+            if worth[expert] < of_slots[victim]:
+                break
+            if shelf.owner[victim] >= 0:
+                shelf.slot[shelf.owner[victim]] = -1
+            shelf.owner[victim], shelf.slot[expert] = expert, victim
+            given[at] = shelf.begin + victim
+        return given
+
+    def forget(self, module: int, slot: int) -> None:
+        """Mark a slot of a module as empty: its expert was not read, or is in other memory now."""
+        shelf = self._shelves[module]
+        expert = shelf.owner[slot - shelf.begin]
+        if expert >= 0:
+            shelf.slot[expert] = shelf.owner[slot - shelf.begin] = -1
+
+    @property
+    def held(self) -> int:
+        """The number of occupied slots."""
+        return sum(int(np.count_nonzero(shelf.owner >= 0)) for shelf in self._shelves)
+
+    def uses(self) -> list[Values]:
+        """The decayed use counts of each module's experts, (half-lives, experts)."""
+        return [shelf.uses.copy() for shelf in self._shelves]
+
+    def learn(self, module: int, uses: Values) -> None:
+        """Take over another cache's use counts of a module's experts."""
+        self._shelves[module].uses[:] = uses
+
+    def best(self, module: int) -> Numbers:
+        """The experts of a module that were used, those of most worth first."""
+        worth = self._shelves[module].worth
+        return np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]
+
 
 # Memory for experts, and the threads that fill it: slots on the device, and slots in host memory.
 #
@@ -373,7 +494,7 @@ class ExpertPool:
             self.host_cache.forget(call.module, number)
 
     def each(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """See `expert_stack.Supply`."""
+        """See `experts.Supply`."""
         call = self._call
         if call is None or call.module != module or not {*call.slots, *call.passing}.issuperset(experts):
             distinct = np.unique(np.asarray(experts, np.int64))  # `begin` was not called for these experts
@@ -386,7 +507,7 @@ class ExpertPool:
             yield next(passing) if slot is None else self._weight(module, leaf, slot, expert)
 
     def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """See `expert_stack.Supply`."""
+        """See `experts.Supply`."""
         call = self._call
         if call is None or call.module != module:
             return [], list(range(len(experts)))
@@ -463,11 +584,11 @@ class PooledExperts:
         self._module = module
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """See `expert_stack.Supply`."""
+        """See `experts.Supply`."""
         return self._pool.each(self._module, leaf, experts)
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """See `expert_stack.Supply`."""
+        """See `experts.Supply`."""
         return self._pool.order(self._module, experts)
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -1,27 +1,330 @@
 """Binds the experts of a model: as ordinary tensors, as stacks over the mapped files, or from a pool.
 
-`placement.py` chooses among these.
+`placement.py` chooses among these. A stack is to a model a parameter of shape (experts, ...) and the ordinary dtype, so
+that transformers' own experts kernels compute with it. The operations of these kernels are done expert by expert:
+indexing by one index or several, and products of groups of rows with their experts. For any other operation all experts
+are copied into one tensor, which serves that operation only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import Workers
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts, transit_slots
-from rabbitllm.engine.expert_source import ExpertSource, with_tables
-from rabbitllm.engine.expert_stack import ExpertStack, Supply
-from rabbitllm.engine.expert_supply import FileBytes, MappedExperts, mapped_bytes
+from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, with_tables
 from rabbitllm.engine.first_use import check_experts_before
-from rabbitllm.engine.pinned_memory import HostBuffers
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
+from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import ReadMode, SpanReader
+from rabbitllm.engine.weight_tensors import Grouping, QuantizedWeight, reads_memory, refuse_writing
+from rabbitllm.errors import AbsentWeightError
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
+
+_WHY = "experts are read from the disk, or by their codes"
+
+
+class Supply(Protocol):
+    """Provides the weights of experts."""
+
+    def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+        """The weights of these experts in this order; each is valid until the next one is requested."""
+        ...
+
+    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Indices into `experts`: of those that are in memory until the end of the pass, and of the others, in the
+        order in which they are read."""
+        ...
+
+
+class ExpertStack(torch.Tensor):
+    """A stack of matrices (experts, N, K), or transposed (experts, K, N).
+
+    Args:
+        supply: provides the experts.
+        leaf: the name of the parameter.
+        shape, dtype, device: of the parameter that it stands for, before the transposition.
+        turned: whether the last two dimensions are exchanged.
+    """
+
+    supply: Supply
+    leaf: str
+    turned: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        supply: Supply,
+        leaf: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        turned: bool = False,
+    ) -> ExpertStack:
+        seen = torch.Size((*shape[:-2], shape[-1], shape[-2])) if turned else shape
+        made: ExpertStack = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device=device)
+        return made
+
+    def __init__(
+        self,
+        supply: Supply,
+        leaf: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        turned: bool = False,
+    ) -> None:
+        self.supply = supply
+        self.leaf = leaf
+        self.turned = turned
+        self._whole_shape = shape
+        self._where = device
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ExpertStack({tuple(self.shape)}, {self.dtype}, by expert)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
+        return self.again()  # experts are read-only, so they need no copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AbsentWeightError(
+            "The experts of a layer are not in memory as one tensor, so they cannot be pickled (torch.save does that).",
+            "model.save_pretrained(folder) writes the whole model.",
+        )
+
+    def turn(self) -> ExpertStack:
+        """A stack with the last two dimensions exchanged."""
+        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self._where, not self.turned)
+
+    def again(self) -> ExpertStack:
+        """Another object for the same stack."""
+        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self._where, self.turned)
+
+    def each(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+        """These experts' matrices, in this order; each is valid until the next one is requested."""
+        for weight in self.supply.each(self.leaf, experts):
+            yield weight.transpose(-2, -1) if self.turned else weight
+
+    def copied(self, experts: Sequence[int]) -> torch.Tensor:
+        """Copies of these experts' matrices, (len(experts), ...)."""
+        made = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype, device=self._where)
+        distinct = sorted(set(experts))
+        places = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
+        for expert, weight in zip(distinct, self.each(distinct), strict=True):
+            for at in places[expert]:
+                made[at].copy_(weight.dequantized() if isinstance(weight, QuantizedWeight) else weight)
+        return made
+
+    def grouped_mm(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """`rows[begin:end] @ self[expert]` for each expert; the groups are contiguous.
+
+        Each product is torch's own `mm`, whose result on a CPU equals that of torch's grouped product bit for bit
+        (asserted).
+
+        Args:
+            rows: (S, K).
+            ends: of the groups, integers (experts,), as for `torch.nn.functional.grouped_mm`.
+
+        Returns:
+            (S, N).
+        """
+        groups, begin = [], 0
+        for expert, end in enumerate(ends.tolist()):
+            if end > begin:
+                groups.append((expert, begin, end))
+            begin = max(begin, end)
+        if not groups:
+            return rows.new_zeros(len(rows), self.shape[-1])
+        here, coming = self.supply.order([expert for expert, *_ in groups])
+        chosen = [groups[at] for at in (*here, *coming)]
+        weights = self.supply.each(self.leaf, [expert for expert, *_ in chosen])
+        first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
+        product = self._grouped(rows, first)
+        if product is not None:
+            matrices = (weight.matrix for weight in chain([first], weights) if isinstance(weight, QuantizedWeight))
+            at_once = list(islice(matrices, max(len(here), 1)))
+            product.multiply(at_once, spans[: len(at_once)])
+            for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
+                product.multiply([matrix], [span])
+            return product.result()
+        out = rows.new_zeros(len(rows), self.shape[-1])  # rows of no group stay zero
+        for (begin, end), weight in zip(spans, chain([first], weights), strict=True):
+            out[begin:end] = self._product(rows[begin:end], weight)
+        return out
+
+    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> Grouping | None:
+        """A grouped product for weights like this one; None if they are multiplied one by one."""
+        needs_gradient = torch.is_grad_enabled() and rows.requires_grad
+        if not self.turned or not isinstance(weight, QuantizedWeight) or needs_gradient:
+            return None
+        return weight.matrix.grouped(rows)
+
+    def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.turned and isinstance(weight, QuantizedWeight):
+            return torch.nn.functional.linear(rows, weight)
+        return torch.mm(rows, weight.t() if self.turned else weight)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        answer = _ANSWERS.get(func)
+        if answer is not None:
+            found = answer(*args, **given)
+            if found is not None:
+                return found
+        refuse_writing(func, args, kwargs, ExpertStack, _WHY)
+        if reads_memory(func, _WHY):
+            return func(_whole(args[0]), *args[1:], **given)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **given)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
+            return args[0].again()
+        if _is_fallback(func):
+            return args[1].grouped_mm(args[0], args[2])
+        plain = tree_map(_whole, args)
+        named = tree_map(_whole, dict(kwargs or {}))
+        return func(*plain, **named)
+
+
+def _is_fallback(func: Any) -> bool:
+    """Whether `func` is transformers' own grouped product, which it uses if torch has none for a device."""
+    return str(func) == "transformers.grouped_mm_fallback.default"
+
+
+def _whole(value: Any) -> Any:
+    return value.copied(range(value.shape[0])) if isinstance(value, ExpertStack) else value
+
+
+def _grouped_mm(input: torch.Tensor, weight: Any, *, offs: torch.Tensor | None = None, **more: Any) -> Any:
+    if not isinstance(weight, ExpertStack) or isinstance(input, ExpertStack) or offs is None or input.dim() != 2:
+        return None
+    return weight.grouped_mm(input, offs)
+
+
+def _getitem(stack: Any, index: Any) -> Any:
+    if not isinstance(stack, ExpertStack):
+        return None
+    if isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype is not torch.bool:
+        if index.dim() == 0:
+            return _one(stack, int(index))
+        return stack.copied(index.flatten().tolist()).view(*index.shape, *stack.shape[1:])
+    return _one(stack, index) if type(index) is int else None
+
+
+def _one(stack: ExpertStack, expert: int) -> torch.Tensor:
+    if not -stack.shape[0] <= expert < stack.shape[0]:
+        raise IndexError(f"index {expert} is out of bounds for {stack.shape[0]} experts")
+    return next(stack.each([expert % stack.shape[0]]))
+
+
+def _transpose(stack: Any, first: int, second: int) -> Any:
+    return stack.turn() if {first % 3, second % 3} == {1, 2} and stack.dim() == 3 else None
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+}
+"""Operations that are done expert by expert; the function returns None if this call is not."""
+
+
+FileBytes = Callable[[str], torch.Tensor]
+"""A file's name -> its bytes, mapped, uint8."""
+
+
+class MappedExperts:
+    """The experts of one module.
+
+    Args:
+        model: the skeleton, for conversions.
+        source: the module's experts.
+        file_bytes: provides the mapped files.
+    """
+
+    def __init__(self, model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes) -> None:
+        self._model = model
+        self._source = source
+        self._file_bytes = file_bytes
+        self._ready: dict[tuple[str, int], torch.Tensor] = {}
+
+    def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+        """See `experts.Supply`."""
+        for expert in experts:
+            yield self._weight(leaf, expert)
+
+    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """See `experts.Supply`."""
+        return list(range(len(experts))), []
+
+    def strided(self, leaf: str) -> torch.Tensor | None:
+        """All experts as one strided tensor over the mapped file; None if they are not at equal distances in it, or not
+        used in their stored form."""
+        chosen, experts = self._source.leaves[leaf], self._source.experts
+        first = chosen.parts[0]
+        steps = np.unique(np.diff(first.offsets))
+        if not chosen.is_view or len(first.files) > 1 or len(self._source.spans(0, leaf)) > 1 or len(steps) != 1:
+            return None
+        step, itemsize = int(steps[0]), chosen.place.dtype.itemsize
+        begin, end = int(first.offsets[0]), int(first.offsets[-1]) + sum(part.nbytes for part in chosen.parts)
+        flat = self._file_bytes(first.file(0))[begin:end]
+        if step <= 0 or step % TENSOR_ALIGNMENT or flat.data_ptr() % TENSOR_ALIGNMENT:
+            return None
+        inner = torch.empty(chosen.shape, device="meta").stride()
+        return flat.view(chosen.place.dtype).as_strided((experts, *chosen.shape), (step // itemsize, *inner))
+
+    def _weight(self, leaf: str, expert: int) -> torch.Tensor:
+        chosen = self._source.leaves[leaf]
+
+        def bytes_of(part: ExpertPart) -> torch.Tensor:
+            begin = int(part.offsets[expert])
+            return self._file_bytes(part.file(expert))[begin : begin + part.nbytes]
+
+        if not (chosen.is_view or chosen.packed):
+            return chosen.weight(self._model, bytes_of, expert)
+        found = self._ready.get((leaf, expert))
+        if found is None:
+            found = self._ready[leaf, expert] = chosen.weight(self._model, bytes_of, expert)
+        return found
+
+
+def mapped_bytes(store: WeightFiles) -> FileBytes:
+    """The bytes of a store's files, each mapped once."""
+    found: dict[str, torch.Tensor] = {}
+
+    def read(file: str) -> torch.Tensor:
+        if file not in found:
+            found[file] = torch.frombuffer(store.mapped(file).whole(), dtype=torch.uint8)
+        return found[file]
+
+    return read
 
 
 def expert_costs(sources: Sequence[ExpertSource]) -> list[ExpertCost]:

@@ -1,7 +1,7 @@
-"""How much memory this process may still allocate, within the free memory of the system, control groups and limits.
+"""How much memory this process may still allocate, and how freed memory returns to the system (glibc's allocator).
 
 The limit of a container or a notebook is that of a control group, which the free memory of the machine does not show.
-Groups are nested, and each may have a limit.
+Groups are nested, and each may have a limit. Independent of models.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -172,3 +172,40 @@ def _status_bytes(root: Path, field: str) -> int:
     except (OSError, ValueError):
         pass
     return 0
+
+
+LARGE_BYTES = 1 << 20
+"""Minimum size of a block that gets a mapping of its own: the system provides its zeroed pages in a small part of the
+time in which a layer fills them."""
+_M_MMAP_THRESHOLD = -3
+
+
+@functools.cache
+def trimming() -> Callable[[], object] | None:
+    """A function that returns free memory to the system, in some milliseconds; None without glibc.
+
+    Holes of whole pages are returned too (https://man7.org/linux/man-pages/man3/malloc_trim.3.html).
+    """
+    trim = _function("malloc_trim")
+    if trim is None:
+        return None
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    return functools.partial(trim, 0)
+
+
+@functools.cache
+def keep_large_apart() -> bool:
+    """Give every large block of the process a mapping of its own from now on; False without glibc."""
+    option = _function("mallopt")
+    if option is None or _function("malloc_trim") is None:  # others have an empty function of that name
+        return False
+    option.argtypes, option.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    return bool(option(_M_MMAP_THRESHOLD, LARGE_BYTES))
+
+
+def _function(name: str) -> ctypes._NamedFuncPointer | None:
+    try:
+        found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError, TypeError):
+        return None
+    return found

@@ -1,15 +1,16 @@
 """Decides a model's skeleton, dtype, attention, recipes of weights and placement from names and sizes alone.
 
-Reads no weights, so it works on planned layer files too.
+Reads no weights, so it works on planned layer files too: a plan and the loaded model have the same costs and placement.
+A process may compute a part of the model; the units of the others have a name and a size here, and are never bound.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,19 +19,28 @@ from rabbitllm.base.collection import uncollected
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import published, skeleton
-from rabbitllm.engine.budgets import budget_of, host_room
-from rabbitllm.engine.costs import unit_costs
-from rabbitllm.engine.devices import Device, suits_bf16
+from rabbitllm.engine.devices import Device, budget_of, host_room, suits_bf16
+from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import expert_costs
-from rabbitllm.engine.llama4_experts import route_llama4
-from rabbitllm.engine.part import PartChooser, with_others
-from rabbitllm.engine.placement import Budget, Placement
-from rabbitllm.engine.placing import least_bytes, place, ready_once
-from rabbitllm.engine.quantized_weight import StoredMatrix
-from rabbitllm.engine.unit_source import UnitSource, source_of
-from rabbitllm.engine.units import find_units
+from rabbitllm.engine.forwards import route_llama4
+from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.placement import (
+    READY,
+    SLOTS,
+    Budget,
+    PlacedUnit,
+    Placement,
+    SharedTensor,
+    Tier,
+    UnitCost,
+    least_bytes,
+    place,
+    ready_once,
+)
+from rabbitllm.engine.units import UnitSource, find_units, input_embedding, source_of
+from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
 from rabbitllm.errors import (
     IncompleteCheckpointError,
@@ -45,6 +55,143 @@ from rabbitllm.quant.packed_products import Matrix, multiplies
 from rabbitllm.store.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """The part of a model that a process computes.
+
+    Attributes:
+        units: names of its units; at least one.
+        budgets: device -> bytes that their weights may take.
+    """
+
+    units: frozenset[str]
+    budgets: Mapping[str, int]
+
+
+class PartChooser(Protocol):
+    """Chooses the part that this process computes, before any weight is read."""
+
+    def __call__(
+        self,
+        model: Any,
+        sources: Mapping[str, UnitSource],
+        costs: Sequence[UnitCost],
+        store: WeightFiles,
+        budgets: Mapping[str, int],
+    ) -> ModelPart:
+        """
+        Args:
+            model: the skeleton, on the meta device.
+            sources: its units, in the order of a pass.
+            costs: the memory cost of each, in the same order.
+            store: the weights.
+            budgets: device -> bytes for weights if this process computed the whole model.
+
+        Raises:
+            RabbitLLMError: the model cannot be divided, or the other processes are missing or differ.
+        """
+        ...
+
+
+def with_others(placement: Placement, sources: Mapping[str, UnitSource]) -> Placement:
+    """A placement of this process's units and, in the order of a pass, those of other processes.
+
+    Args:
+        placement: of this process's units.
+        sources: all units, in the order of a pass.
+    """
+    here = {placed.unit: placed for placed in placement.units}
+    away = placement.home  # the device of their placeholders
+    units = (
+        here.get(name) or PlacedUnit(name, away, Tier.ELSEWHERE, source.stored_bytes)
+        for name, source in sources.items()
+    )
+    return replace(placement, units=tuple(units))
+
+
+def unit_costs(
+    model: nn.Module, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource] = ()
+) -> list[UnitCost]:
+    """A cost for each unit, in the order of `sources`, which is that of a pass.
+
+    Args:
+        model: the skeleton.
+        sources: the units, without the experts that are streamed individually.
+        experts: the experts modules that are streamed by expert.
+    """
+    routed: dict[str, int] = {}
+    shared = _shared(sources.values())
+    for expert in experts:
+        routed[expert.unit] = routed.get(expert.unit, 0) + expert.stored_bytes
+    embedding = input_embedding(model)
+    costs = []
+    for name, source in sources.items():
+        module = source.unit.module
+        # a small module may hand out its own weights as its output (a learned query), so they must outlive its forward
+        streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
+        stays = source.unit.holds_units or not streamable or not source.jobs
+        rows = can_bring_rows(source, embedding)
+        sizes = source.stored_bytes, source.ready_bytes, source.is_view
+        own = routed.get(name, 0), source.scale_bytes
+        tied = tuple(
+            SharedTensor(job.recipe.key, *source.bytes_of(job)) for job in source.jobs if job.recipe.key in shared
+        )
+        costs.append(UnitCost(name, *sizes, source.unit.is_layer, stays, rows, *own, tied))
+    return costs
+
+
+def _shared(sources: Iterable[UnitSource]) -> set[str]:
+    """Recipe keys of tensors that several units share.
+
+    In a plan of a large model one source stands for many layers, which share no tensors.
+    """
+    users: dict[str, set[int]] = {}
+    for source in sources:
+        for job in source.jobs:
+            users.setdefault(job.recipe.key, set()).add(id(source))
+    return {key for key, own in users.items() if len(own) > 1}
+
+
+def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource]) -> int:
+    """Bytes of weights that are in memory between two passes, and of the buffers for streamed weights.
+
+    A tensor that several units use in its stored form counts once.
+    """
+    as_stored: dict[str, int] = {}
+    made: dict[frozenset[str], int] = {}
+    largest: dict[str, int] = {}
+    for placed in placement.units:
+        source = sources[placed.unit]
+        if placed.tier is Tier.RESIDENT and not source.is_view:
+            made[frozenset(source.stored)] = source.ready_bytes
+        elif placed.tier in (*READY, Tier.PACKED, Tier.PINNED):
+            as_stored |= {name: stored.nbytes for name, stored in source.stored.items()}
+            if source.is_view and source.scale_bytes and placed.tier is not Tier.PINNED:
+                made[frozenset(source.stored)] = source.scale_bytes
+        if placed.tier in (Tier.STREAMED, Tier.PINNED):
+            largest[placed.device] = max(largest.get(placed.device, 0), source.buffer_bytes)
+    for expert in experts:
+        tier = next(placed.tier for placed in placement.experts if placed.unit == expert.name)
+        if tier is not Tier.ROUTED:
+            made[frozenset([expert.name])] = expert.ready_bytes if tier is Tier.RESIDENT else expert.stored_bytes
+    pools = sum(pool.nbytes + pool.host_slots * pool.slot for pool in placement.pools)
+    return sum(as_stored.values()) + sum(made.values()) + pools + SLOTS * sum(largest.values())
+
+
+def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
+    """Bytes of host memory left to the page cache once all resident weights are loaded. Call it before any is."""
+    on_host = {device.name for device in devices if device.shares_host_memory}
+    kept = sum(
+        p.counted
+        for p in placement.units
+        if p.tier is Tier.PINNED or (p.device in on_host and p.tier in (Tier.RESIDENT, Tier.PACKED))
+    )
+    mapped = sum(p.stored for p in placement.experts if p.tier is not Tier.ROUTED)
+    pools = sum(p.nbytes if p.device in on_host else p.host_slots * p.slot for p in placement.pools)
+    return available_ram() - kept - mapped - pools
+
 
 _CHECK_THE_SOURCE = (
     "Fetch the checkpoint again, its config.json and every file that its index names; undo changes of config.json."

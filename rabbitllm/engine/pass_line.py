@@ -1,6 +1,7 @@
 """One progress line for a slow pass: the layer, tokens per second, and the shares of the time. A fast pass has none.
 
-Measures with hooks around the units, independent of how weights are read.
+Measures with hooks around the units, independent of how weights are read. The size of a pass is read from the arguments
+of the model's forward.
 """
 
 from __future__ import annotations
@@ -8,15 +9,41 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from rabbitllm.base.words import LinePiece, Row, duration, fitting
+from rabbitllm.base.terminal import LinePiece, Row, duration, fitting
 from rabbitllm.display.region import THE_REGION, Claim, LinePace
 from rabbitllm.telemetry.passes import PROMPT, PassInput
+
+_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+_CACHES = ("past_key_values", "cache_params")
+
+
+def entry_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassInput, Any]:
+    """The size of the input, and the KV cache (None without one).
+
+    Args:
+        args, kwargs: of a model's forward: ids (batch, length) or embeddings (batch, length, hidden).
+    """
+    given = next((kwargs[name] for name in _INPUTS if kwargs.get(name) is not None), args[0] if args else None)
+    shape = tuple(getattr(given, "shape", ()))
+    batch, length = shape[:2] if len(shape) >= 2 else (1, 0)
+    cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+    asked = kwargs.get("logits_to_keep")
+    return PassInput(batch, length, _past(cache), asked if isinstance(asked, int) and asked > 0 else None), cache
+
+
+def _past(cache: Any) -> int | None:
+    tell = getattr(cache, "get_seq_length", None)
+    try:
+        return int(tell()) if tell is not None else None
+    except (ValueError, TypeError, NotImplementedError):  # a state-space model's cache has no length
+        return None
+
 
 # The state of a generation's passes at a moment. Uses no model and no terminal; the caller passes the time.
 #

@@ -1,14 +1,16 @@
-"""Records of the placement: tiers, the costs of units and the budgets of devices, and the result.
+"""The placement of units: on their device, in pinned host memory, or on the disk. Pure: sizes and limits in, tiers out.
 
-`placing.py` decides.
+Passes over a model that does not fit are cyclic, so a cache of the most recent units would never have a hit. Instead a
+fixed subset is resident, spread evenly, so that the transfers of the other units overlap with its computation.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from rabbitllm.base.terminal import size
 
@@ -275,3 +277,303 @@ class Placement:
 def _in_words(pool: Pool) -> str:
     kept = f"{size(pool.slots * pool.slot)} of experts are kept on {pool.device}"
     return kept + (f", {size(pool.host_slots * pool.slot)} in page-locked RAM" if pool.host_slots else "")
+
+
+# The GPU memory that allocations really take: torch's allocator cuts them from segments, and rounds. Pure.
+#
+# The sizes are those of torch's caching allocator for CUDA (c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize,
+# kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer, kRoundLarge), the same since its version 1.0.
+
+_ROUND = 512
+_SMALL = 1 << 20
+_SMALL_SEGMENT = 2 << 20
+_LARGE = 10 << 20
+_LARGE_SEGMENT = 20 << 20
+_ROUND_LARGE = 2 << 20
+
+
+def taken(nbytes: int) -> int:
+    """Bytes of a GPU that one of many allocations of `nbytes` takes, with its share of the unused ends of segments.
+
+    At worst 1.5 times `nbytes`: two allocations of 6.7 MiB have a segment of 20 MiB.
+    """
+    rounded = max(_up(nbytes, _ROUND), _ROUND)
+    if rounded >= _LARGE:
+        return _up(rounded, _ROUND_LARGE)
+    segment = _SMALL_SEGMENT if rounded <= _SMALL else _LARGE_SEGMENT
+    return segment // (segment // rounded)
+
+
+def _up(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
+
+
+Sized = TypeVar("Sized", UnitCost, PlacedUnit)
+
+
+def place(
+    costs: Sequence[UnitCost],
+    budgets: Sequence[Budget],
+    *,
+    small_first: bool = True,
+    cached_layers: int = 0,
+    host_bytes: int = 0,
+    experts: Sequence[ExpertCost] = (),
+) -> Placement:
+    """Give every unit a device and a tier.
+
+    Units that every token uses come before experts, of which a token uses a few: these get the rest of the memory.
+
+    Args:
+        costs: the units, in the order of a pass.
+        budgets: the devices, in the order of a pass; with several, each gets a run of units in proportion.
+        small_first: keep all other units before any decoder layer.
+        cached_layers: keep at least this many decoder layers in host memory, whatever the budget: the first ones that
+            would otherwise be streamed.
+        host_bytes: host memory that may be pinned for devices with memory of their own.
+        experts: the modules whose experts are streamed individually.
+    """
+    placed: list[PlacedUnit] = []
+    routed: list[PlacedUnit] = []
+    pools: list[Pool] = []
+    for budget, share in zip(budgets, _spans(costs, budgets), strict=True):
+        names = {cost.name for cost in share}
+        own = [cost for cost in experts if cost.unit in names]
+        tiers, left = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(own)), small_first)
+        tier = _experts_tier(own, budget, left, all(t in READY for t in tiers.values()))
+        routed += [PlacedUnit(cost.name, budget.device, tier, cost.stored) for cost in own]
+        if own and tier is Tier.ROUTED:
+            pools.append(_pool(own, budget, left))
+        if budget.is_host:
+            layers = [cost for cost in share if cost.is_layer][:cached_layers]
+            for cost in layers:
+                if tiers[cost.name] is Tier.STREAMED:
+                    tiers[cost.name] = _kept(cost, budget)
+        placed += [PlacedUnit(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share]
+    placement = Placement(tuple(placed), tuple(budgets), tuple(routed), tuple(pools))
+    decoder = {cost.name for cost in costs if cost.is_layer}
+    placement = placement.changed(
+        dict.fromkeys(_pinned_layers(placement, decoder, host_bytes, cached_layers), Tier.PINNED)
+    )
+    units = _counted_once(placement, {cost.name: cost.shared for cost in costs if cost.shared})
+    return replace(placement, units=units, pools=_with_host_slots(placement, host_bytes))
+
+
+def _transit_bytes(experts: Sequence[ExpertCost]) -> int:
+    return max((cost.transit * cost.slot for cost in experts), default=0)
+
+
+def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_resident: bool) -> Tier:
+    """The one tier of all experts of a device. `left`: bytes that units and transit slots leave."""
+    room = left + _transit_bytes(experts)
+    if budget.is_host and all_resident and sum(cost.ready for cost in experts) <= room:
+        return Tier.RESIDENT
+    if budget.is_host and sum(cost.stored for cost in experts) <= room:
+        return Tier.RESIDENT if all(cost.is_ready for cost in experts) else Tier.PACKED
+    return Tier.ROUTED
+
+
+def _pool(experts: Sequence[ExpertCost], budget: Budget, left: int) -> Pool:
+    slot = max(cost.slot for cost in experts)
+    count, transit = sum(cost.experts for cost in experts), max(cost.transit for cost in experts)
+    # slots of a GPU are allocated one by one; those of the host are one run of memory
+    slots = min(max(left, 0) // (slot if budget.is_host else taken(slot)), count)
+    return Pool(budget.device, slots, 0, transit, slot, count, sum(cost.stored for cost in experts))
+
+
+def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
+    """Give the rest of pinned memory to experts for which their device has no slot."""
+    apart = {budget.device for budget in placement.budgets if not budget.is_host}
+    pinned = sum(p.stored for p in placement.units if p.tier is Tier.PINNED)
+    largest = {p.device: 0 for p in placement.units if p.device in apart}
+    for p in placement.units:
+        if p.device in apart and p.tier is Tier.STREAMED:
+            largest[p.device] = max(largest[p.device], p.stored)
+    room = host_bytes - pinned - STAGING * sum(largest.values())
+    wanting = [pool for pool in placement.pools if pool.device in apart]
+    room -= sum(EXPERT_STAGING * pool.slot for pool in wanting)
+    wants = {pool.device: pool.experts - pool.slots for pool in wanting}
+    total = sum(wants[pool.device] * pool.slot for pool in wanting) or 1
+    share = min(max(room, 0) / total, 1.0)
+    return tuple(replace(pool, host_slots=int(wants.get(pool.device, 0) * share)) for pool in placement.pools)
+
+
+def _pinned_layers(placement: Placement, layers: set[str], host_bytes: int, cached_layers: int) -> list[str]:
+    """The streamed units of GPUs to keep in pinned host memory.
+
+    They are spread evenly over the whole pass. So each device gets memory in proportion to the bytes that it would
+    stream, and reads from the disk are evenly spaced over all devices.
+    """
+    apart = [budget.device for budget in placement.budgets if not budget.is_host]
+    streamed = [p for p in placement.units if p.tier is Tier.STREAMED and p.device in apart]
+    room = host_bytes
+    if sum(p.stored for p in streamed) > room:
+        room -= sum(STAGING * max((p.stored for p in streamed if p.device == name), default=0) for name in apart)
+    chosen = [p.unit for p in _spread(streamed, room)]
+    missing = max(cached_layers - len(layers.intersection(chosen)), 0)
+    return chosen + [p.unit for p in streamed if p.unit in layers and p.unit not in chosen][:missing]
+
+
+def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
+    """Contiguous runs of units, one for each device, of stored bytes in proportion to the budgets."""
+    total = sum(cost.stored + cost.routed for cost in costs) or 1
+    shares = [budget.nbytes for budget in budgets]
+    if not any(shares):
+        shares = [1] * len(budgets)
+    runs: list[list[UnitCost]] = [[] for _ in budgets]
+    ends, at = [], 0.0
+    for share in shares:
+        at += share / sum(shares)
+        ends.append(at)
+    passed, device = 0, 0
+    for cost in costs:
+        middle = (passed + (cost.stored + cost.routed) / 2) / total
+        while device < len(budgets) - 1 and middle > ends[device]:
+            device += 1
+        runs[device].append(cost)
+        passed += cost.stored + cost.routed
+    return runs
+
+
+def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tuple[dict[str, Tier], int]:
+    """A tier for each unit of a device, and the bytes that are left on it."""
+    need = ready_once(cost for cost in costs if not _is_mapped(cost, budget))
+    if need <= budget.nbytes:
+        ready = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.RESIDENT for cost in costs}
+        return ready, budget.nbytes - need
+    tiers = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.ROWS for cost in costs if cost.by_rows}
+    # made ready once, since such a unit may be used outside its own forward
+    tiers |= {cost.name: Tier.RESIDENT for cost in costs if cost.must_stay}
+    room = budget.nbytes - ready_once(cost for cost in costs if cost.must_stay)
+    candidates = [cost for cost in costs if cost.name not in tiers]
+    scratch = max((cost.ready for cost in candidates if not cost.is_view), default=0)
+    whole = _kept_once(candidates, budget, set())
+    if whole + scratch <= room:
+        return tiers | {cost.name: _kept(cost, budget) for cost in candidates}, room - scratch - whole
+    tiers |= {cost.name: Tier.STREAMED for cost in candidates}
+    left, kept = room - scratch, set[str]()
+    if small_first:
+        for cost in [cost for cost in candidates if not cost.is_layer]:
+            rest, with_it = [other for other in candidates if other is not cost], set(kept)
+            more = _kept_once([cost], budget, with_it)
+            if more + _slots(rest) <= left:
+                tiers[cost.name] = _kept(cost, budget)
+                left -= more
+                candidates, kept = rest, with_it
+    slots = _slots(candidates)
+    layers = [cost for cost in candidates if cost.is_layer or not small_first]
+    for cost in _spread(layers, left - slots, lambda cost: _kept_bytes(cost, budget)):
+        tiers[cost.name] = _kept(cost, budget)
+        left -= _kept_bytes(cost, budget)
+    return tiers, left - slots
+
+
+def ready_once(costs: Iterable[UnitCost]) -> int:
+    """Memory of units that are kept ready; a tensor that several share counts once."""
+    total, made = 0, set[str]()
+    for cost in costs:
+        total += cost.ready - sum(shared.ready for shared in cost.shared if shared.key in made)
+        made.update(shared.key for shared in cost.shared)
+    return total
+
+
+def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int:
+    """Memory that units in stored form take in addition to the tensors in `kept`, to which theirs are added.
+
+    A shared tensor counts once in a mapped file, and once on a device if it is ready there; in stored form each unit on
+    a device has its own copy.
+    """
+    total = 0
+    for cost in costs:
+        total += _kept_bytes(cost, budget)
+        if budget.is_host or _kept(cost, budget) is Tier.RESIDENT:
+            total -= sum(shared.stored for shared in cost.shared if shared.key in kept)
+            kept.update(shared.key for shared in cost.shared)
+    return total
+
+
+_COUNTING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED, Tier.ROWS, Tier.MAPPED)
+"""Of units that share a tensor, the one whose tier comes first here counts it."""
+
+
+def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTensor]]) -> tuple[PlacedUnit, ...]:
+    """The units, each with the bytes of its tensors that are counted at another unit of its device.
+
+    Args:
+        placement: of all units.
+        shared: unit -> its shared tensors.
+    """
+    hosts = {budget.device for budget in placement.budgets if budget.is_host}
+    tied: dict[str, int] = {}
+    counted: set[tuple[str, str]] = set()
+    for tier in _COUNTING:
+        for placed in (placed for placed in placement.units if placed.tier is tier and placed.unit in shared):
+            own = shared[placed.unit]
+            # each has its own copy in pinned memory, and in stored form on a device that maps no files
+            if tier is not Tier.PINNED and (tier is not Tier.PACKED or placed.device in hosts):
+                tied[placed.unit] = sum(one.stored for one in own if (placed.device, one.key) in counted)
+            counted.update((placed.device, one.key) for one in own)
+    return tuple(replace(placed, tied=tied.get(placed.unit, 0)) for placed in placement.units)
+
+
+def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
+    """Memory of a unit that is kept in stored form. On the host its scales are dequantized once, and kept too."""
+    return cost.stored + (cost.scales if budget.is_host and cost.is_view else 0)
+
+
+def least_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> tuple[int, str]:
+    """Minimum bytes of a pass on a device, with all streamable units streamed; and the name of the largest such unit.
+
+    These are the buffers of the largest streamed unit, its dequantized weights, the units that have to be resident, and
+    the transit slots of experts.
+    """
+    there = {placed.unit for placed in placement.units if placed.device == device and placed.tier is Tier.STREAMED}
+    streamed = [cost for cost in costs if cost.name in there]
+    scratch = max((cost.ready for cost in streamed if not cost.is_view), default=0)
+    stays = ready_once(
+        cost for cost in costs if cost.must_stay and not cost.is_view and placement.of(cost.name).device == device
+    )
+    transit = sum(pool.transit * pool.slot for pool in placement.pools if pool.device == device)
+    largest = max(streamed, key=lambda cost: cost.stored + cost.ready, default=None)
+    return _slots(streamed) + scratch + stays + transit, largest.name if largest is not None else ""
+
+
+def _slots(costs: Sequence[UnitCost]) -> int:
+    """Bytes of the buffers if these units are streamed."""
+    return SLOTS * max((cost.stored + cost.scales for cost in costs), default=0)
+
+
+def _is_mapped(cost: UnitCost, budget: Budget) -> bool:
+    """Whether it is an embedding that is used in its mapped file, where only the rows that are read take memory."""
+    return cost.by_rows and cost.is_view and budget.is_host
+
+
+def _kept(cost: UnitCost, budget: Budget) -> Tier:
+    """The tier of a unit that is kept.
+
+    A view is resident in its stored form. On a GPU, a unit that is not larger when ready (cast, fused) is made ready
+    once. On the host that would take a copy of the mapped file.
+    """
+    once = cost.is_view or (not budget.is_host and cost.ready <= cost.stored)
+    return Tier.RESIDENT if once else Tier.PACKED
+
+
+def _stored(sized: UnitCost | PlacedUnit) -> int:
+    return sized.stored
+
+
+def _spread(costs: Sequence[Sized], room: int, size: Callable[[Sized], int] = _stored) -> list[Sized]:
+    """Units of at most `room` bytes in all, evenly spread over the pass."""
+    total = sum(map(size, costs))
+    if room <= 0 or not total:
+        return []
+    share = min(room, total)
+    chosen, credit, used = [], 0, 0  # credit is an integer, in units of 1 / `total`
+    for cost in costs:
+        nbytes = size(cost)
+        credit += nbytes * share
+        if credit >= nbytes * total and used + nbytes <= room:
+            chosen.append(cost)
+            credit -= nbytes * total
+            used += nbytes
+    return chosen

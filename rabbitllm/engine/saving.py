@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 from rabbitllm.base.options import parse_size
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError
+from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.tensor_spec import dtype_name, torch_dtype
-from rabbitllm.store.checkpoint_folder import plan_shards, write_checkpoint
+from rabbitllm.store.checkpoint_folder import PlainReader, PlainTensor, in_memory, plain, plan_shards, write_checkpoint
 from rabbitllm.store.layer_store import LayerStore, StoredTensor, WeightFiles
-from rabbitllm.store.plain_tensors import PlainReader, PlainTensor, in_memory, plain
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.checkpoints.routing import picked_by
+from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings
 from rabbitllm.errors import (
     CorruptVocabularyError,

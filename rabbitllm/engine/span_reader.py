@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.base.forks import Workers, direct_read
-from rabbitllm.formats.positional import PositionalFile, page_aligned
+from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.checksums import LayerChecks
 
 logger = logging.getLogger(__name__)

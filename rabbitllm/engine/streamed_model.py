@@ -17,14 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.base.options import expand
-from rabbitllm.engine.expert_cache import HALF_LIVES, Values
+from rabbitllm.engine.expert_pool import HALF_LIVES, Values
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.pass_entry import entry_of
-from rabbitllm.engine.pass_line import PassLine
+from rabbitllm.engine.pass_line import PassLine, entry_of
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
-from rabbitllm.engine.unwritable import AbsentWeight, untrainable
+from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
 from rabbitllm.errors import CopyError, OptionError
 from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
 from rabbitllm.storage import durable

@@ -23,26 +23,75 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
+from accelerate.utils.operations import honor_type
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
-from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.expert_pool import ExpertPool
-from rabbitllm.engine.loader import Loader, largest
-from rabbitllm.engine.pinned_memory import PinnedUnits
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
-from rabbitllm.engine.prefetcher import FilledSlot
+from rabbitllm.engine.prefetch import FilledSlot, Loader, PinnedUnits, Uploader, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
-from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
-from rabbitllm.engine.units import Place
-from rabbitllm.engine.unwritable import called_by, untrainable
-from rabbitllm.engine.uploader import Uploader
+from rabbitllm.engine.units import Memo, PartReader, Place, UnitSource, mapped_part
+from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTIZE, Profiler
+
+
+class Boundary:
+    """A forward pre-hook for the units of one device; register with `with_kwargs=True`.
+
+    A copy lives as long as its original does, and is used until either is changed in place. (Inference tensors have
+    no version counter: such an original counts as unchanged until the pass is over.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: Any = WeakIdKeyDictionary()  # original -> its version, the copy, the copy's version
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The inputs on the device, or None if they are there already."""
+        there, named = self._brought(args), self._brought(kwargs)
+        return None if there is args and named is kwargs else (there, named)
+
+    def forget(self) -> None:
+        """Begin another pass."""
+        self._copies.clear()
+
+    def _brought(self, value: Any) -> Any:
+        """A value with its tensors on the device; the same object if they are there already."""
+        if isinstance(value, torch.Tensor):
+            return value if value.device == self._device else self._copy(value)
+        if hasattr(value, "to"):
+            return send_to_device(value, self._device)
+        if isinstance(value, tuple | list):
+            parts = [self._brought(part) for part in value]
+            same = all(part is old for part, old in zip(parts, value, strict=True))
+            return value if same else honor_type(value, parts)
+        if isinstance(value, Mapping):
+            named = {key: self._brought(part) for key, part in value.items()}
+            same = all(named[key] is value[key] for key in named)
+            return value if same else type(value)(named)  # type: ignore[call-arg]
+        return value
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        version = None if tensor.is_inference() else tensor._version
+        known = self._copies.get(tensor)
+        if known is not None and known[0] == version and known[1]._version == known[2]:
+            copy: torch.Tensor = known[1]
+            return copy
+        if tensor.requires_grad:  # such a copy has an autograd history, so it serves one use only
+            return tensor.to(self._device)
+        with torch.inference_mode(False):  # so that the copy has a version
+            copy = tensor.to(self._device)
+        self._copies[tensor] = version, copy, copy._version
+        return copy
+
 
 _calling: ContextVar[object] = ContextVar("whose model is being called", default=None)
 """For each thread and greenlet: the calls of the members of a joint pass are interleaved."""

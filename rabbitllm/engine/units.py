@@ -1,20 +1,32 @@
-"""Units: the modules whose weights are bound and unbound together, and the table entries of their parameters.
+"""Units: the modules whose weights are bound and unbound together, and how their stored bytes become parameters.
 
 A unit is a decoder layer (the outermost layer of a stack), or any other module that owns parameters itself: the
 embedding, the norm, the head; torch's own attention is one unit as a whole. Binding writes into the module's own
 parameter table, which takes less than a microsecond for each tensor; every public way takes 50 to 200 times longer.
+
+All this is decided once, when the model is built; a pass only reads the bytes and makes the parameters.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from rabbitllm.engine.unwritable import AbsentWeight
+from rabbitllm.engine.span_reader import BLOCK, FileSpan
+from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix
+from rabbitllm.engine.weights import Recipe, WeightMap
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.quant.compression import Quantized, dequantize, expanded_bytes, operands
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
+from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,3 +165,258 @@ def _place(owner: nn.Module, table: MutableMapping[str, Any], leaf: str, prefix:
     multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
     marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
     return Place(table, leaf, f"{prefix}.{leaf}" if prefix else leaf, tensor.shape, tensor.dtype, multiplied, marks)
+
+
+PartReader = Callable[[TensorSpec], torch.Tensor]
+"""A stored part -> its tensor, on the device where the unit is made."""
+
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+"""Dtypes of plain values; tensors of any other dtype hold codes."""
+
+Memo = MutableMapping[str, dict[str, torch.Tensor]]
+"""Recipe key -> target -> tensor, of recipes whose tensors stay bound."""
+
+
+Packs = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
+"""Quantized form, dtype of the inputs -> the type that multiplies from codes, or None to dequantize the matrix."""
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """A recipe and the parameters of the unit that it makes.
+
+    Attributes:
+        recipe: makes the parameters.
+        places: (target of the recipe, parameter).
+        packed: parameters that get the recipe's one stored tensor in quantized form, as a matrix of this type.
+    """
+
+    recipe: Recipe
+    places: tuple[tuple[str, Place], ...]
+    packed: tuple[tuple[type[StoredMatrix], Place], ...] = ()
+
+    def alone(self, target: str) -> UnitJob:
+        """The same job for one target only."""
+        places = tuple(entry for entry in self.places if entry[1].target == target)
+        return UnitJob(self.recipe, places, tuple(entry for entry in self.packed if entry[1].target == target))
+
+
+@dataclass(frozen=True)
+class UnitSource:
+    """A unit and the stored bytes of its parameters, as decided when the model is built.
+
+    Attributes:
+        unit: the module and its parameters.
+        jobs: make the parameters.
+        stored: the tensors that they need, by name.
+        spans: the runs of bytes to read into one buffer, in file order.
+        buffer_bytes: length of that buffer.
+        ready_bytes: of the parameters when ready to use.
+        is_view: whether the parameters are views of the stored bytes: nothing is compressed, cast or fused.
+    """
+
+    unit: Unit
+    jobs: tuple[UnitJob, ...]
+    stored: Mapping[str, StoredTensor]
+    spans: tuple[FileSpan, ...]
+    buffer_bytes: int
+    ready_bytes: int
+    is_view: bool
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether some of its tensors are codes: compressed here, or published so."""
+        return any(
+            tensor.quantized is not None or any(part.dtype not in _PLAIN for part in tensor.parts)
+            for tensor in self.stored.values()
+        )
+
+    @property
+    def places(self) -> Iterator[Place]:
+        """Its parameters, as entries of modules' tables."""
+        for job in self.jobs:
+            yield from (place for _, place in job.places)
+            yield from (place for _, place in job.packed)
+
+    def bytes_of(self, job: UnitJob) -> tuple[int, int]:
+        """Bytes of a job's tensors: stored, and ready to use."""
+        names = [name for _, name in job.recipe.sources]
+        stored = sum(self.stored[name].nbytes for name in names)
+        made = 0 if job.recipe.wraps else sum(place.shape.numel() * place.dtype.itemsize for _, place in job.places)
+        return stored, made + (stored if job.packed or job.recipe.wraps else 0)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its tensors on disk."""
+        return sum(tensor.nbytes for tensor in self.stored.values())
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales that are dequantized before codes are multiplied."""
+        packed = {job.recipe.sources[0][1] for job in self.jobs if job.packed}
+        return sum(expanded_bytes(form) for name in packed if (form := self.stored[name].quantized) is not None)
+
+    def make(
+        self,
+        model: PreTrainedModel,
+        part: PartReader,
+        memo: Memo | None = None,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """Make the parameters and bind them.
+
+        Args:
+            model, part, memo, apart: see `made`.
+        """
+        for place, tensor in self.made(model, part, memo, apart=apart):
+            place.bind(tensor)
+
+    def made(
+        self,
+        model: PreTrainedModel,
+        part: PartReader,
+        memo: Memo | None = None,
+        *,
+        apart: bool = False,
+        only: str | None = None,
+    ) -> Iterator[tuple[Place, torch.Tensor]]:
+        """Make the parameters: the table entry and the tensor of each.
+
+        Args:
+            model: the skeleton, for conversions.
+            part: provides the stored parts.
+            memo: recipe key -> its tensors; filled, and used by tied units that stay bound.
+            apart: copy tensors that would be views of stored parts, so that these can be freed.
+            only: the only target to make; None for all.
+        """
+        for job in self.jobs if only is None else [job.alone(only) for job in self.jobs]:
+            for kind, place in job.packed:
+                yield place, self._packed(kind, job.recipe, part)
+            if not job.places:
+                continue
+            made = memo.get(job.recipe.key) if memo is not None else None
+            if made is None:
+                made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, apart))
+                if memo is not None:
+                    memo[job.recipe.key] = made
+            for target, place in job.places:
+                yield place, made[target]
+
+    def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
+        stored = self.stored[recipe.sources[0][1]]
+        assert stored.quantized is not None
+        assert recipe.dtype is not None
+        return QuantizedWeight(kind(*operands(stored.quantized, stored.parts, part)), recipe.dtype)
+
+    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, apart: bool) -> torch.Tensor:
+        tensor = self.stored[name]
+        if tensor.quantized is not None:
+            assert dtype is not None
+            return dequantize(*operands(tensor.quantized, tensor.parts, part), dtype)
+        plain = part(tensor.parts[0])
+        wanted = dtype if dtype is not None and plain.is_floating_point() else plain.dtype
+        return plain.to(wanted, copy=apart)
+
+    def part_of(self, buffer: torch.Tensor) -> PartReader:
+        """A reader of parts that are views of a buffer that `read` filled (or a device copy of it)."""
+        begins = [(span.file, span.offset) for span in self.spans]
+
+        def read(spec: TensorSpec) -> torch.Tensor:
+            span = self.spans[bisect.bisect_right(begins, (spec.file, spec.offset)) - 1]
+            begin = span.at + spec.offset - span.offset
+            return typed(buffer[begin : begin + spec.nbytes], spec)
+
+        return read
+
+
+def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Bytes, uint8 (nbytes,), as a tensor of the spec's dtype and shape; copied if not aligned to 64 bytes.
+
+    Kernels round differently on weights that are aligned to less than 16 bytes.
+    """
+    dtype = torch_dtype(spec.dtype)
+    if flat.data_ptr() % TENSOR_ALIGNMENT:
+        flat = flat.clone()
+    shape = spec.shape if DTYPES[spec.dtype].bits >= 8 else (*spec.shape[:-1], spec.shape[-1] // 2)
+    return flat.view(dtype).view(shape)
+
+
+def mapped_part(store: WeightFiles) -> PartReader:
+    """A reader of parts that are views of the mapped layer files."""
+
+    def read(spec: TensorSpec) -> torch.Tensor:
+        if not spec.nbytes:
+            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        return typed(torch.frombuffer(store.mapped(spec.file).bytes_of(spec), dtype=torch.uint8), spec)
+
+    return read
+
+
+def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs | None = None) -> UnitSource:
+    """The source of a unit.
+
+    Args:
+        unit: the module and its parameters.
+        weights: the recipes of the parameters.
+        store: the files of the stored tensors.
+        packs: how quantized weights of Linears are multiplied from their codes; None to dequantize all of them.
+    """
+    by_key: dict[str, tuple[Recipe, list[tuple[str, Place]], list[tuple[type[StoredMatrix], Place]]]] = {}
+    for place in unit.places:
+        recipe = weights.recipe(place.target)
+        if recipe is None:
+            continue  # absent, which the model allows: it has its initial value
+        made_as = place.target if place.target in recipe.targets else weights.ties[place.target]
+        _, made, packed = by_key.setdefault(recipe.key, (recipe, [], []))
+        kind = _kind(place, recipe, store.tensors, packs) if packs is not None else None
+        if kind is not None:
+            packed.append((kind, place))
+        else:
+            made.append((made_as, place))
+    jobs = tuple(UnitJob(recipe, tuple(made), tuple(packed)) for recipe, made, packed in by_key.values())
+    stored = {name: store.tensors[name] for job in jobs for _, name in job.recipe.sources}
+    spans = _spans(stored)
+    size = spans[-1].end if spans else 0
+    is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)
+    source = UnitSource(unit, jobs, stored, spans, size, 0, is_view)
+    ready = sum(source.bytes_of(job)[1] for job in jobs)
+    return replace(source, ready_bytes=ready + source.scale_bytes)
+
+
+def _kind(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor], packs: Packs) -> type[StoredMatrix] | None:
+    form = tensors[recipe.sources[0][1]].quantized
+    if not place.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
+        return None
+    return packs(form.codes, recipe.dtype)
+
+
+def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
+    if recipe.converter is not None:
+        return recipe.wraps
+    tensor = stored[recipe.sources[0][1]]
+    if tensor.quantized is not None:
+        return False
+    dtype = torch_dtype(tensor.parts[0].dtype)
+    return dtype == recipe.dtype or not dtype.is_floating_point
+
+
+def _spans(stored: Mapping[str, StoredTensor]) -> tuple[FileSpan, ...]:
+    """Runs of contiguous parts, in file order, in one buffer, where each run has blocks of its own.
+
+    If several begin at one offset, as weights that share a storage do, the longest comes last.
+    """
+    parts = sorted((part.file, part.offset, part.nbytes) for tensor in stored.values() for part in tensor.parts)
+    spans: list[FileSpan] = []
+    end = 0
+    for file, run in itertools.groupby(((f, o, n) for f, o, n in parts if n), key=operator.itemgetter(0)):
+        runs: list[list[int]] = []
+        for _, offset, nbytes in run:
+            if runs and sum(runs[-1]) == offset:
+                runs[-1][1] += nbytes
+            else:
+                runs.append([offset, nbytes])
+        for offset, nbytes in runs:
+            spans.append(FileSpan(file, offset, nbytes, end + offset % BLOCK))
+            end = spans[-1].end
+    return tuple(spans)

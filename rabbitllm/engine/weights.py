@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.engine import published, published_checks
+from rabbitllm.engine import published
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.store.layer_store import StoredTensor
@@ -285,7 +285,7 @@ def _recipes(
         # layers convert alike, and a trial with hundreds of experts takes long
         shapes = tuple([(pattern, stored[name].shape, stored[name].parts[0].dtype) for pattern, name in recipe.sources])
         kind = (id(converter), recipe.dtype, shapes)
-        tried = not published_checks.is_opaque(recipe.converter) and alike.get(kind) == expected[key].shape
+        tried = not published.is_opaque(recipe.converter) and alike.get(kind) == expected[key].shape
         if recipe.converter is None or not tried:
             recipe = _checked(recipe, model, stored, expected)
             if recipe.targets == (key,):
@@ -311,7 +311,7 @@ def _recipe(
         return Recipe(key, (key,), sources, converter, expected[key].dtype)
     if len(sources) == 1 and sources[0][0] in quantizer.serialized_names:
         alone = stored[sources[0][1]]
-        published_checks.check_alone(expected[key], alone, key)
+        published.check_alone(expected[key], alone, key)
         as_stored = not getattr(quantizer, "casts_plain", False)
         dtype = torch_dtype(alone.parts[0].dtype) if as_stored else expected[key].dtype
         return Recipe(key, (key,), sources, None, dtype)
@@ -366,8 +366,8 @@ def _checked(
     Raises:
         IncompleteSplitError: it fails, or makes a tensor of another shape than the module's.
     """
-    if published_checks.is_opaque(recipe.converter):
-        published_checks.check_opaque(recipe.key, expected[recipe.key], recipe.sources, stored)
+    if published.is_opaque(recipe.converter):
+        published.check_opaque(recipe.key, expected[recipe.key], recipe.sources, stored)
         return recipe
     try:
         made = recipe.make(model, lambda name, dtype: _weightless(stored[name], dtype))

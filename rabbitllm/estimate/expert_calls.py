@@ -21,19 +21,16 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.devices import Device
-from rabbitllm.engine.expert_cache import HALF_LIVES, Numbers
-from rabbitllm.engine.expert_parts import Block, ExpertPart
-from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts
-from rabbitllm.engine.expert_source import ExpertSource, Leaf
-from rabbitllm.engine.expert_stack import ExpertStack, Supply
-from rabbitllm.engine.expert_supply import MappedExperts
-from rabbitllm.engine.pinned_memory import HostBuffers
+from rabbitllm.engine.expert_pool import HALF_LIVES, ExpertPool, Numbers, PooledExperts
+from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf
+from rabbitllm.engine.experts import ExpertStack, MappedExperts, Supply
+from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
 from rabbitllm.estimate import products
 from rabbitllm.estimate.products import small_pages
 from rabbitllm.estimate.reading import FileSample
 from rabbitllm.quant.compression import NESTED_BLOCK, code_values
-from rabbitllm.store.order import TENSOR_ALIGNMENT
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import Profiler
 
 BETWEEN_BYTES = 64 << 20

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.engine.costs import cache_room
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.load_plan import LoadPlan
+from rabbitllm.engine.load_plan import LoadPlan, cache_room
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.estimate.expert_calls import ExpertCalls

@@ -20,8 +20,7 @@ from torch import nn
 
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.load_plan import LoadPlan
-from rabbitllm.engine.unit_source import PartReader, UnitJob, UnitSource, typed
-from rabbitllm.engine.units import Place
+from rabbitllm.engine.units import PartReader, Place, UnitJob, UnitSource, typed
 from rabbitllm.estimate.bitsandbytes_products import made_up_state
 from rabbitllm.estimate.generation import PROMPT_TOKENS
 from rabbitllm.formats.tensor_spec import TensorSpec

@@ -10,8 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.engine.costs import cache_room
-from rabbitllm.engine.load_plan import LoadPlan
+from rabbitllm.engine.load_plan import LoadPlan, cache_room
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.engine.units import input_embedding
@@ -29,7 +28,7 @@ from rabbitllm.quant.compression import BLOCKS
 #
 # A pass runs the units in order, and is followed by the next one. Of a device's streamed units one computes while the
 # following one is read: reading begins when the one before it is taken, continues while other units compute until it is
-# needed, and is waited for if it is not done by then (`engine/loader.py`: one thread and two buffers per device). The
+# needed, and is waited for if it is not done by then (`engine/prefetch.py`: one thread and two buffers per device). The
 # first streamed unit of a pass is read while the last units of the pass before compute.
 #
 # While both are in progress, each is slower than alone: computing by `Strain.computing`, reading by `Strain.reading`,

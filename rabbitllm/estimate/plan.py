@@ -14,15 +14,14 @@ from pathlib import Path
 
 from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.source_scan import SourceScan
 from rabbitllm.quant.compression import CODES, check_fitting
-from rabbitllm.splitter import rates, split_estimate
-from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
-from rabbitllm.splitter.choosing import AllocationSummary, allocation_of
+from rabbitllm.splitter import split_estimate
+from rabbitllm.splitter.bit_allocation import AllocationSummary, allocation_of
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.disk_sampler import existing
 from rabbitllm.splitter.plan import SplitPlan
@@ -36,10 +35,12 @@ from rabbitllm.splitter.split_estimate import (
     Rates,
     Recommendation,
     Route,
+    anatomy_of,
+    big_layers,
+    commonest_dtype,
 )
-from rabbitllm.store.chosen import check_split
 from rabbitllm.store.layer_file import LAYER_SUFFIX
-from rabbitllm.store.layer_store import MANIFEST_NAME
+from rabbitllm.store.manifest import MANIFEST_NAME, check_split
 
 MIN_FREE_DISK = "1GB"
 
@@ -164,9 +165,9 @@ def _measure(survey: SourceScan, said: Rate | None) -> Rates:
     if not can_measure():
         return Rates(fetch, read, {}, threads, device)
     if staged and fetch is None and survey.source.repository is not None:
-        fetch = rates.fetch_rate(survey.source.repository, staged[0])
+        fetch = split_estimate.fetch_rate(survey.source.repository, staged[0])
     if here and read is None and survey.checkpoint is not None:
-        read = rates.read_rate([survey.checkpoint.acquire(shard) for shard in here])
+        read = split_estimate.read_rate([survey.checkpoint.acquire(shard) for shard in here])
     quantize: dict[str, Rate] = {}
     fitted = survey.options.fit_scales
     for scheme, codes in CODES.items():
@@ -175,7 +176,7 @@ def _measure(survey: SourceScan, said: Rate | None) -> Rates:
         same = scheme if fitted else codes
         if dtype is None or same in quantize:
             continue
-        if (rate := rates.quantize_rate(same, dtype, threads, device, fitted=fitted)) is not None:
+        if (rate := split_estimate.quantize_rate(same, dtype, threads, device, fitted=fitted)) is not None:
             quantize[same] = rate
     return Rates(fetch, read, quantize, threads, device)
 

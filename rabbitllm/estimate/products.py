@@ -17,7 +17,7 @@ import torch
 
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.free_memory import available_ram
-from rabbitllm.engine.quantized_weight import QuantizedWeight
+from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.bitsandbytes_products import is_form, matrix, nbytes_of
 from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantized, code_values
 from rabbitllm.quant.packed_products import Matrix

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from rabbitllm.engine.devices import Device
-from rabbitllm.engine.pinned_memory import HostBuffers
 from rabbitllm.engine.placement import SLOTS
+from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
-from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import PositionalFile, page_aligned
 
 SAMPLE_BYTES = 256 << 20
 """The most that is read to find a rate."""

@@ -15,17 +15,15 @@ from typing import Any
 from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
-from rabbitllm.checkpoints.json_file import read_json
-from rabbitllm.checkpoints.quantized import quantized_as
-from rabbitllm.checkpoints.routing import experts_a_token
+from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
+from rabbitllm.formats.bounded import read_json
 from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.choosing import with_choice
+from rabbitllm.splitter.bit_allocation import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split
-from rabbitllm.store.chosen import AUTO
-from rabbitllm.store.layer_store import JOURNAL_NAME, Manifest, is_finished, is_fitted, read_manifest
+from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, Manifest, is_finished, is_fitted, read_manifest
 
 
 @dataclass

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, place_units
-from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.engine.units import UnitSource
 from rabbitllm.estimate.generation import GenerationEstimate
 from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.outline import Outline
 from rabbitllm.estimate.predict import foretell
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.plan import PlannedFiles
 
 
 def predict_outline(

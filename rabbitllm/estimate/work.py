@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from rabbitllm.checkpoints.routing import picked_by
+from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.unit_source import UnitSource
-from rabbitllm.engine.units import Place
+from rabbitllm.engine.units import Place, UnitSource
 from rabbitllm.estimate.bitsandbytes_products import form_of
 from rabbitllm.quant.compression import expanded_bytes
 

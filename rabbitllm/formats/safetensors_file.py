@@ -14,16 +14,15 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.formats.json_text import decode_json
-from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, PositionalFile
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size, torch_dtype
+from rabbitllm.formats.bounded import decode_json
+from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, byte_size, torch_dtype
+from rabbitllm.storage.files import CAN_MAP_PRIVATELY, PositionalFile
 
 if TYPE_CHECKING:
     import torch
@@ -41,23 +40,6 @@ DATA_ALIGNMENT = 4096
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LIMIT = 1 << 63
 """Limit of file offsets and of torch's element counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A checked header, or its equivalent in another format.
-
-    Attributes:
-        tensors: in file order.
-        metadata: `__metadata__` of the file.
-        data_start: offset of the data in bytes.
-        comes_first: whether it precedes all data, so that the file can be processed as a stream.
-    """
-
-    tensors: tuple[TensorSpec, ...]
-    metadata: Mapping[str, str]
-    data_start: int
-    comes_first: bool = True
 
 
 def read_header(path: Path, file: str | None = None) -> Header:

@@ -2,33 +2,299 @@
 
 Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto, with its defaults. The
 library does the encoding; this module inspects a file, and refuses a malformed one before the library reads it. The
-library accepts more: ids in the trainer spec outside the vocabulary, and everything that only `protobuf.py` refuses.
+library (0.2.3) checks pieces and the charsmap's lengths itself; earlier versions skip some checks, so each is made here
+first, with a message that says what was found. The library accepts more: ids in the trainer spec outside the
+vocabulary, and everything that only `protobuf.py` refuses.
 
-The size of a vocabulary is its number of pieces, as in the library; `TrainerSpec.vocab_size` may differ. Independent
-of models and of encoding.
+A piece's id is its index in the file; pieces are in columns, since a quarter of a million objects would take more time
+and memory than the parsing. The size of a vocabulary is its number of pieces, as in the library;
+`TrainerSpec.vocab_size` may differ. Independent of models and of encoding.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import struct
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import repeat
+from operator import contains
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from rabbitllm.errors import CorruptVocabularyError
+from rabbitllm.formats.bounded import read_bytes
 from rabbitllm.formats.protobuf import (
     FieldKind,
+    FieldRead,
     Schema,
     SchemaField,
+    WireFormatError,
     numbered,
+    read_fields,
     read_message,
+    read_text,
     schema_of,
     values_of,
 )
-from rabbitllm.formats.sentencepiece_checks import check_charsmap, check_id, check_pieces
-from rabbitllm.formats.sentencepiece_pieces import Pieces, PieceType, read_pieces
-from rabbitllm.formats.vocabulary_file import read_bytes
+
+MAX_PIECES = 1 << 20
+"""Limit of pieces. The largest published vocabulary has nine tenths of that (XLM-V, 901,629)."""
+_MAX_PIECE_FIELDS = 16
+_MAX_UNUSUAL_PIECES = 1 << 16
+"""Limit of pieces that take three times as long or more, so that no file takes seconds."""
+_MAX_OTHER_FIELDS = 1000
+_FLOAT = struct.Struct("<f")
+_PIECES_TAG = 0x0A
+_TEXT_TAG, _SCORE_TAG, _TYPE_TAG = 0x0A, 0x15, 0x18
+
+
+class PieceType(IntEnum):
+    """The kind of a piece; the numbers are the format's."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_TYPES = frozenset(PieceType)
+_RESERVED = frozenset({PieceType.UNKNOWN, PieceType.CONTROL, PieceType.BYTE})
+_PIECE = {
+    1: SchemaField("piece", FieldKind.TEXT),
+    2: SchemaField("score", FieldKind.FLOAT),
+    3: SchemaField("type", FieldKind.INT32, values=PieceType),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPiece:
+    """One entry of the vocabulary.
+
+    Attributes:
+        id: its index in the file.
+        text: with U+2581 for a space.
+        score: float32; a log probability (unigram), or minus the number of its merge (BPE).
+        type: its kind.
+    """
+
+    id: int
+    text: str
+    score: float
+    type: PieceType
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces(Sequence[VocabularyPiece]):
+    """All pieces in the order of their ids, in columns.
+
+    Attributes:
+        texts: UTF-8.
+        scores: float32.
+        types: numbers of `PieceType`, a byte each.
+    """
+
+    texts: tuple[bytes, ...]
+    scores: array[float]
+    types: bytes
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @overload
+    def __getitem__(self, index: int) -> VocabularyPiece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[VocabularyPiece]: ...
+
+    def __getitem__(self, index: int | slice) -> VocabularyPiece | Sequence[VocabularyPiece]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        return VocabularyPiece(number, self.texts[number].decode(), self.scores[number], PieceType(self.types[number]))
+
+    def is_reserved(self, index: int) -> bool:
+        """Whether a piece is unknown, control or byte: the library keeps these in a separate table."""
+        return self.types[index] in _RESERVED
+
+    def id_of(self, text: str) -> int | None:
+        """The id of a text, looked up as in the library: among the reserved pieces, then among the others."""
+        wanted, fallback = text.encode(), None
+        for number, found in enumerate(self.texts):
+            if found == wanted:
+                if self.is_reserved(number):
+                    return number
+                fallback = number
+        return fallback
+
+
+def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
+    """The pieces of a serialised `ModelProto`, and its other fields.
+
+    Raises:
+        WireFormatError: a malformed field or piece; or a limit above is exceeded.
+    """
+    texts: list[bytes] = []
+    scores, types = array("f"), bytearray()
+    others: list[FieldRead] = []
+    unusual = 0
+    for one in read_fields(data, 0, len(data)):
+        tag, begin, end = one
+        if tag != _PIECES_TAG:
+            if len(others) == _MAX_OTHER_FIELDS:
+                raise WireFormatError(f"more than {_MAX_OTHER_FIELDS:,} fields are no pieces")
+            others.append(one)
+            continue
+        if len(texts) == MAX_PIECES:
+            raise WireFormatError(f"it has more than {MAX_PIECES:,} pieces")
+        # Every known writer puts the text, the score and, unless it is the default, the type, in this order. Parsing
+        # that order directly takes a third of the time; any other layout is parsed generally.
+        size = data[begin + 1] if end - begin >= 7 else 0x80
+        score_at = begin + 3 + size
+        rest = end - score_at
+        if (
+            size < 0x80
+            and (rest == 4 or (rest == 6 and data[end - 2] == _TYPE_TAG and data[end - 1] in _TYPES))
+            and data[begin] == _TEXT_TAG
+            and data[score_at - 1] == _SCORE_TAG
+        ):
+            text = data[begin + 2 : score_at - 1]
+            if not text.isascii():
+                read_text(data, begin + 2, score_at - 1, "piece")
+            texts.append(text)
+            scores.append(_FLOAT.unpack_from(data, score_at)[0])
+            types.append(data[end - 1] if rest == 6 else PieceType.NORMAL)
+        else:
+            unusual += 1
+            if unusual > _MAX_UNUSUAL_PIECES:
+                raise WireFormatError(f"more than {_MAX_UNUSUAL_PIECES:,} pieces are not laid out as a writer does it")
+            piece = read_message(data, begin, end, _PIECE, _MAX_PIECE_FIELDS)
+            texts.append(piece.get("piece", "").encode())
+            scores.append(piece.get("score", 0.0))
+            types.append(piece.get("type", PieceType.NORMAL))
+    return Pieces(tuple(texts), scores, bytes(types)), others
+
+
+_TRIE_BLOCK_BYTES = 1024
+"""The trie of a charsmap (https://github.com/s-yata/darts-clone) consists of blocks of 256 units of 4 bytes."""
+MAX_PIECE_BYTES = 7999
+"""Limit of the library (0.2.3)."""
+_BYTE_PIECE = re.compile(rb"<0x[0-9A-F]{2}>")
+
+
+def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
+    """Refuse a vocabulary that the library could not use.
+
+    The library checks scores, and that there is an ordinary piece, in unigram models only; here all models are checked,
+    since no trainer makes others.
+
+    Raises:
+        ValueError: a piece that is empty, too long, repeated or contains a zero byte; a score that is not finite; not
+            exactly one unknown piece; no ordinary piece; byte pieces that are not the 256 of byte fallback.
+    """
+    texts, scores, types = pieces.texts, pieces.scores, pieces.types  # loops run in C: there may be a million pieces
+    if not all(texts):
+        raise ValueError(f"piece {texts.index(b''):,} is empty")
+    if len(longest := max(texts, key=len, default=b"")) > MAX_PIECE_BYTES:
+        number = texts.index(longest)
+        raise ValueError(f"piece {number:,} has {len(longest):,} bytes; at most {MAX_PIECE_BYTES:,} are allowed")
+    if any(map(contains, texts, repeat(0))):
+        number = next(number for number, text in enumerate(texts) if 0 in text)
+        raise ValueError(f"piece {number:,} holds a zero byte; the library's tries end a piece there")
+    if not all(map(math.isfinite, scores)):
+        number = next(number for number, score in enumerate(scores) if not math.isfinite(score))
+        raise ValueError(f"piece {number:,} has score {scores[number]}; expected a finite number")
+    if (count := types.count(PieceType.UNKNOWN)) != 1:
+        raise ValueError(f"it has {count:,} pieces of type unknown; expected exactly one")
+    if all(map(pieces.is_reserved, range(len(pieces)))):  # stops at the first that is not
+        raise ValueError("it has none but unknown, control and byte pieces, which no text is split into")
+    _check_unique(pieces, bpe)
+    _check_byte_pieces(pieces, byte_fallback)
+
+
+def _check_unique(pieces: Pieces, bpe: bool) -> None:
+    """The library has two tables: a text may be in both, but once in each; in a BPE model only in one."""
+    if len(set(pieces.texts)) == len(pieces):
+        return
+    seen: dict[tuple[bool, bytes], int] = {}
+    for number, text in enumerate(pieces.texts):
+        first = seen.setdefault((not bpe and pieces.is_reserved(number), text), number)
+        if first != number:
+            raise ValueError(f"pieces {first:,} and {number:,} are both {_short(text)}")
+
+
+def _check_byte_pieces(pieces: Pieces, byte_fallback: bool) -> None:
+    numbers = [number for number, kind in enumerate(pieces.types) if kind == PieceType.BYTE]
+    if numbers and not byte_fallback:
+        raise ValueError(f"piece {numbers[0]:,} is of type byte and the trainer spec has no byte_fallback")
+    for number in numbers:
+        if not _BYTE_PIECE.fullmatch(pieces.texts[number]):
+            raise ValueError(f"byte piece {number:,} is {_short(pieces.texts[number])}; expected <0x00> to <0xFF>")
+    if byte_fallback and len(numbers) != 256:
+        raise ValueError(f"it has {len(numbers)} byte pieces; byte_fallback needs 256")
+
+
+def check_id(name: str, value: int, pieces: int) -> None:
+    """Refuse an id outside the vocabulary; -1 means none.
+
+    The library ignores these ids and looks pieces up by their texts, but converters to other formats use the ids.
+
+    Raises:
+        ValueError: it is below -1, or not below the number of pieces.
+    """
+    if not -1 <= value < pieces:
+        raise ValueError(f"{name} is {value:,}; expected -1 (none) or the id of one of {pieces:,} pieces")
+
+
+def check_charsmap(data: bytes, begin: int, end: int) -> None:
+    """Refuse a precompiled charsmap (bytes `begin` to `end` of `data`) in which a lookup could leave its bounds.
+
+    Layout (`Normalizer::DecodePrecompiledCharsMap`): 4 bytes little-endian size of the trie, the trie, replacement
+    texts that each end in a zero byte. A trie unit is a value (if bit 31 is set: an offset into the texts) or leads to
+    other units, by exclusive or with an offset and a byte of text; the library's lookup has no bounds checks. The
+    library (0.2.3) refuses some further charsmaps, whose lookups stay within bounds too.
+
+    Raises:
+        ValueError: a size that does not fit, texts without an end, a unit that leads out of bounds, a root that leads
+            nowhere.
+    """
+    size = end - begin
+    if not size:
+        return
+    if size <= 4:
+        raise ValueError(f"its charsmap at byte {begin:,} has {size} bytes; expected more than 4")
+    (trie_bytes,) = struct.unpack_from("<I", data, begin)
+    if 4 + trie_bytes >= size:
+        raise ValueError(f"its charsmap at byte {begin:,} has {size:,} bytes and claims a trie of {trie_bytes:,}")
+    if not trie_bytes or trie_bytes % _TRIE_BLOCK_BYTES:
+        raise ValueError(f"the trie of its charsmap has {trie_bytes:,} bytes; expected a multiple of 1,024")
+    if data[end - 1]:
+        raise ValueError(f"the texts of its charsmap do not end in a zero byte at {end - 1:,}")
+    texts_bytes = size - 4 - trie_bytes
+    count = trie_bytes // 4
+    for number, unit in enumerate(struct.unpack_from(f"<{count}I", data, begin + 4)):
+        if unit >> 31:
+            if unit & 0x7FFFFFFF >= texts_bytes:
+                raise ValueError(
+                    f"unit {number:,} of its charsmap points {unit & 0x7FFFFFFF:,} bytes into {texts_bytes:,}"
+                )
+        # counts are whole blocks of 256 units, so that the exclusive or with a byte of text stays within the block
+        elif number ^ ((unit >> 10) << ((unit & 0x200) >> 6)) >= count:
+            raise ValueError(f"unit {number:,} of its charsmap leads outside its {count:,} units")
+    (root,) = struct.unpack_from("<I", data, begin + 4)
+    if not root >> 10 or root & 0x3FF or root >> 31:
+        raise ValueError(f"the root of its charsmap is {root:#010x}; expected one that leads to other units")
+
+
+def _short(text: bytes) -> str:
+    shown = repr(text.decode())
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
 
 MAX_SPEC_BYTES = 4 << 20
 """Limit of one spec with its charsmap, and of all samples. The library's own charsmaps have up to 0.4 MB."""

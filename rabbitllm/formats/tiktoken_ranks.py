@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from rabbitllm.errors import CorruptVocabularyError
-from rabbitllm.formats.vocabulary_file import read_bytes
+from rabbitllm.formats.bounded import read_bytes
 
 MAX_TOKENS = 1 << 20
 MAX_TOKEN_BYTES = 1024

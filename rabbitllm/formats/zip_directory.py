@@ -4,10 +4,10 @@ Format: PKWARE's APPNOTE (https://pkware.cachefly.net/webdocs/casestudies/APPNOT
 (https://github.com/pytorch/pytorch, third_party/miniz-3.0.2/miniz.c and caffe2/serialize/inline_container.cc).
 
 Readers disagree about which end-of-directory record counts, which of two equal names, and what precedes the first
-entry. So every byte of a file must be accounted for: entry follows entry from byte 0, each is a local header, its
-data and, if a flag says so, a data descriptor; then the central directory; then the end records; then nothing. It
-follows that the offset of every entry's data is known from the central directory alone, and `torch_zip.py` compares
-each with its local header. Python's `zipfile` is not used: it searches for the directory, and skips unknown parts.
+entry. So every byte of a file must be accounted for: entry follows entry from byte 0, each is a local header, its data
+and, if a flag says so, a data descriptor; then the central directory; then the end records; then nothing. It follows
+that the offset of every entry's data is known from the central directory alone, and `check_local_headers` compares each
+with its local header. Python's `zipfile` is not used: it searches for the directory, and skips unknown parts.
 
 Checksums are not compared: torch can be set to write zeros (`torch.serialization.set_crc32_options`).
 Independent of torch.
@@ -29,19 +29,19 @@ MAX_ENTRIES = 32_768
 MAX_DIRECTORY_BYTES = 16 << 20
 MAX_NAME_BYTES = 1024
 
-LOCAL = struct.Struct("<4s5H3I2H")
+_LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
-DESCRIPTOR = struct.Struct("<4s3I")
-DESCRIPTOR_64 = struct.Struct("<4sI2Q")
+_DESCRIPTOR = struct.Struct("<4s3I")
+_DESCRIPTOR_64 = struct.Struct("<4sI2Q")
 
-DESCRIBED = 1 << 3
+_DESCRIBED = 1 << 3
 """Flag: the sizes are in a data descriptor after the data."""
 _UTF8 = 1 << 11
 _FLAG_MEANINGS = {0: "encrypted", 5: "patch data", 6: "strongly encrypted", 13: "with masked local headers"}
-_SENTINEL_16, SENTINEL_32 = 0xFFFF, 0xFFFFFFFF
+_SENTINEL_16, _SENTINEL_32 = 0xFFFF, 0xFFFFFFFF
 _MAX_EXTRA = 0xFFFF
 
 _MAX_VERSION = 63
@@ -106,9 +106,9 @@ class _Listed:
 
     @property
     def descriptor(self) -> int:
-        if not self.flags & DESCRIBED:
+        if not self.flags & _DESCRIBED:
             return 0
-        return DESCRIPTOR_64.size if self.zip64 else DESCRIPTOR.size
+        return _DESCRIPTOR_64.size if self.zip64 else _DESCRIPTOR.size
 
 
 def read_entries(read: ReadAt, file_size: int, file: str) -> tuple[ZipEntry, ...]:
@@ -149,11 +149,11 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
         end -= _LOCATOR.size + _END_64.size
         claimed = (count, size, offset)
         count, size, offset = _end_64(tail[: -_END.size], end, file)
-        limits = (_SENTINEL_16, SENTINEL_32, SENTINEL_32)
+        limits = (_SENTINEL_16, _SENTINEL_32, _SENTINEL_32)
         for old, new, limit in zip(claimed, (count, size, offset), limits, strict=True):
             if old not in (new, limit):
                 raise corrupt_zip(file, f"its end record says {old:,} where its zip64 record says {new:,}")
-    elif count == _SENTINEL_16 or SENTINEL_32 in (size, offset):
+    elif count == _SENTINEL_16 or _SENTINEL_32 in (size, offset):
         raise corrupt_zip(file, "its end record refers to a zip64 record, and there is none before it")
     if count > MAX_ENTRIES or size > MAX_DIRECTORY_BYTES:
         raise corrupt_zip(
@@ -195,10 +195,10 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
         if ends[-1] > len(raw):
             raise corrupt_zip(file, f"entry {number:,} of its directory reaches beyond the directory")
         name = _name(raw[ends[0] - lengths[0] : ends[0]], flags, file)
-        zip64 = zip64_field(raw[ends[0] : ends[1]], name, file)
+        zip64 = _zip64_field(raw[ends[0] : ends[1]], name, file)
         if lengths[2]:
             raise corrupt_zip(file, f"entry {name!r} has a comment")
-        check_version(needed, name, file)
+        _check_version(needed, name, file)
         _check_stored(flags, method, name, file)
         if attributes & _SPECIAL or attributes >> 28 not in (0, _REGULAR):
             raise corrupt_zip(file, f"entry {name!r} is marked as other than a file (attributes {attributes:#010x})")
@@ -222,7 +222,7 @@ def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[Zi
     for entry, following in zip(listed, nexts, strict=True):
         end = following - entry.descriptor
         begin = end - entry.size
-        extra = begin - entry.header - LOCAL.size - len(entry.name.encode())
+        extra = begin - entry.header - _LOCAL.size - len(entry.name.encode())
         if not 0 <= extra <= _MAX_EXTRA:
             where = "overlaps what follows it" if extra < 0 else "is followed by bytes that belong to no entry"
             raise corrupt_zip(
@@ -233,7 +233,7 @@ def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[Zi
         yield ZipEntry(entry.name, entry.header, begin, end, entry.descriptor, entry.crc, entry.flags, entry.zip64)
 
 
-def check_version(needed: int, name: str, file: str) -> None:
+def _check_version(needed: int, name: str, file: str) -> None:
     """Refuse an entry that needs a later version of the format (low byte): torch reads it, zipfile does not."""
     if needed & 0xFF > _MAX_VERSION:
         raise corrupt_zip(
@@ -247,7 +247,7 @@ def _check_stored(flags: int, method: int, name: str, file: str) -> None:
     if method:
         raise corrupt_zip(file, f"entry {name!r} is compressed (method {method}); torch.save compresses nothing")
     for bit in range(16):
-        if flags >> bit & 1 and 1 << bit not in (DESCRIBED, _UTF8):
+        if flags >> bit & 1 and 1 << bit not in (_DESCRIBED, _UTF8):
             raise corrupt_zip(
                 file, f"entry {name!r} is {_FLAG_MEANINGS.get(bit, 'marked with an unknown flag')} (bit {bit})"
             )
@@ -265,7 +265,7 @@ def _name(raw: bytes, flags: int, file: str) -> str:
     return name
 
 
-def zip64_field(extra: bytes, name: str, file: str) -> bytes:
+def _zip64_field(extra: bytes, name: str, file: str) -> bytes:
     """The payload of the zip64 field among extra fields, empty if there is none; others must be harmless."""
     found, at = b"", 0
     while at < len(extra):
@@ -287,13 +287,88 @@ def zip64_field(extra: bytes, name: str, file: str) -> bytes:
 
 def _widened(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: str) -> tuple[int, ...]:
     """Size, packed size, header and disk, replaced by the zip64 field where it has them; it must hold exactly those."""
-    limits = (SENTINEL_32, SENTINEL_32, SENTINEL_32, _SENTINEL_16)
+    limits = (_SENTINEL_32, _SENTINEL_32, _SENTINEL_32, _SENTINEL_16)
     wanted = [number for number, limit in enumerate(limits) if fields[number] == limit]
     layout = struct.Struct("<" + "".join("I" if number == 3 else "Q" for number in wanted))
     if layout.size != len(zip64):
         raise corrupt_zip(file, f"the zip64 field of entry {name!r} has {len(zip64)} bytes; expected {layout.size}")
     values = dict(zip(wanted, layout.unpack(zip64), strict=True))
     return tuple(values.get(number, field) for number, field in enumerate(fields))
+
+
+# The local headers of a zip, each compared with the entry in the central directory.
+#
+# A reader that starts at the front of a file uses the former, one that starts at its end the latter; both must agree.
+
+
+def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry], file: str) -> None:
+    """Compare each local header and data descriptor with the central directory. Reads no data.
+
+    Args:
+        read: reads the file.
+        entries: all entries, from `read_entries`.
+        file: name for messages.
+
+    Raises:
+        CorruptShardError: a header differs.
+    """
+    at, pending = 0, None
+    for entry in entries:
+        between = read(at, entry.begin - at)
+        if len(between) != entry.begin - at:
+            raise corrupt_zip(file, f"it ended before byte {entry.begin:,}, where {entry.name!r} starts")
+        if pending is not None:
+            _check_descriptor(between[: pending.descriptor], pending, file)
+        _check_local(between[entry.header - at :], entry, file)
+        at, pending = entry.end, entry
+    if pending is not None:
+        _check_descriptor(read(at, pending.descriptor), pending, file)
+
+
+def _check_local(raw: bytes, entry: ZipEntry, file: str) -> None:
+    """Check an entry; `raw` reaches from the local header to the data."""
+    signature, needed, flags, method, _, _, crc, packed, size, name_length, extra_length = _LOCAL.unpack_from(raw)
+    name = raw[_LOCAL.size : _LOCAL.size + name_length]
+    if signature != b"PK\x03\x04":
+        raise corrupt_zip(file, f"there is no local header at byte {entry.header:,}, where {entry.name!r} should start")
+    if name != entry.name.encode():
+        raise corrupt_zip(file, f"entry {entry.name!r} is named {name[:80]!r} in its local header")
+    _check_version(needed, entry.name, file)
+    if (flags, method) != (entry.flags, 0):
+        raise corrupt_zip(
+            file,
+            f"entry {entry.name!r} has flags {flags:#06x} and method {method} in its local header; "
+            f"expected {entry.flags:#06x} and 0",
+        )
+    length = _LOCAL.size + name_length + extra_length
+    if length != len(raw):
+        raise corrupt_zip(
+            file,
+            f"the data of entry {entry.name!r} starts at byte {entry.header + length:,} by its local header; "
+            f"expected byte {entry.begin:,}",
+        )
+    zip64 = _zip64_field(raw[_LOCAL.size + name_length :], entry.name, file)
+    # torch writes the size, nothing for the packed size, and the rest as in the directory; zipfile both sizes
+    as_torch = entry.zip64[:8] + bytes(8) + entry.zip64[16:]
+    if zip64 not in (b"", entry.zip64, as_torch, struct.pack("<2Q", entry.size, entry.size)):
+        raise corrupt_zip(
+            file, f"the zip64 field in the local header of entry {entry.name!r} differs from the directory's"
+        )
+    narrow = _SENTINEL_32 if zip64 and not entry.flags & _DESCRIBED else min(entry.size, _SENTINEL_32)
+    known = [(entry.crc, narrow, narrow), (entry.crc, entry.size, entry.size)]
+    if entry.flags & _DESCRIBED:
+        known.append((0, 0, 0))
+    if (crc, packed, size) not in known:
+        raise corrupt_zip(
+            file, f"entry {entry.name!r} has {size:,} bytes by its local header, or another checksum; "
+            f"the directory says {entry.size:,} bytes"
+        )  # fmt: skip
+
+
+def _check_descriptor(raw: bytes, entry: ZipEntry, file: str) -> None:
+    layout = {0: None, _DESCRIPTOR.size: _DESCRIPTOR, _DESCRIPTOR_64.size: _DESCRIPTOR_64}[entry.descriptor]
+    if layout is not None and raw != layout.pack(b"PK\x07\x08", entry.crc, entry.size, entry.size):
+        raise corrupt_zip(file, f"the data descriptor behind entry {entry.name!r} differs from the directory")
 
 
 def corrupt_zip(file: str, what: str) -> CorruptShardError:

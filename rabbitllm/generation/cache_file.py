@@ -34,7 +34,7 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.span_reader import stays_cached
 from rabbitllm.generation.kv_cache import append
 from rabbitllm.storage import durable
-from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
+from rabbitllm.storage.files import DIRECT_ALIGNMENT
 
 LEAST_BLOCKS = 16
 """Smaller images are not padded to whole blocks, which could add more than a sixteenth."""

@@ -25,9 +25,9 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
-from rabbitllm.engine.allocator import keep_large_apart, trimming
+from rabbitllm.engine.forwards import make_kernels
+from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.placement import Placement
-from rabbitllm.engine.row_products import make_kernels
 from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile, goes_to_a_file
 from rabbitllm.generation.kv_cache import WORTH_TOKENS, PrefixCache, beginning, copied, keeps, usable
 from rabbitllm.generation.memory import CacheMemory

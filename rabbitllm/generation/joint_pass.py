@@ -30,8 +30,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rabbitllm.engine.expert_finding import is_routed
-from rabbitllm.engine.pass_entry import entry_of
-from rabbitllm.engine.row_products import RowProducts
+from rabbitllm.engine.forwards import RowProducts
+from rabbitllm.engine.pass_line import entry_of
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.packed_batch import NotPackable, PackedForward, PackedSequence, grouped

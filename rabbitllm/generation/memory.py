@@ -21,7 +21,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from rabbitllm.base.terminal import size
-from rabbitllm.checkpoints.routing import picked_by
+from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import TAIL_TOKENS
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_cache, cost_by_config, layer_configs

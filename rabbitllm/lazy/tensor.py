@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.lazy.joined_files import JoinedFiles
-from rabbitllm.lazy.shard_file import ShardFile
+from rabbitllm.lazy.load import JoinedFiles, ShardFile
 
 
 def _getter(name: str) -> Any:

@@ -1,12 +1,14 @@
-"""The first process's side of a pass: the model's own forward, with stand-ins for the layers of other hosts.
+"""The two sides of a pass: the first process runs the model's own forward, the workers compute spans of its layers.
 
-A stand-in records the arguments of its call. The last one sends these to the workers, and the hidden states to the
-first worker. The hidden states go from worker to worker and back to this process, where the model's forward continues
-with them. So everything except those layers is computed here by the model's own code: masks, positions, norm, head, and
-`generate`.
+In the first process, a stand-in for each layer of another host records the arguments of its call. The last one sends
+these to the workers, and the hidden states to the first worker. The hidden states go from worker to worker and back to
+the first process, where the model's forward continues with them. So everything except those layers is computed there by
+the model's own code: masks, positions, norm, head, and `generate`. A thread of its own sends and receives, and
+completes a pass even if the caller is interrupted, so that the workers' caches never miss a part of it. Between passes
+it sends the workers a sign of life.
 
-A thread of its own sends and receives, and completes a pass even if the caller is interrupted, so that the workers'
-caches never miss a part of it. Between passes it sends the workers a sign of life.
+A worker calls the model's own layers with these arguments, pass after pass, and holds the KV caches of these layers. It
+runs no other part of the model, and no code that it receives.
 """
 
 from __future__ import annotations
@@ -26,14 +28,13 @@ from transformers.cache_utils import Cache
 
 from rabbitllm.base.forks import ForkGuard
 from rabbitllm.errors import HostGoneError, HostsError
-from rabbitllm.pipeline.arguments import Packer
-from rabbitllm.pipeline.caches import Ledger, lengths_of, stand_in
-from rabbitllm.pipeline.frames import Frame, Word
+from rabbitllm.pipeline.caches import Ledger, MirroredCaches, lengths_of, stand_in
+from rabbitllm.pipeline.frames import Frame, Packer, Word, unpack
 from rabbitllm.pipeline.rendezvous import Link
-from rabbitllm.pipeline.spans import Span
-from rabbitllm.pipeline.stack import Stack, hidden_of
+from rabbitllm.pipeline.stack import Span, Stack, hidden_of
 
 logger = logging.getLogger(__name__)
+
 
 ALIVE_SECONDS = 2.0
 """Time between two signs of life, which bounds the time until a worker or this process notices that the other ended."""
@@ -204,3 +205,88 @@ def _refuse_what_is_not_here(model: Any, args: Any, kwargs: dict[str, Any]) -> N
                 f"{name} asks for what is computed in the layers, and some of them are on other hosts.",
                 "Leave it out, or run the model on one host.",
             )
+
+
+class Worker:
+    """Computes a span of a model's layers.
+
+    Args:
+        model: the model, with this process's part of the weights.
+        stack: its layers.
+        spans: span of each process.
+        link: connection to the other processes.
+
+    Attributes:
+        model: see above.
+        span: span of this process.
+        names: names of the processes.
+        passes: number of passes computed so far.
+        caches: KV caches that the first process still uses.
+    """
+
+    def __init__(self, model: Any, stack: Stack, spans: tuple[Span, ...], link: Link) -> None:
+        self.model = model
+        self.span = spans[link.rank]
+        self.names = tuple(link.names)
+        self.passes = 0
+        self._stack = stack
+        self._link = link
+        self._next = (link.rank + 1) % link.ranks
+        positions = [index for number in range(self.span.begin, self.span.end) for index in stack.cached[number]]
+        self.caches = MirroredCaches(positions)
+
+    def work(self) -> None:
+        """Compute until the first process ends.
+
+        Raises:
+            HostGoneError: a process ended unexpectedly, or does not answer.
+        """
+        with torch.no_grad():
+            while (frame := self._link.receive(0)).word is not Word.STOP:
+                self.caches.follow(frame.content["events"])
+                if frame.word is Word.PASS:
+                    self._take_part(frame)
+
+    def _take_part(self, frame: Frame) -> None:
+        try:
+            came = self._hidden(frame.number)
+        except HostGoneError as error:
+            self._fail(frame.number, error, gone=True)
+            raise
+        if came.word is Word.FAILED:
+            self._link.send(self._next, came)
+            return
+        try:
+            answer = Frame(Word.HIDDEN, frame.number, None, (self._compute(frame, came.tensors[0]),))
+        except Exception as error:
+            logger.warning("A pass failed on this host: %s", error, exc_info=True)
+            self._fail(frame.number, error, gone=False)
+            return
+        self.passes += 1
+        self._link.send(self._next, answer)
+
+    def _hidden(self, number: int) -> Frame:
+        """The frame with the hidden states of this pass; frames left from an aborted pass are skipped."""
+        while (came := self._link.receive(self._link.rank - 1)).number != number:
+            pass
+        return came
+
+    def _compute(self, frame: Frame, hidden: torch.Tensor) -> torch.Tensor:
+        device = self.model.device
+        tensors = [tensor.to(device) for tensor in frame.tensors]
+        hidden = hidden.to(device)
+        for cache, lengths in frame.content["lengths"]:
+            self.caches.align(cache, lengths)
+        with self.model.streamer.passing():
+            for number in range(self.span.begin, self.span.end):
+                args, kwargs = frame.content["calls"][str(number)]
+                there = [unpack(value, tensors, self.caches) for value in args]
+                named = {name: unpack(value, tensors, self.caches) for name, value in kwargs.items()}
+                output = self._stack.units[number].module(hidden, *there, **named)
+                hidden = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    def _fail(self, number: int, error: BaseException, *, gone: bool) -> None:
+        problem, remedy = getattr(error, "problem", f"{type(error).__name__}: {error}"), getattr(error, "remedy", "")
+        told = problem if gone else f"{self.names[self._link.rank]} could not compute its layers: {problem}"
+        self._link.send(self._next, Frame(Word.FAILED, number, {"problem": told, "remedy": remedy, "gone": gone}))

@@ -1,18 +1,165 @@
-"""Loads this process's part of a model, and waits until all processes have theirs."""
+"""Loads this process's part of a model, and waits until all processes have theirs.
+
+Before that it compares the hosts and plans the spans. Every process computes this from the same facts, so all get the
+same plan or the same error.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import hashlib
+import json
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rabbitllm.base.options import Hosts, StreamOptions
+from rabbitllm.engine.load_plan import ModelPart
+from rabbitllm.engine.placement import UnitCost, ready_once
+from rabbitllm.engine.units import UnitSource
 from rabbitllm.errors import HostsError
-from rabbitllm.pipeline.driver import Driver
+from rabbitllm.pipeline.driver import Driver, Worker
 from rabbitllm.pipeline.frames import Frame, Word
-from rabbitllm.pipeline.rendezvous import Link
-from rabbitllm.pipeline.share import Sharing
-from rabbitllm.pipeline.worker import Worker
+from rabbitllm.pipeline.rendezvous import Link, Rendezvous
+from rabbitllm.pipeline.stack import Span, Stack, find_stack, plan_spans
+from rabbitllm.store.layer_store import WeightFiles
+
+_SAMPLES, _SAMPLE_BYTES = 32, 4096
+
+
+class Sharing:
+    """A `PartChooser` for `load_model`: connects the processes, compares them, and plans the spans.
+
+    Args:
+        hosts: address, number and role of the processes.
+        options: how the model is run in this process.
+
+    Attributes:
+        link: connection to the other processes, after the call.
+        stack: the layers that are spread, after the call.
+        spans: span of each process, after the call.
+    """
+
+    link: Link
+    stack: Stack
+    spans: tuple[Span, ...]
+
+    def __init__(self, hosts: Hosts, options: StreamOptions) -> None:
+        self._hosts = hosts
+        self._options = options
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the processes are connected, so that the others wait for this one."""
+        return hasattr(self, "link")
+
+    def __call__(
+        self,
+        model: Any,
+        sources: Mapping[str, UnitSource],
+        costs: Sequence[UnitCost],
+        store: WeightFiles,
+        budgets: Mapping[str, int],
+    ) -> ModelPart:
+        """See `engine.part.PartChooser`."""
+        self.stack = find_stack(model, sources)
+        meeting = Rendezvous(self._hosts)
+        limited = set(self._options.max_memory or {})
+        own = {
+            "host": f"{socket.gethostname()} {_machine()}",
+            "identity": identity_of(model, store, self._options),
+            "budgets": {device: [nbytes, device in limited] for device, nbytes in budgets.items()},
+        }
+        facts = meeting.exchange(own)
+        refuse_others([fact["identity"] for fact in facts])
+        shares = [_budgets(fact, facts) for fact in facts]
+        names = {unit.name for unit in self.stack.units}
+        layers = [cost.ready + cost.routed for cost in costs if cost.name in names]
+        # of a mapped embedding only the rows of the current tokens are read, which is negligible
+        others = ready_once(cost for cost in costs if cost.name not in names and not (cost.by_rows and cost.is_view))
+        self.spans = plan_spans(layers, others, [sum(share.values()) for share in shares])
+        called = [f"process {rank} ({fact['host'].split()[0]})" for rank, fact in enumerate(facts)]
+        self.link = meeting.connect(called)
+        span = self.spans[meeting.rank]
+        mine = {unit.name for unit in self.stack.units[span.begin : span.end]}
+        if meeting.rank == 0:
+            mine |= set(sources) - names
+        return ModelPart(frozenset(mine), shares[meeting.rank])
+
+
+def identity_of(model: Any, store: WeightFiles, options: StreamOptions) -> dict[str, str]:
+    """Properties that must be equal on all hosts, by names for messages."""
+    import torch
+    import transformers
+
+    from rabbitllm.version import __version__
+
+    manifest = getattr(store, "manifest", None)
+    made_from = None if manifest is None else [manifest.source.name, manifest.source.commit, manifest.compression]
+    tensors = sorted(
+        (name, [[part.dtype, list(part.shape), part.nbytes] for part in stored.parts])
+        for name, stored in store.tensors.items()
+    )
+    sums: list[Any] = [[record.file, record.size, record.crc32] for record in manifest.layers] if manifest else []
+    config = {key: value for key, value in model.config.to_dict().items() if not key.endswith("name_or_path")}
+    return {
+        "rabbitllm": __version__,
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+        "the weights": _digest([made_from, tensors, sums or _samples(store)]),
+        "config.json": _digest(config),
+        "dtype": str(model.dtype),
+        "attn_implementation": str(model.config._attn_implementation),
+        "exact": str(options.exact),
+        "fast_bfloat16": str(options.fast_bfloat16),
+    }
+
+
+def refuse_others(identities: Sequence[Mapping[str, str]]) -> None:
+    """Check that all identities are equal.
+
+    Raises:
+        HostsError: names the rank and the property that differ.
+    """
+    first = identities[0]
+    for rank, other in enumerate(identities):
+        wrong = [name for name in first if other.get(name) != first[name]]
+        if wrong:
+            name = wrong[0]
+            raise HostsError(
+                f"Process {rank} differs from process 0 in {name}: {other.get(name)} instead of {first[name]}.",
+                "Every host needs the same versions, the same split directory and the same options.",
+            )
+
+
+def _budgets(fact: Any, facts: Sequence[Any]) -> dict[str, int]:
+    """Device -> bytes; without a limit by the user, processes on the same device get equal parts of its free memory."""
+    found = {}
+    for device, (nbytes, given) in fact["budgets"].items():
+        others = sum(1 for one in facts if one["host"] == fact["host"] and device in one["budgets"])
+        found[device] = int(nbytes) if given else int(nbytes) // others
+    return found
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _samples(store: WeightFiles) -> list[str]:
+    """Digests of the beginnings of some tensors, used if no manifest has checksums."""
+    names = sorted(store.tensors)
+    parts = [store.tensors[name].parts[0] for name in names[:: len(names) // _SAMPLES + 1]]
+    return [hashlib.sha256(store.mapped(part.file).bytes_of(part)[:_SAMPLE_BYTES]).hexdigest() for part in parts]
+
+
+def _machine() -> str:
+    """An identifier that distinguishes machines of the same name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
 
 
 def load_spread(hosts: Hosts, options: StreamOptions, load: Callable[[Sharing], Any]) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Item, JobLimits
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.models.pull.make import Wish
-from rabbitllm.store.chosen import BitAllocation
+from rabbitllm.store.manifest import BitAllocation
 
 WEIGHTS, CACHE = 0.5, 0.3
 """Shares of a worker's part of free memory, for weights and for the KV cache, if it is not alone on its machine."""
@@ -100,7 +100,7 @@ class Answerer:
         """
         from rabbitllm.batch_jobs.inputs import InputScan
         from rabbitllm.batch_jobs.loading import loaded
-        from rabbitllm.store.layer_store import read_manifest
+        from rabbitllm.store.manifest import read_manifest
 
         job = self._with_its_share()
         lengths, kinds = (array("q", (one[at] for one in job.longest)) for at in (0, 1))

@@ -22,7 +22,7 @@ from typing import Any
 from rabbitllm.base.options import expand
 from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
 from rabbitllm.models.pull.make import Wish
-from rabbitllm.splitter.lease import LEASE_NAME, Lease
+from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 
 AUTO = "auto"

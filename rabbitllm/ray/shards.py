@@ -15,14 +15,11 @@ from rabbitllm.base.terminal import counted
 from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
 from rabbitllm.models.pull.make import Pulled, Wish, pull
 from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
-from rabbitllm.splitter.filler import Filler
-from rabbitllm.splitter.lease import Lease, LeaseCheck, granted, revoke
+from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
+from rabbitllm.splitter.lock import Lease, LeaseCheck, granted, revoke
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.shard_executor import Filled
-from rabbitllm.splitter.shard_fetcher import ShardFetcher
 from rabbitllm.splitter.sums import ShardChecksums
-from rabbitllm.splitter.work import ROOM, SplitWork
 from rabbitllm.telemetry.profiler import Profiler
 
 # The task of a worker for one shard: writes it into the layer files that contain its tensors, durably.

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
 from rabbitllm.engine.tier_picture import places
-from rabbitllm.formats.json_text import decode_message
+from rabbitllm.formats.bounded import decode_message
 from rabbitllm.server import page
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
 from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing

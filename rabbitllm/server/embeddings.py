@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.json_text import decode_json
+from rabbitllm.formats.bounded import decode_json, read_json
 from rabbitllm.server.api_error import bad
 from rabbitllm.server.requests import listed, token_ids
 from rabbitllm.server.schemas import Embedding

@@ -10,13 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from rabbitllm.base.options import expand
-from rabbitllm.engine.budgets import default_budget
-from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.generation.memory import left_to_requests
 from rabbitllm.models.pull.loaded import load, pulled
 from rabbitllm.models.pull.make import Wish
 from rabbitllm.server.embeddings import PoolingRecipe, recipe_in
-from rabbitllm.store.model_name import meant
+from rabbitllm.store.locations import meant
 
 
 @dataclass(frozen=True, slots=True)

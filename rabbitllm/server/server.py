@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rabbitllm.engine.allocator import trimming
+from rabbitllm.engine.free_memory import trimming
 from rabbitllm.server.app import create_app
 from rabbitllm.server.service import Service
 from rabbitllm.server.settings import listen

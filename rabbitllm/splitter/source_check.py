@@ -21,13 +21,12 @@ from rabbitllm.base import progress
 from rabbitllm.checkpoints.checkpoint import Checkpoint, FileStat, ShardMetadata, file_stat, has_digest
 from rabbitllm.display.verify_display import shown_reading
 from rabbitllm.errors import CorruptShardError, SplitMismatchError
-from rabbitllm.formats.crc32 import combine
-from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.formats.strided import read_run
-from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.formats.tensor_spec import TensorSpec, read_run
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
-from rabbitllm.store.layer_store import MANIFEST_NAME, Manifest
+from rabbitllm.storage.files import PositionalFile
+from rabbitllm.store.checksums import combine
+from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
 
 logger = logging.getLogger(__name__)
 

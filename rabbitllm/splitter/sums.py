@@ -11,10 +11,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rabbitllm.formats.crc32 import combine, combine_all
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.quant.compression import Settling, StoredForm
-from rabbitllm.store.checksums import SUM_BYTES, is_cut, numbers, run_lengths, run_sums
+from rabbitllm.store.checksums import SUM_BYTES, combine, combine_all, is_cut, numbers, run_lengths, run_sums
 
 PartSums = bytes
 """The CRC-32 of a stored part, followed by that of each of its runs if it has several; `SUM_BYTES` each."""

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.base.forks import direct_read
-from rabbitllm.storage.open_files import OpenFiles
-from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT, PastTheCache, write_back_call
+from rabbitllm.storage.files import DIRECT_ALIGNMENT, OpenFiles, PastTheCache, write_back_call
 
 PART_SUFFIX = ".part"
 """Suffix of an unfinished file until its rename."""

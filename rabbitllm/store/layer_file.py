@@ -1,25 +1,283 @@
-"""The layout of a layer's file, from headers alone.
+"""The layout of a layer's file, from headers alone: the order of its tensors, and the offsets of those cut into pieces.
 
 A safetensors file with RabbitLLM 1.1's name (`<stem>.safetensors`; once complete, with an empty
 `<stem>.safetensors.done`). The layout depends only on the layer's tensors and the compression, not on the order in
-which shards arrive, so every route produces the same bytes. Pure: opens nothing.
+which shards arrive, so every route produces the same bytes.
+
+The format allows no holes, so alignment comes from the order: first tensors that fill whole 4096-byte blocks, then
+multiples of 64 bytes, then the rest. Within each group, an expert's tensors are adjacent, in the order in which they
+are fused: matrices first, gate before up, then their scales in the same order. So an expert is one run of bytes, and
+gate and up, or their codes, or their scales, are one matrix without a copy.
+
+Pieces that are consecutive in the whole tensor, each a whole number of blocks, are written directly to their offsets
+in the layer file. Pieces cut along a later dimension alternate there, row by row; written in place, they would touch
+every page of the file once for each piece. They are written one after the other into a scratch file in the same
+folder: in their final form if no quantization block spans two pieces, otherwise uncompressed. Once all have arrived,
+the whole is read from the scratch file with strides, in row-major order, like any strided tensor.
+
+Pure: opens nothing, and is independent of models.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import math
+import operator
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
+from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header
-from rabbitllm.quant.compression import DOUBLE, Settling, StoredForm, arriving, settling
-from rabbitllm.store.order import FORMAT_VERSION, TENSOR_ALIGNMENT, in_order
-from rabbitllm.store.pieces import Joined, forms_in_scratch, scratch_places
+from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec, byte_size
+from rabbitllm.quant.compression import (
+    BLOCKS,
+    DOUBLE,
+    SCALE_BYTES,
+    Settling,
+    StoredForm,
+    arriving,
+    form_in,
+    scheme_of,
+    settling,
+)
+from rabbitllm.storage.files import DIRECT_ALIGNMENT
+
+TENSOR_ALIGNMENT = 64
+"""Kernels may give other last bits for weights aligned to less than 16 bytes; 64 is a cache line."""
+BY_NAME, EXPERTS_TOGETHER = 1, 2
+"""Format versions: ordered by size and name alone; experts' tensors adjacent."""
+FORMAT_VERSION = EXPERTS_TOGETHER
+"""The version of new layer files. All versions can be read, since the header has the offsets; a split that is resumed
+or repaired keeps its own."""
+
+_RANKS = _BLOCKS, _LINES, _REST = range(3)
+"""Ranks: whole blocks, multiples of 64 bytes, the rest."""
+_DATA, _OTHERS, _CONSTANTS = range(3)
+"""Groups within each rank: tensors read per expert, tensors outside experts, experts' tables and sizes."""
+_EXPERT = re.compile(r"(?P<block>(?:.*?\.)?experts\.(?:expert_)?)(?P<number>[0-9]+)\.(?P<rest>.+)")
+_PROJECTIONS = {"gate_proj": 0, "w1": 0, "fc1": 0, "up_proj": 1, "w3": 1, "fc3": 1, "down_proj": 2, "w2": 2, "fc2": 2}
+"""The order in which transformers' conversion_mapping.py fuses them; without a gate it fuses nothing."""
+_MATRICES = frozenset({"weight", "qweight", "weight_packed"})
+_CONSTANT = re.compile(r"(?:^|\.)(?:quant_map|nested_quant_map|4bit\.nested_absmax|code|quant_state\..*|weight_shape)$")
+"""Tensors that are not read with an expert: tables and sizes, and the few scales of scales, which stay in memory."""
+
+_Key = tuple[object, ...]
+
+
+def in_order(parts: Iterable[TensorToWrite], version: int = FORMAT_VERSION) -> list[TensorToWrite]:
+    """The stored parts of a layer in the order of its file.
+
+    A part whose size is a multiple of 64 bytes is aligned to 64; a part that fills whole blocks begins on a block,
+    unless it belongs to an expert with other parts that do not. Parts of an expert that are not multiples of 64 are
+    apart from its others, since they would misalign the next expert.
+
+    Args:
+        parts: stored parts of all its tensors, in any order.
+        version: the format version of the file.
+    """
+    if version == BY_NAME:
+        return sorted(parts, key=lambda part: (_rank(part.dtype, part.shape), natural_key(part.name)))
+    others: list[list[TensorToWrite]] = [[] for _ in _RANKS]
+    experts: dict[tuple[str, str], list[tuple[str, int, TensorToWrite]]] = {}
+    for part in parts:
+        rank = _rank(part.dtype, part.shape)
+        match = _EXPERT.fullmatch(part.name)
+        if match is None:
+            others[rank].append(part)
+        else:
+            block, number, rest = match.groups()
+            experts.setdefault((block, number), []).append((rest, rank, part))
+    runs: list[tuple[_Key, list[TensorToWrite]]] = []
+    for rank in _RANKS:
+        runs.append(((rank, _OTHERS), sorted(others[rank], key=_by_name)))
+    for (block, number), members in experts.items():
+        expert = (_block_key(block), int(number), number)
+        for rank, which, turns in _runs(tuple([(rest, rank) for rest, rank, _ in members])):
+            runs.append(((rank, which, *expert), [members[turn][2] for turn in turns]))
+    runs.sort(key=operator.itemgetter(0))
+    return [part for _, run in runs for part in run]
+
+
+def _by_name(part: TensorToWrite) -> _Key:
+    return natural_key(part.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _runs(members: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """The runs of adjacent parts of an expert; cached, since the experts of a layer are alike.
+
+    Args:
+        members: the rest of each part's name after the expert's number, and its own rank.
+
+    Returns:
+        Rank, group, and the member indices in order, for each run.
+    """
+    data = [rank for rest, rank in members if _place(rest)[0] == _DATA and rank != _REST]
+    runs: dict[tuple[int, int], list[tuple[_Key, int]]] = {}
+    for turn, (rest, rank) in enumerate(members):
+        which, *place = _place(rest)
+        own = max(data) if which == _DATA and rank != _REST else rank
+        runs.setdefault((own, which), []).append(((*place, rest), turn))
+    return tuple((*kind, tuple(turn for _, turn in sorted(run))) for kind, run in runs.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def _rank(dtype: str, shape: tuple[int, ...]) -> int:
+    nbytes = byte_size(dtype, shape)
+    if nbytes % DIRECT_ALIGNMENT == 0:
+        return _BLOCKS
+    return _LINES if nbytes % TENSOR_ALIGNMENT == 0 else _REST
+
+
+@functools.lru_cache(maxsize=1024)
+def _place(rest: str) -> tuple[int, bool, _Key, _Key]:
+    """The sort key of a part within an expert, by the rest of its name after the expert's number."""
+    projection, _, leaf = rest.partition(".")
+    turn = (_PROJECTIONS.get(projection, len(_PROJECTIONS)), natural_key(projection))
+    return _CONSTANTS if _CONSTANT.search(leaf) else _DATA, leaf not in _MATRICES, natural_key(leaf), turn
+
+
+@functools.lru_cache(maxsize=1024)
+def _block_key(block: str) -> _Key:
+    return natural_key(block)
+
+
+SCRATCH_ALIGNMENT = 4096
+"""Alignment of the pieces of a tensor in a scratch file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A tensor and its pieces.
+
+    Attributes:
+        whole: its entry in the layer file's header.
+        pieces: in order. If compressed, they have only payload and scales: parts that do not depend on the weights
+            belong to the whole.
+        straight: of consecutive pieces: stored part -> the part of the whole that contains it, and its byte offset
+            there. Empty if they alternate and are collected in the scratch file.
+    """
+
+    whole: StoredForm
+    pieces: tuple[StoredForm, ...]
+    straight: Mapping[str, tuple[str, int]]
+
+
+def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
+    """The way in which the pieces of one tensor become the whole.
+
+    Raises:
+        InvalidIndexError: they are not the whole tensor in equal parts of one dtype.
+    """
+    pieces = sorted(specs, key=_begin)
+    _check(pieces)
+    first = pieces[0]
+    whole = form_in(first.whole, scheme_of(first.whole, compression))
+    made = arriving(whole)
+    block = BLOCKS[whole.scheme] if whole.scheme else 1
+    run = math.prod(first.shape[_piece(first).dim :])  # elements of a piece that follow each other in the whole
+    forms = tuple(_form(spec, whole.scheme if run % block == 0 else None) for spec in pieces)
+    straight: dict[str, tuple[str, int]] = {}
+    if _piece(first).dim == 0 and run % block == 0:
+        for form in forms:
+            before = _piece(form.source).begin * math.prod(form.source.shape[1:])
+            payload, *scales = form.parts
+            straight[payload.name] = made.parts[0].name, before * payload.nbytes // max(run, 1)
+            if scales:
+                straight[scales[0].name] = made.parts[1].name, before // block * SCALE_BYTES
+    return Joined(whole, forms, straight)
+
+
+def _piece(spec: TensorSpec) -> TensorPiece:
+    assert spec.piece is not None
+    return spec.piece
+
+
+def _begin(spec: TensorSpec) -> int:
+    return _piece(spec).begin
+
+
+def _form(spec: TensorSpec, scheme: str | None) -> StoredForm:
+    form = arriving(form_in(spec, scheme))
+    return dataclasses.replace(form, parts=form.parts[:2])
+
+
+def _check(pieces: Sequence[TensorSpec]) -> None:
+    """Refuse pieces that leave gaps, overlap, or do not belong together."""
+    first = _piece(pieces[0])
+    end = 0
+    for spec in pieces:
+        piece, size = _piece(spec), spec.shape[first.dim]
+        expected = (*first.shape[: first.dim], pieces[0].shape[first.dim], *first.shape[first.dim + 1 :])
+        if (piece.shape, piece.dim, spec.dtype, spec.shape) != (first.shape, first.dim, pieces[0].dtype, expected):
+            raise InvalidIndexError(
+                f"The pieces of {first.of!r} do not belong together: {pieces[0].file} has {pieces[0].dtype} "
+                f"{pieces[0].shape}, {spec.file} has {spec.dtype} {spec.shape}; expected equal parts of {first.shape}.",
+                "Fetch the shards again: they are of different models.",
+            )
+        if piece.begin != end:
+            raise InvalidIndexError(
+                f"{first.of!r} is cut into pieces, and the one that begins at {end} is missing: found "
+                f"{', '.join(f'{_begin(one)} in {one.file}' for one in pieces)}.",
+                "Fetch the shards again: some are of another model.",
+            )
+        end += size
+    if end != first.shape[first.dim]:
+        raise InvalidIndexError(
+            f"{first.of!r} is cut into pieces, which end at {end}; expected {first.shape[first.dim]}.",
+            "Fetch the shards again: some are missing or of another model.",
+        )
+
+
+def scratch_places(joined: Iterable[Joined]) -> tuple[dict[str, int], int]:
+    """The layout of pieces in a scratch file: part -> its offset; and the file's size in bytes."""
+    places: dict[str, int] = {}
+    at = 0
+    for one in joined:
+        for parts in zip(*(form.parts for form in one.pieces), strict=True):
+            at = -(-at // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+            for part in parts:
+                places[part.name] = at
+                at += part.nbytes
+    return places, at
+
+
+def forms_in_scratch(joined: Joined, file: str, places: Mapping[str, int]) -> Iterator[StoredForm]:
+    """The forms of a tensor in a complete scratch file: the whole, or each of its parts.
+
+    Args:
+        joined: a tensor whose pieces are in it.
+        file: the scratch file's name.
+        places: see `scratch_places`.
+    """
+    first, made = joined.pieces[0], arriving(joined.whole)
+    if first.scheme != made.scheme:
+        whole = made.source
+        yield dataclasses.replace(
+            made, source=_taking_turns(TensorToWrite(whole.name, whole.dtype, whole.shape), joined, file, places, 0)
+        )
+        return
+    for number in range(len(first.parts)):
+        part = made.parts[number]
+        yield StoredForm(_taking_turns(part, joined, file, places, number), None, (part,))
+
+
+def _taking_turns(part: TensorToWrite, joined: Joined, file: str, places: Mapping[str, int], number: int) -> TensorSpec:
+    """A part of the whole, each row of which is a run of each piece in turn."""
+    first = joined.pieces[0]
+    offset = places[first.parts[number].name]
+    rows = math.prod(first.source.shape[: _piece(first.source).dim])
+    run = math.prod(part.shape) // (rows * len(joined.pieces)) if rows else 0
+    view = (rows, len(joined.pieces), run)
+    return TensorSpec(part.name, part.dtype, part.shape, file, offset, part.nbytes, (run, rows * run, 1), view)
+
 
 LAYER_SUFFIX = ".safetensors"
 DONE_SUFFIX = ".done"
@@ -99,7 +357,7 @@ def lay_out(
         layer: its id and stem.
         forms: its tensors that are whole in their shards.
         joined: its tensors that are cut into pieces; the file is the same.
-        version: of the format, which determines the order, see `order.py`.
+        version: of the format, which determines the order.
 
     Raises:
         InvalidIndexError: a tensor has the name of a part of another one's stored form.

@@ -1,224 +1,58 @@
-"""The split directory: its layers, its source, and the offset of each tensor.
+"""Files of weights opened for reading, a split directory or a checkpoint's own shards; and the verification of a split.
 
-`split.json` is written last, so a directory that has one is complete. It records the source (repository, commit,
-shards), the compression and every layer file. A directory without one is unfinished (it has a journal), or made by
-RabbitLLM 1.1 (every layer file has its `.done`), or not a split directory.
+Only headers are read at first. With `split=False` the engine reads a checkpoint's shards instead of layer files:
+nothing is written, nothing is compressed. Two properties of a split are missing then: tensors begin where the
+checkpoint's writer put them, so unaligned ones are copied when they are used; and the tensors of a layer may be spread
+over a file, or over several.
+
+Verification reads every byte of every layer file; it changes nothing. Of the sources it uses only the shard names in a
+manifest, by which a damaged layer can be made again.
 """
 
 from __future__ import annotations
 
-import json
 import threading
-from base64 import b64decode, b64encode
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.forks import own_lock
-from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import (
     CorruptShardError,
     IncompleteSplitError,
-    InvalidIndexError,
+    MissingShardError,
     RabbitLLMError,
-    SplitMismatchError,
+    UnreadableFormatError,
 )
-from rabbitllm.formats.json_text import text_of
-from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.formats.safetensors_file import Header, MappedFile, read_header
-from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import BLOCKS, Quantized, part_names, read_state, schemes, state_key
-from rabbitllm.storage import durable
-from rabbitllm.store import chosen
-from rabbitllm.store.checksums import SUM_BYTES, LayerChecks, damaged
-from rabbitllm.store.chosen import AUTO, BitAllocation
+from rabbitllm.formats.safetensors_file import MappedFile, read_header
+from rabbitllm.formats.shard_header import read_shard_header
+from rabbitllm.formats.tensor_spec import Header, TensorSpec
+from rabbitllm.quant.compression import Quantized, part_names, read_state, schemes, state_key
+from rabbitllm.storage.files import PositionalFile
+from rabbitllm.store.checksums import (
+    LayerChecks,
+    block_starts,
+    combine_all,
+    crc32_of_file,
+    damaged,
+    lengths_of,
+    numbers,
+)
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
-from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
-
-MANIFEST_NAME = "split.json"
-JOURNAL_NAME = "split.journal"
-SPLIT_DIRECTORY = "splitted_model"
-"""RabbitLLM 1.1's directory name; the compression is appended, as `.4bit`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRecord:
-    """One layer file of a finished split.
-
-    Attributes:
-        id, stem: id and stem of the layer.
-        file: its name.
-        size: bytes.
-        tensors: the checkpoint's names.
-        crc32: CRC-32 of the whole file as intended.
-        shards: names of the shards that its tensors came from.
-        blocks: CRC-32 of each of its blocks (`checksums.py`); None in an older split without them.
-    """
-
-    id: str
-    stem: str
-    file: str
-    size: int
-    tensors: tuple[str, ...]
-    crc32: int
-    shards: tuple[str, ...]
-    blocks: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The content of `split.json`.
-
-    Attributes:
-        source: the checkpoint that was split.
-        compression: None, a single one for all tensors, or "auto".
-        quantizer: name of the quantizer; None without compression.
-        layers: all layer files.
-        format_version: determines the order of tensors in them, see `order.py`.
-        chosen: the bits of each tensor at "auto"; None otherwise.
-        source_checksums: shard -> CRC-32 of its data that the split used (`source_check.source_crc32`); only for shards
-            without a digest of the hub.
-    """
-
-    source: SourceIdentity
-    compression: str | None
-    quantizer: str | None
-    layers: tuple[LayerRecord, ...]
-    format_version: int = FORMAT_VERSION
-    chosen: BitAllocation | None = None
-    source_checksums: Mapping[str, int] = field(default_factory=dict)
-
-
-FITTED = ", scales fitted"
-"""Suffix of a quantizer's name if its 4bit scales are fitted to their blocks."""
-
-
-def is_fitted(quantizer: str | None) -> bool:
-    """Whether 4bit scales are fitted to their blocks, by the quantizer's name in the journal or the manifest."""
-    return quantizer is not None and quantizer.endswith(FITTED)
-
-
-def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
-    """`splitted_model`, or with the compression: `splitted_model.4bit`, `splitted_model.auto`."""
-    return base if compression is None else f"{base}.{compression}"
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Declare the directory complete. All files that the manifest names must be durable already."""
-    from rabbitllm.version import __version__
-
-    layers = [
-        {
-            "id": r.id,
-            "stem": r.stem,
-            "file": r.file,
-            "size": r.size,
-            "crc32": f"{r.crc32:08x}",
-            **({} if r.blocks is None else {"blocks": b64encode(r.blocks).decode()}),
-            "shards": list(r.shards),
-            "tensors": list(r.tensors),
-        }
-        for r in manifest.layers
-    ]
-    source = manifest.source
-    checksums = {shard: f"{crc:08x}" for shard, crc in manifest.source_checksums.items()}
-    content = {
-        "format": "rabbitllm split directory",
-        "format_version": manifest.format_version,
-        "written_by": f"rabbitllm {__version__}",
-        "source": {
-            "kind": source.kind,
-            "name": source.name,
-            "commit": source.commit,
-            "fingerprints": dict(source.fingerprints),
-            **({"crc32": checksums} if checksums else {}),
-        },
-        "compression": manifest.compression,
-        **({} if manifest.chosen is None else {"chosen": manifest.chosen.as_json()}),
-        "quantiser": manifest.quantizer,
-        "layers": layers,
-    }
-    durable.write_whole(folder / MANIFEST_NAME, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> Manifest | None:
-    """The manifest of a finished split; None if there is none.
-
-    Args:
-        folder: the split directory.
-        name: name of the file, if not the usual one.
-
-    Raises:
-        IncompleteSplitError: it is malformed.
-        SplitMismatchError: a later version of this package wrote it.
-    """
-    path = folder / name
-    if not path.exists():
-        return None
-    try:
-        content = read_json(path)
-    except InvalidIndexError as error:
-        raise IncompleteSplitError(error.problem, _REMAKE) from None
-    version = content.get("format_version")
-    if type(version) is not int or version < BY_NAME:
-        raise IncompleteSplitError(f"{path} is no manifest: it has no format_version.", _REMAKE)
-    if version > FORMAT_VERSION:
-        raise SplitMismatchError(
-            f"{path} has format version {version}; this rabbitllm reads up to {FORMAT_VERSION}.",
-            "Update rabbitllm, or split again into another folder.",
-        )
-    try:
-        return _parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise IncompleteSplitError(f"{path} is damaged: {type(error).__name__} {error}.", _REMAKE) from None
-
-
-_REMAKE = (
-    "Split the checkpoint again, into another folder (layer_shards_saving_path) or after moving this one away. Keep "
-    "this one until that is done: if the checkpoint was deleted, it holds the only copy."
+from rabbitllm.store.manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    REMAKE,
+    LayerRecord,
+    Manifest,
+    is_legacy,
+    read_manifest,
 )
 
-
-def _parse(content: dict[str, Any]) -> Manifest:
-    source, compression = content["source"], content["compression"]
-    if compression not in (None, AUTO, *BLOCKS):
-        raise ValueError(f"{compression!r} is no compression")
-    fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
-    identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
-    layers = tuple(_record(r) for r in content["layers"])
-    mixture = chosen.from_json(content["chosen"]) if compression == AUTO else None
-    checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
-    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], mixture, checksums)
-
-
-def _record(entry: dict[str, Any]) -> LayerRecord:
-    file, size = text_of(entry["file"]), entry["size"]
-    if Path(file).name != file or not file.endswith(LAYER_SUFFIX):  # a folder may come from anywhere
-        raise ValueError(f"{file!r} is no name of a layer file")
-    if type(size) is not int or size < 0:
-        raise ValueError(f"{size!r} is no size")
-    tensors = tuple(text_of(name) for name in entry["tensors"])
-    shards = tuple(text_of(name) for name in entry["shards"])
-    crc, blocks = int(text_of(entry["crc32"]), 16), entry.get("blocks")
-    known = None if blocks is None else b64decode(text_of(blocks), validate=True)
-    if known is not None and len(known) % SUM_BYTES:
-        raise ValueError(f"{len(known)} bytes are no checksums")
-    return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, known)
-
-
-def is_legacy(folder: Path) -> bool:
-    """Whether RabbitLLM 1.1 (or AirLLM) made this directory: finished layer files, but no manifest or journal."""
-    if (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists() or not folder.is_dir():
-        return False
-    return any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether a folder is a complete split directory by its manifest, or by RabbitLLM 1.1's markers."""
-    return (folder / MANIFEST_NAME).exists() or is_legacy(folder)
+if TYPE_CHECKING:
+    from rabbitllm.checkpoints.local import LocalCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +196,7 @@ class LayerStore:
                 if size != record.size:
                     state = "is missing" if size is None else f"has {size:,} bytes"
                     raise IncompleteSplitError(
-                        f"{path} {state}; {MANIFEST_NAME} says it has {record.size:,} bytes.", _REMAKE
+                        f"{path} {state}; {MANIFEST_NAME} says it has {record.size:,} bytes.", REMAKE
                     )
             return {record.file: record for record in self.manifest.layers}
         files = sorted(path.name for path in self.folder.glob(f"*{LAYER_SUFFIX}"))
@@ -371,12 +205,12 @@ class LayerStore:
             raise IncompleteSplitError(
                 f"{self.folder} is no finished split: "
                 + (f"{', '.join(unfinished[:3])} has no .done marker." if unfinished else "it has no layer files."),
-                _REMAKE,
+                REMAKE,
             )
         return dict.fromkeys(files)
 
     def _open(self, file: str, record: LayerRecord | None) -> None:
-        remedy = _REMAKE if record is None else damaged(self.folder / file, "").remedy
+        remedy = REMAKE if record is None else damaged(self.folder / file, "").remedy
         try:
             header = read_header(self.folder / file, file)
         except CorruptShardError as error:
@@ -409,3 +243,155 @@ class LayerStore:
     def path(self, file: str) -> Path:
         """A layer file's path."""
         return self._maps.path(file)
+
+
+class UnsplitStore:
+    """The shards of a local checkpoint, opened for reading: only headers are read.
+
+    Attributes:
+        folder: the checkpoint.
+        tensors: name -> stored tensor.
+        checks: none; a checkpoint's shards have no checksums.
+    """
+
+    is_split = False
+    checks: LayerChecks | None = None
+
+    def __init__(self, checkpoint: LocalCheckpoint) -> None:
+        """
+        Raises:
+            MissingShardError: a shard is missing.
+            UnreadableFormatError: a tensor is not contiguous, so the checkpoint has to be split first.
+            CheckpointError: see `read_shard_header`.
+        """
+        self.folder = checkpoint.folder
+        self.label = checkpoint.label
+        self.tensors: dict[str, StoredTensor] = {}
+        self._maps = Maps(checkpoint.folder)
+        owner = checkpoint.index.weight_map
+        for shard in checkpoint.index.shards:
+            path = self.path(shard)
+            if not path.exists():
+                raise MissingShardError(
+                    f"{path} is missing, which the index names.", "Put it there, or fetch the checkpoint again."
+                )
+            header = checkpoint.taken_from(shard, read_shard_header(path, shard))
+            self._maps.add(shard, header)
+            for spec in header.tensors:
+                if owner.get(spec.name, shard) == shard:
+                    self.tensors[spec.name] = StoredTensor(spec.name, (_in_one_run(spec),), None)
+
+    def mapped(self, file: str) -> MappedFile:
+        """A shard, mapped."""
+        return self._maps.mapped(file)
+
+    def path(self, file: str) -> Path:
+        """A shard's path."""
+        return self._maps.path(file)
+
+
+def _in_one_run(spec: TensorSpec) -> TensorSpec:
+    if spec.strides is not None or spec.piece is not None:
+        raise UnreadableFormatError(
+            f"{spec.file} has the tensor {spec.name!r} at strides or as a piece of a larger one; without a split only "
+            "tensors that lie in one run of bytes are read.",
+            "Leave split=False out: the split puts them in order.",
+        )
+    return spec
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A damaged layer file: its name, the layer's id, and the problem."""
+
+    file: str
+    layer: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of a verification.
+
+    Attributes:
+        folder: the split directory.
+        manifest: None for a directory of RabbitLLM 1.1, which has neither checksums nor a list of its layers.
+        files: number of layer files checked.
+        nbytes: their total size.
+        damaged: the damaged ones.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    files: int
+    nbytes: int
+    damaged: tuple[Damage, ...]
+
+
+def verify(folder: Path, on_file: Callable[[str, int], None] = lambda name, nbytes: None) -> Verification:
+    """Check every layer file of a finished split directory.
+
+    Args:
+        folder: the split directory.
+        on_file: called with each file's name and size in bytes after its check.
+
+    Raises:
+        IncompleteSplitError: the directory is not a finished split, or its manifest is damaged.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None and not is_legacy(folder):
+        if (folder / JOURNAL_NAME).exists():
+            raise IncompleteSplitError(f"{folder} is an unfinished split.", "The call that began it goes on with it.")
+        raise IncompleteSplitError(f"{folder} is no split directory.", "Name a folder that has a split.json.")
+    damaged, files, nbytes = [], 0, 0
+    for file, record in _files(folder, manifest):
+        path = folder / file
+        size = path.stat().st_size if path.exists() else 0
+        problem = _problem(path, record)
+        if problem is not None:
+            damaged.append(Damage(file, record.id if record else file.removesuffix(LAYER_SUFFIX), problem))
+        files, nbytes = files + 1, nbytes + size
+        on_file(file, size)
+    return Verification(folder, manifest, files, nbytes, tuple(damaged))
+
+
+def _files(folder: Path, manifest: Manifest | None) -> Iterator[tuple[str, LayerRecord | None]]:
+    if manifest is not None:
+        yield from ((record.file, record) for record in manifest.layers)
+    else:
+        yield from ((path.name, None) for path in sorted(folder.glob(f"*{LAYER_SUFFIX}")))
+
+
+def _problem(path: Path, record: LayerRecord | None) -> str | None:
+    """The problem with a layer file, in words; None if it is intact."""
+    if not path.exists():
+        return "it is missing"
+    if record is None and not path.with_name(path.name + DONE_SUFFIX).exists():
+        return f"it has no {DONE_SUFFIX} marker"
+    size = path.stat().st_size
+    if record is not None and size != record.size:
+        return f"it has {size:,} bytes; {record.size:,} were written"
+    try:
+        header = read_header(path)
+        tensors = _tensors(path, header)
+    except RabbitLLMError as error:
+        return error.problem
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    if record is None:
+        return None
+    if lost := sorted(set(record.tensors) ^ tensors):
+        return f"its tensors are not those of its layer: {lost[0]!r}{f' and {len(lost) - 1} more' * (len(lost) > 1)}"
+    if record.blocks is not None:
+        parts = ((part.offset, part.nbytes) for part in header.tensors)
+        lengths = lengths_of(block_starts(size, header.data_start, parts), size)
+        sums = numbers(record.blocks)
+        if len(sums) != len(lengths) or combine_all(zip(sums, lengths, strict=True)) != record.crc32:
+            return "the checksums of its blocks are not those of the file"
+    found = crc32_of_file(path)
+    return None if found == record.crc32 else f"its checksum is {found:08x}; {record.crc32:08x} was written"
+
+
+def _tensors(path: Path, header: Header) -> set[str]:
+    """Names of the checkpoint tensors in a layer file; the parts of quantized ones are compared."""
+    return set(read_forms(path, {spec.name: spec for spec in header.tensors}))

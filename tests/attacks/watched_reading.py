@@ -17,14 +17,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import RabbitLLMError
+from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.formats.sentencepiece_model import read_model
 from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.formats.torch_names import name_tensors
-from rabbitllm.formats.torch_pickle import read_torch_pickle
-from rabbitllm.formats.torch_zip import read_torch_zip
+from rabbitllm.formats.torch_file import read_torch_zip
+from rabbitllm.formats.torch_pickle import name_tensors, read_torch_pickle
 from tests.attacks import folders
 
 MEMORY_BYTES = 256_000_000

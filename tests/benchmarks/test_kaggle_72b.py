@@ -237,8 +237,7 @@ def test_the_real_client_downloads_it(
 def test_our_own_fetching_and_what_is_counted(
     hub: GeneratedHub, client: HubEnvironment, content: Content, tiny: Checkpoint, tmp_path: Path
 ) -> None:
-    from rabbitllm.checkpoints.hub import HubAccess, open_repository
-    from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+    from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, open_repository
 
     repository = open_repository(tiny.model.repository, HubAccess(), tmp_path / "staging")
     opened = HubCheckpoint(repository)

@@ -19,7 +19,7 @@ from benchmarks import gpu_needed, peers, vram, vram_model, vram_report, worker,
 from benchmarks.control_group import can_limit_memory
 from benchmarks.runners import Runner
 from benchmarks.vram_report import Case, VramRun
-from rabbitllm.engine import costs, devices
+from rabbitllm.engine import devices, load_plan
 from rabbitllm.engine.placement import SLOTS, STAGING
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE
 from tests.benchmarks.test_benchmarks import resident_pages
@@ -239,7 +239,7 @@ def test_peers_stand_on_this_torch_and_keep_their_own_transformers() -> None:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> worker_gpu.GpuWork:
     monkeypatch.setattr(devices, "_gpu", devices._gpu)  # the stand-in puts itself there
-    monkeypatch.setattr(costs, "available_ram", costs.available_ram)
+    monkeypatch.setattr(load_plan, "available_ram", load_plan.available_ram)
     return worker_gpu.GpuWork({"gpu": STAND_IN, "vram": 1 << 20}, worker)
 
 

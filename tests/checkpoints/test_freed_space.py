@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.checkpoints.freed_space import bytes_freed_by_deleting
+from rabbitllm.storage.folders import bytes_freed_by_deleting
 from tests.support.small_disk import formatted_disk, small_disk
 
 MIB = 1 << 20

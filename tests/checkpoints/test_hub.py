@@ -20,8 +20,14 @@ from rabbitllm.base import progress
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints import fetch, hub
 from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity
-from rabbitllm.checkpoints.hub import HubAccess, HubRepository, cached_snapshot, download_all, open_repository
-from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+from rabbitllm.checkpoints.hub import (
+    HubAccess,
+    HubCheckpoint,
+    HubRepository,
+    cached_snapshot,
+    download_all,
+    open_repository,
+)
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
@@ -32,7 +38,7 @@ from rabbitllm.errors import (
     NotEnoughSpaceException,
     UnsafePathError,
 )
-from rabbitllm.splitter.disk_use import ShardTransfer
+from rabbitllm.splitter.disk_budget import ShardTransfer
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment

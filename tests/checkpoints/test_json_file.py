@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.checkpoints import json_file
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import InvalidIndexError
+from rabbitllm.formats import bounded
+from rabbitllm.formats.bounded import read_json
 from tests.attacks.json_files import ACCEPTED_BY_PYTHON, HOSTILE, LEGAL
 
 
@@ -63,7 +63,7 @@ def test_an_index_of_the_largest_kind_is_read(tmp_path: Path) -> None:
 def test_large_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
     with path.open("wb") as stream:
-        stream.truncate(json_file.MAX_BYTES + 1)  # a hole: it takes no disk
+        stream.truncate(bounded.MAX_BYTES + 1)  # a hole: it takes no disk
     with pytest.raises(InvalidIndexError, match=r"f.json has 41,943,041 bytes; at most 41,943,040 are read"):
         read_json(path)
 

@@ -12,8 +12,7 @@ import transformers
 
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.meta_checkpoint import ranks_of
-from rabbitllm.checkpoints.meta_llama import LlamaVocabulary, Shapes, config_of
-from rabbitllm.checkpoints.meta_params import parse_params
+from rabbitllm.checkpoints.meta_llama import LlamaVocabulary, Shapes, config_of, parse_params
 from rabbitllm.errors import CheckpointError, InvalidIndexError, MissingShardError, UnreadableFormatError
 from tests.support.meta_files import (
     RANK,

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from rabbitllm.checkpoints import meta_tokenizer
-from rabbitllm.checkpoints.meta_tokenizer import derive_tokenizer, special_tokens
+from rabbitllm.checkpoints import meta_checkpoint
+from rabbitllm.checkpoints.meta_checkpoint import derive_tokenizer, special_tokens
 from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
 from tests.attacks.protobuf_files import HOSTILE
 from tests.support.meta_files import tiktoken_file
@@ -90,7 +90,7 @@ def from_pieces(pieces: bytes, tmp_path_factory: pytest.TempPathFactory) -> tupl
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "tokenizer.model").write_bytes(pieces)
     derived = derive_tokenizer(folder / "tokenizer.model", later=False, longest=4096)
-    assert derived.vocabulary == meta_tokenizer.LlamaVocabulary(False, 1500, 1, (2,))
+    assert derived.vocabulary == meta_checkpoint.LlamaVocabulary(False, 1500, 1, (2,))
     return loaded(folder, dict(derived.files)), sentencepiece.SentencePieceProcessor(model_proto=pieces)
 
 
@@ -154,7 +154,7 @@ def ranks() -> bytes:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train([str(path) for path in CORPUS], trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet))
-    letters = {letter: byte for byte, letter in enumerate(meta_tokenizer._byte_letters())}
+    letters = {letter: byte for byte, letter in enumerate(meta_checkpoint._byte_letters())}
     ordered = sorted(made.get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(letters[letter] for letter in text) for text, _ in ordered]
     return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
@@ -166,11 +166,11 @@ def from_ranks(ranks: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "tokenizer.model").write_bytes(ranks)
     derived = derive_tokenizer(folder / "tokenizer.model", later=True, longest=131_072)
-    assert derived.vocabulary == meta_tokenizer.LlamaVocabulary(True, 3256, 3000, (3001, 3008, 3009))
+    assert derived.vocabulary == meta_checkpoint.LlamaVocabulary(True, 3256, 3000, (3001, 3008, 3009))
     lines = (line.split() for line in ranks.splitlines())
     library = tiktoken.Encoding(
         name="tiny",
-        pat_str=meta_tokenizer._CUT,
+        pat_str=meta_checkpoint._CUT,
         mergeable_ranks={base64.b64decode(token): int(rank) for token, rank in lines},
         special_tokens={name: 3000 + number for number, name in enumerate(special_tokens(later=True))},
     )

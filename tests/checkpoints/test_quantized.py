@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.checkpoints.quantized import quantized_as
+from rabbitllm.checkpoints.config import quantized_as
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session, get_session
 
-from rabbitllm.checkpoints import fetch, raw_body
+from rabbitllm.checkpoints import fetch
 from rabbitllm.checkpoints.fetch import RemoteFile
 from tests.support.scripted_server import Answer, ScriptedServer, reset
 
-LIBRARY: Any = raw_body.client_library(get_session())
+LIBRARY: Any = fetch.client_library(get_session())
 """httpx or httpx2, whichever this huggingface_hub uses."""
 CONTENT = random.Random(0).randbytes(3_000_000)
 PATIENCE_SECONDS = 60.0
@@ -46,13 +46,13 @@ def own_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def past_the_parser(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes of each body were left to be read past the parser."""
     lefts: list[int] = []
-    rest = raw_body._rest
+    rest = fetch._rest
 
     def noted(response: Any, core: Any, library: Any, left: int) -> Iterator[bytes]:
         lefts.append(left)
         return rest(response, core, library, left)
 
-    monkeypatch.setattr(raw_body, "_rest", noted)
+    monkeypatch.setattr(fetch, "_rest", noted)
     return lefts
 
 
@@ -88,7 +88,7 @@ def whole(connection: socket.socket, head: str) -> None:
 
 def read(client: Any, url: str) -> bytes:
     with client.stream("GET", url) as response:
-        return b"".join(raw_body.body(client, response))
+        return b"".join(fetch.body(client, response))
 
 
 def ranged(answer: Callable[[socket.socket, bytes, bytes], object]) -> Answer:
@@ -160,10 +160,10 @@ def test_pieces_are_the_reader_s_to_keep(tls: ssl.SSLContext | None) -> None:
     with ScriptedServer(whole, tls) as server:
         client = get_session()
         with client.stream("GET", server.url) as response:
-            pieces = list(raw_body.body(client, response))
+            pieces = list(fetch.body(client, response))
     assert b"".join(pieces) == CONTENT
     assert {type(piece) for piece in pieces} == {bytes}
-    assert max(map(len, pieces)) <= raw_body.MAX_BYTES
+    assert max(map(len, pieces)) <= fetch.MAX_BYTES
 
 
 def test_connection_is_not_used_again_and_the_client_goes_on(
@@ -261,7 +261,7 @@ def test_silence_is_no_longer_waited_out_than_the_client_would(tls: ssl.SSLConte
 
     def take(client: Any, url: str) -> None:
         with client.stream("GET", url) as response:
-            for piece in raw_body.body(client, response):
+            for piece in fetch.body(client, response):
                 got.extend(piece)
 
     with ScriptedServer(answer, tls) as server, LIBRARY.Client(timeout=0.3) as client:
@@ -311,7 +311,7 @@ def test_broken_connection_is_the_client_s_own_error(past_the_parser: list[int])
 
     def take(client: Any, url: str) -> None:
         with client.stream("GET", url) as response:
-            for piece in raw_body.body(client, response):
+            for piece in fetch.body(client, response):
                 got.extend(piece)
                 if len(got) == 1000:
                     read_so_far.set()
@@ -441,10 +441,10 @@ def test_parser_that_keeps_something_back_is_found_out(
     monkeypatch.setattr(
         h11._receivebuffer.ReceiveBuffer, "maybe_extract_at_most", lambda buffer, most: extract(buffer, min(most, 100))
     )
-    raw_body.keeps_nothing_back.cache_clear()
+    fetch.keeps_nothing_back.cache_clear()
     try:
         with ScriptedServer(whole) as server:
             assert read(get_session(), server.url) == CONTENT
     finally:
-        raw_body.keeps_nothing_back.cache_clear()
+        fetch.keeps_nothing_back.cache_clear()
     assert past_the_parser == []

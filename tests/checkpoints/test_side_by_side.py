@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.checkpoints.side_by_side import side_by_side
+from rabbitllm.checkpoints.fetch import side_by_side
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -78,7 +78,7 @@ def test_an_error_does_not_wait_for_a_call_that_hangs() -> None:
 
 HANGS = """
 import threading
-from rabbitllm.checkpoints.side_by_side import side_by_side
+from rabbitllm.checkpoints.fetch import side_by_side
 
 def call(number):
     if number:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine import budgets, devices, load_plan
+from rabbitllm.engine import devices, load_plan
 from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices, suits_bf16
 from rabbitllm.errors import DeviceError
 from rabbitllm.store.layer_store import LayerStore
@@ -355,12 +355,12 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
     gpus: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
-    free = budgets.default_budget(CpuDevice())
+    free = devices.default_budget(CpuDevice())
     assert 0 < free < 20 << 30
     cards: list[Any] = [CudaDevice(0), CudaDevice(1)]
 
     def room(given: list[Any], **options: Any) -> int:
-        return budgets.host_room(given, StreamOptions(**options))
+        return devices.host_room(given, StreamOptions(**options))
 
     assert room(cards) == free
     assert room(cards, max_memory={"cuda:0": 1}) == free
@@ -373,6 +373,6 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
 
 def test_a_limit_leaves_room_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
-    assert budgets.default_budget(CpuDevice()) == (20 << 30) - (2 << 30) - (1 << 30)
+    assert devices.default_budget(CpuDevice()) == (20 << 30) - (2 << 30) - (1 << 30)
     monkeypatch.setattr(devices, "available_ram", lambda: 1 << 29)
-    assert budgets.default_budget(CpuDevice()) == (1 << 29) - (1 << 29) // 10 - (1 << 25)
+    assert devices.default_budget(CpuDevice()) == (1 << 29) - (1 << 29) // 10 - (1 << 25)

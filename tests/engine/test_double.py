@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.quantized_weight import QuantizedWeight
+from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import vectors
 from rabbitllm.store.layer_store import LayerStore
 from tests.engine.test_fake_gpu import load_on

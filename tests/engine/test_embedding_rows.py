@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.unwritable import AbsentWeight
+from rabbitllm.engine.weight_tensors import AbsentWeight
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import INPUT, assert_same, dequantized, load, run, split, tiers

@@ -14,17 +14,16 @@ import torch
 import transformers
 
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine import expert_pool, fused_choice, streamer
-from rabbitllm.engine.boundary import Boundary
+from rabbitllm.engine import expert_pool, streamer
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
-from rabbitllm.engine.prefetcher import FilledSlot
+from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.engine.uploader import Uploader
+from rabbitllm.engine.streamer import Boundary
 from rabbitllm.quant import fused_products
 from rabbitllm.telemetry.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, PINNED_UPLOAD, READ, UPLOAD
 from rabbitllm.telemetry.totals import EXPERT_TIERS
-from tests.engine.test_loader import until
+from tests.engine.test_prefetch import until
 from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
 from tests.support.rounding import assert_as_near, exact_logits
@@ -326,7 +325,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
 
     monkeypatch.setattr(fused_products, "multiply_4bit", counted)
     for sooner in (True, False):
-        monkeypatch.setattr(fused_choice, "is_sooner", lambda *times, answer=sooner: answer)
+        monkeypatch.setattr("rabbitllm.engine.load.is_sooner", lambda *times, answer=sooner: answer)
         seen = set()
         for budget, host in ((ALL, 0), (made - 1, 0), (0, ALL), (0, 0)):
             with watched():
@@ -343,7 +342,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
                 assert not any(layer._forward_hooks for layer in model.model.layers)
             seen |= kinds
         assert seen == {Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED}
-    monkeypatch.setattr(fused_choice, "is_sooner", lambda *times: True)
+    monkeypatch.setattr("rabbitllm.engine.load.is_sooner", lambda *times: True)
     products.clear()
     assert_same(run_on([FakeGpu(0)], directory, host=ALL, exact=True), expected)
     assert not products
@@ -351,7 +350,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
 
 def test_8bit_layers_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
-    monkeypatch.setattr(fused_choice, "is_sooner", lambda *times: True)
+    monkeypatch.setattr("rabbitllm.engine.load.is_sooner", lambda *times: True)
     model = load_on([FakeGpu(0)], directory, exact=False)
     assert not any(job.packed for lane in model.streamer.lanes.values() for job in lane_jobs(lane))
     assert_same(run(model), run(load(directory)))

@@ -1,4 +1,4 @@
-"""What is left of the machine's memory and of the limits of control groups, in both versions, nested and hidden."""
+"""What is left of the machine's memory and of the limits of control groups; and what is given back at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.control_group import can_limit_memory, control_group
 from rabbitllm import AutoModel
 from rabbitllm.engine import devices, free_memory
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.free_memory import available_ram, trimming
 from rabbitllm.errors import NotEnoughMemoryError
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
@@ -214,3 +214,40 @@ def test_buffers_that_nothing_was_read_into_are_spoken_for(monkeypatch: pytest.M
     assert device.free_bytes() == (1 << 30) - whole // 2
     buffers.clear()
     assert device.free_bytes() == 1 << 30
+
+
+with_glibc = pytest.mark.skipif(trimming() is None, reason="no glibc here")
+
+CODE = """
+import sys
+import psutil, torch
+from rabbitllm.engine.free_memory import keep_large_apart, trimming
+if sys.argv[1] == "apart":
+    assert keep_large_apart()
+used = lambda: psutil.Process().memory_info().rss >> 20
+for size in (8, 24):  # after which glibc has blocks of up to so many MiB in its heap
+    torch.ones(size << 20, dtype=torch.uint8)
+large, stays = [], []
+before = used()
+for number in range(20):
+    large.append(torch.ones(6 << 20, dtype=torch.uint8))
+    stays.append(torch.ones(60_000, dtype=torch.uint8))
+filled = used()
+del large
+freed = used()
+trimming()()
+print(filled - before, freed - before, used() - before)
+"""
+
+
+@pytest.mark.long
+@with_glibc
+def test_large_blocks_are_apart() -> None:
+    found = {}
+    for how in ("apart", "as usual"):
+        done = subprocess.run([sys.executable, "-c", CODE, how], capture_output=True, text=True, check=True)
+        found[how] = [int(part) for part in done.stdout.split()]
+    assert min(filled for filled, _, _ in found.values()) > 110
+    assert found["apart"][1] < 20
+    assert found["as usual"][1] > 80  # else there is nothing to mend
+    assert found["as usual"][2] < 20

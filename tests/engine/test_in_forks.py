@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.first_use import ReadAhead
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.read_ahead import ReadAhead
 from rabbitllm.engine.span_reader import FileSpan
 from rabbitllm.errors import ForkedError, IncompleteSplitError
 from rabbitllm.generation.batch import Batch

@@ -1,16 +1,46 @@
-"""Placement, as arithmetic: limits are kept, every unit has one place, and what is kept is spread evenly."""
+"""Placement, as arithmetic: limits are kept, every unit and expert has one place, what is kept is spread evenly.
+
+What units take, where a tensor that two of them are made from counts once; what the page cache may take; and what runs
+of memory of one size take of a GPU.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.engine.placement import READY, SLOTS, STAGING, Budget, Placement, SharedTensor, Tier, UnitCost
-from rabbitllm.engine.placing import place
+from rabbitllm.engine import load_plan
+from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.placement import (
+    EXPERT_STAGING,
+    READY,
+    SLOTS,
+    STAGING,
+    Budget,
+    ExpertCost,
+    PlacedUnit,
+    Placement,
+    SharedTensor,
+    Tier,
+    UnitCost,
+    place,
+    taken,
+)
+from rabbitllm.engine.tier_picture import places
+from tests.engine.test_every_architecture import build
+from tests.engine.test_fake_gpu import load_on
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny_models import ALL, bytes_when_made, load, split
+from tests.support.tiny_models import tiers as tiers_of
 
 KEPT = (Tier.RESIDENT, Tier.PACKED)
 
@@ -425,3 +455,208 @@ def test_prints_what_each_pass_moves() -> None:
     ]
     on_host = str(place(costs, [Budget("cpu", 4 * GIB, True)]))
     assert on_host.splitlines()[-1] == "each pass: 10.00 GiB are read from the disk"
+
+
+SLOT, EXPERTS = 100, 20
+
+
+def experts_of(unit: str, ready: int | None = None) -> ExpertCost:
+    """Twenty experts of 100 bytes each; used as they are stored unless they have another size when made."""
+    stored = SLOT * EXPERTS
+    return ExpertCost(f"{unit}.experts", unit, stored, ready or stored, ready is None, EXPERTS, SLOT, 4)
+
+
+def mixture(layers: int, ready: int | None = None) -> tuple[list[UnitCost], list[ExpertCost]]:
+    """Layers of 100 bytes each, and their experts."""
+    costs = [dataclasses.replace(layer(f"layers.{i}", 100), routed=SLOT * EXPERTS) for i in range(layers)]
+    return costs, [experts_of(cost.name, ready) for cost in costs]
+
+
+def placed(layers: int, *budgets: Budget, host: int = 0, ready: int | None = None) -> Placement:
+    costs, experts = mixture(layers, ready)
+    return place(costs, budgets, host_bytes=host, experts=experts)
+
+
+def test_with_room_for_all_of_them_they_are_used_where_they_lie() -> None:
+    found = placed(3, Budget("cpu", 3 * 100 + 3 * SLOT * EXPERTS, True))
+    assert found.is_resident
+    assert {one.tier for one in found.experts} == {Tier.RESIDENT}
+    assert found.pools == ()
+
+
+def test_what_has_no_room_when_made_is_made_for_each_use() -> None:
+    found = placed(3, Budget("cpu", 300 + 3 * SLOT * EXPERTS, True), ready=9_000)
+    assert {one.tier for one in found.experts} == {Tier.PACKED}
+    assert set(tiers(found).values()) == {Tier.RESIDENT}
+
+
+def test_what_every_token_needs_comes_first() -> None:
+    found = placed(3, Budget("cpu", 3 * 100 + 4 * SLOT + 7 * SLOT, True))
+    assert set(tiers(found).values()) == {Tier.RESIDENT}
+    (pool,) = found.pools
+    assert (pool.slots, pool.transit, pool.host_slots) == (7, 4, 0)
+    assert not found.is_resident
+    assert "experts, by routing" in str(found)
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 6), st.integers(0, 20_000), st.booleans())
+def test_limits_are_kept_by_units_and_experts_together(layers: int, room: int, is_host: bool) -> None:
+    costs, experts = mixture(layers)
+    found = place(costs, [Budget("d", room, is_host)], experts=experts)
+    at_once = footprint(costs, found, "d") + sum(pool.nbytes for pool in found.pools)
+    at_once += sum(one.stored for one in found.experts if one.tier is not Tier.ROUTED)
+    least = 4 * SLOT + 2 * 100  # slots for transit and for streamed units are taken in any case
+    assert at_once <= max(room, least)
+    assert all(pool.slots <= layers * EXPERTS for pool in found.pools)
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 6), st.integers(0, 14_000), st.integers(0, 4_000))
+def test_more_room_never_keeps_fewer(layers: int, room: int, more: int) -> None:
+    def kept(nbytes: int) -> int:
+        found = placed(layers, Budget("d", nbytes, True))
+        return sum(pool.slots for pool in found.pools) if found.pools else layers * EXPERTS
+
+    assert kept(room + more) >= kept(room)
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 6), st.lists(st.integers(0, 8_000), min_size=1, max_size=3), st.integers(0, 20_000))
+def test_host_memory_holds_what_devices_do_not(layers: int, rooms: list[int], host: int) -> None:
+    found = placed(layers, *(Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)), host=host)
+    assert all(pool.slots + pool.host_slots <= pool.experts for pool in found.pools)
+    taken = sum(pool.host_slots * pool.slot for pool in found.pools)
+    pinned = sum(one.stored for one in found.units if one.tier is Tier.PINNED)
+    staging = sum(EXPERT_STAGING * pool.slot for pool in found.pools)
+    assert taken + pinned + (staging if taken else 0) <= host
+    assert {pool.device for pool in found.pools} == {one.device for one in found.experts}
+
+
+def test_devices_share_layers_by_their_experts_too() -> None:
+    """The first layer has ten times the bytes of the others, nearly all of them in experts."""
+    costs, experts = mixture(1)
+    costs += [layer(f"dense.{i}", 200) for i in range(10)]
+    found = place(costs, [Budget("cuda:0", 2_000, False), Budget("cuda:1", 2_000, False)], experts=experts)
+    assert [one.unit for one in found.units if one.device == "cuda:0"] == ["layers.0"]
+
+
+def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_plan, "available_ram", lambda: 1000)
+    gpu = FakeGpu(0)
+    units = (
+        PlacedUnit("a", gpu.name, Tier.RESIDENT, 500),
+        PlacedUnit("b", gpu.name, Tier.PINNED, 300),
+        PlacedUnit("c", gpu.name, Tier.STREAMED, 700),
+        PlacedUnit("d", "cpu", Tier.RESIDENT, 20),
+        PlacedUnit("e", "cpu", Tier.PACKED, 3),
+        PlacedUnit("f", "cpu", Tier.STREAMED, 70),
+    )
+    placement = Placement(units, (Budget(gpu.name, 0, False), Budget("cpu", 0, True)))
+    assert load_plan.cache_room(placement, [gpu, CpuDevice()]) == 1000 - 300 - 20 - 3
+
+
+def test_embeddings_of_which_rows_are_touched_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_plan, "available_ram", lambda: 1000)
+    units = (
+        PlacedUnit("a", "cpu", Tier.MAPPED, 500),
+        PlacedUnit("b", "cpu", Tier.ROWS, 400),
+        PlacedUnit("c", "cpu", Tier.PACKED, 30),
+        PlacedUnit("d", "cpu", Tier.PACKED, 30, tied=30),
+    )
+    assert load_plan.cache_room(Placement(units, (Budget("cpu", 0, True),)), [CpuDevice()]) == 1000 - 30
+
+
+@pytest.fixture(params=[None, "4bit"], ids=str)
+def tied_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return split(build_checkpoint(tmp_path / "m", "qwen2", tied=True, dtype=torch.bfloat16), request.param)
+
+
+def stored(model: Any) -> int:
+    """Bytes of all tensors in the layer files."""
+    return sum(tensor.nbytes for tensor in model._origin.store.tensors.values())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("budget", [0, 200_000, ALL])
+def test_tied_embeddings_are_counted_once(tied_folder: Path, budget: int, exact: bool) -> None:
+    model = load(tied_folder, budget, exact=exact)
+    units = model.placement.units
+    assert sum(placed.stored for placed in units) > stored(model)
+    assert sum(placed.counted for placed in units) == stored(model)
+    assert sum(sum(words.values()) for words in places(model.placement).values()) == stored(model)
+
+
+def test_tied_embeddings_that_are_made_fit_where_one_of_them_does(tmp_path: Path) -> None:
+    folder = split(build_checkpoint(tmp_path / "m", "qwen2", tied=True), "4bit")
+    model = load(folder)
+    once = bytes_when_made(model)
+    assert model.get_memory_footprint(return_buffers=False) == once
+    assert load(folder, once).placement.is_resident
+    assert not load(folder, once - 1).placement.is_resident
+    gpus = [load_on([FakeGpu(0)], folder, budget) for budget in (once, once - 1)]
+    assert [gpu.placement.is_resident for gpu in gpus] == [True, False]
+
+
+def test_a_layer_of_a_model_with_tied_layers_is_counted_once(tmp_path: Path) -> None:
+    """Zamba2's shared blocks: each layer that has them is made from the same tensors."""
+    build(tmp_path / "m", "zamba2")
+    model = load(split(tmp_path / "m"))
+    assert sum(placed.counted for placed in model.placement.units) == stored(model)
+    assert model.placement.is_resident
+
+
+def test_where_nothing_may_stay_the_embedding_is_mapped(tmp_path: Path) -> None:
+    model = load(split(build_checkpoint(tmp_path / "m", "llama")), 0)
+    found = tiers_of(model)
+    assert found["model.embed_tokens"] is Tier.MAPPED
+    assert found["model.norm"] is Tier.RESIDENT
+    assert {tier for unit, tier in found.items() if "embed" not in unit and unit != "model.norm"} == {Tier.STREAMED}
+    rows = [line.split() for line in str(model.placement).splitlines()[1:-1]]
+    assert [row[:-3] for row in rows] == [["cpu", "resident"], ["cpu", "mapped", "rows"], ["cpu", "streamed"]]
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        (0, 512),
+        (1, 512),
+        (513, 1024),
+        (MIB, MIB),
+        (MIB + 1, 20 * MIB // 19),
+        (7 * MIB, 10 * MIB),
+        (9 * MIB, 10 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 12 * MIB),
+        (354 * MIB, 354 * MIB),
+    ],
+)
+def test_by_size(nbytes: int, expected: int) -> None:
+    assert taken(nbytes) == expected
+
+
+@given(st.integers(1, 1 << 34), st.integers(1, 200))
+def test_so_many_fit_the_segments_that_they_are_said_to_take(nbytes: int, count: int) -> None:
+    """Segment by segment, as the allocator fills them."""
+    rounded = -(-nbytes // 512) * 512
+    if rounded >= 10 * MIB:
+        held = count * (-(-rounded // (2 * MIB)) * 2 * MIB)
+    else:
+        segment = 2 * MIB if rounded <= MIB else 20 * MIB
+        held = -(-count // (segment // rounded)) * segment
+    assert nbytes <= taken(nbytes)
+    last = 20 * MIB if rounded < 10 * MIB else 0  # the last segment may not be full
+    rounding = count  # of shares to whole bytes
+    assert count * taken(nbytes) <= held + rounding
+    assert held <= count * taken(nbytes) + rounding + last
+
+
+def test_experts_are_kept_on_a_gpu_by_what_their_slots_take_there() -> None:
+    costs, experts = mixture(3)
+    room = 4 * 100 + 300 + 5 * 512
+    for is_host, slots in ((True, 5 * 512 // 100), (False, 5)):
+        (pool,) = place(costs, [Budget("d", room, is_host)], experts=experts).pools
+        assert pool.slots == slots

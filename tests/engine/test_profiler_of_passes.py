@@ -97,9 +97,9 @@ def test_slow_computation_is_the_bottleneck_and_hides_the_disk(checkpoint: Path,
 
 
 def test_slow_dequantizing_is_told_apart(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rabbitllm.engine import unit_source
+    from rabbitllm.engine import units
 
-    dequantize, slept = unit_source.dequantize, []
+    dequantize, slept = units.dequantize, []
 
     def slow(*args: Any) -> torch.Tensor:
         time.sleep(0.01)
@@ -107,7 +107,7 @@ def test_slow_dequantizing_is_told_apart(checkpoint: Path, monkeypatch: pytest.M
         return dequantize(*args)
 
     model = load(split(checkpoint, "4bit"), 0, profiling=True)
-    monkeypatch.setattr(unit_source, "dequantize", slow)
+    monkeypatch.setattr(units, "dequantize", slow)
     passes(model)
     assert slept
     assert model.profiler.stages[DEQUANTIZE].seconds >= sum(slept)

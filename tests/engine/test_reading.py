@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.unwritable import AbsentWeight
+from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from tests.engine.test_fake_gpu import load_on

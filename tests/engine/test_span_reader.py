@@ -21,7 +21,7 @@ from rabbitllm.engine.span_reader import (
     SpanReader,
     choose_way,
 )
-from rabbitllm.formats.positional import PositionalFile, page_aligned
+from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import assert_same, load, run, split, tiers

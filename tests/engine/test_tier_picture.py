@@ -14,8 +14,7 @@ import rabbitllm
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.placement import Budget, PlacedUnit, Placement, Pool, Tier, UnitCost
-from rabbitllm.engine.placing import place
+from rabbitllm.engine.placement import Budget, PlacedUnit, Placement, Pool, Tier, UnitCost, place
 from rabbitllm.engine.tier_picture import (
     COLOURS,
     DISK,

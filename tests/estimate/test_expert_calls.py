@@ -10,7 +10,7 @@ import torch
 
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import CpuDevice, Device
-from rabbitllm.engine.expert_stack import ExpertStack
+from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier

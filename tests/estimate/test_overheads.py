@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.unwritable import AbsentWeight
+from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.estimate import overheads
 from rabbitllm.estimate.overheads import LayerSizes, _in_small, _weightless, binding_seconds, overhead, sizes_of
 from tests.estimate.test_work import drawn

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.quantized_weight import QuantizedWeight
+from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate import products
 from rabbitllm.estimate.bitsandbytes_products import matrix, nbytes_of
 from rabbitllm.estimate.products import working_set

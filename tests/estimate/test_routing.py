@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rabbitllm.engine.expert_cache import ExpertCache
+from rabbitllm.engine.expert_pool import ExpertCache
 from rabbitllm.engine.placement import Tier
 from rabbitllm.estimate.predict import experts_of
 from rabbitllm.estimate.routing import routed_work

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rabbitllm.splitter.journal import glance
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import verify
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.notebook import Run, code_of, mark, read, started

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.formats import crc32
-from rabbitllm.formats.crc32 import combine, combine_all, crc32_of_file
+from rabbitllm.store import checksums
+from rabbitllm.store.checksums import combine, combine_all, crc32_of_file
 
 
 @given(first=st.binary(max_size=300), second=st.binary(max_size=300))
@@ -33,7 +33,7 @@ def test_long_runs() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 4096, 4097, 10_000])
 def test_sum_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(crc32, "READ_BYTES", 4096)
+    monkeypatch.setattr(checksums, "READ_BYTES", 4096)
     content = random.Random(size).randbytes(size)
     (tmp_path / "file").write_bytes(content)
     assert crc32_of_file(tmp_path / "file") == zlib.crc32(content)

@@ -16,11 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.errors import CheckpointError, CorruptShardError, UnsafePickleError
-from rabbitllm.formats.pickle_machine import Known, RefusedValueError
-from rabbitllm.formats.pickle_opcodes import STEPS
-from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, ListedOpcode, list_opcodes, read_pickle
-from rabbitllm.formats.torch_names import name_tensors
-from rabbitllm.formats.torch_pickle import read_torch_pickle
+from rabbitllm.formats.pickle_reader import (
+    MAX_PICKLE_BYTES,
+    STEPS,
+    Known,
+    ListedOpcode,
+    RefusedValueError,
+    list_opcodes,
+    read_pickle,
+)
+from rabbitllm.formats.torch_pickle import name_tensors, read_torch_pickle
 from tests.attacks.attack import Attack
 from tests.attacks.pickles import ATTACKS, LEGAL
 from tests.support.torch_files import pickled, tensor_pickle

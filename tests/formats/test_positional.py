@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, HUGE_PAGE, PositionalFile, identity_of, page_aligned
+from rabbitllm.storage.files import CAN_MAP_PRIVATELY, HUGE_PAGE, PositionalFile, identity_of, page_aligned
 from tests.support.leftovers import none_left, open_files
 
 CONTENT = bytes(range(256)) * 400

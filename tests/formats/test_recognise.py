@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rabbitllm.formats.recognise import Weights, recognise, recognise_file
+from rabbitllm.formats.shard_header import Weights, recognise, recognise_file
 from tests.support.torch_files import pickled
 
 TENSORS = {"w": torch.arange(4.0)}

@@ -22,7 +22,6 @@ from rabbitllm.errors import CheckpointError, CorruptShardError
 from rabbitllm.formats.safetensors_file import (
     DATA_ALIGNMENT,
     MAX_HEADER_BYTES,
-    Header,
     MappedFile,
     TensorToWrite,
     encode_header,
@@ -31,7 +30,7 @@ from rabbitllm.formats.safetensors_file import (
     read_header,
     view_bytes,
 )
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, torch_dtype
 from tests.attacks.safetensors_files import ACCEPTED_BY_THE_LIBRARY, HOSTILE, LEGAL, TEXT, file_of
 
 

@@ -17,19 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
+from rabbitllm.formats.bounded import MAX_FILE_BYTES
 from rabbitllm.formats.protobuf import schema_of
 from rabbitllm.formats.sentencepiece_model import (
     ModelType,
     NormalizerSpec,
     PieceSample,
+    PieceType,
     SentencePieceModel,
     SpecialIds,
     TrainerSpec,
+    VocabularyPiece,
     parse_model,
     read_model,
 )
-from rabbitllm.formats.sentencepiece_pieces import PieceType, VocabularyPiece
-from rabbitllm.formats.vocabulary_file import MAX_FILE_BYTES
 from tests.attacks.protobuf_files import (
     ACCEPTED_BY_THE_LIBRARY,
     BYTES,

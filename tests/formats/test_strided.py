@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.formats import strided
-from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.formats.strided import Strided, is_contiguous, read_row_major
+from rabbitllm.formats import tensor_spec
+from rabbitllm.formats.tensor_spec import Strided, is_contiguous, read_row_major
+from rabbitllm.storage.files import PositionalFile
 
 DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OFFSET = 24
@@ -53,8 +53,8 @@ def tensors(draw: st.DrawFn) -> Strided:
 def test_any_range_of_any_tensor(
     noise: Path, monkeypatch: pytest.MonkeyPatch, staging: int, gap: int, tensor: Strided, data: st.DataObject
 ) -> None:
-    monkeypatch.setattr(strided, "STAGING_BYTES", staging)
-    monkeypatch.setattr(strided, "GAP_BYTES", gap)
+    monkeypatch.setattr(tensor_spec, "STAGING_BYTES", staging)
+    monkeypatch.setattr(tensor_spec, "GAP_BYTES", gap)
     elements = math.prod(tensor.shape)
     first = data.draw(st.integers(0, elements - 1))
     last = data.draw(st.integers(first, elements))
@@ -92,7 +92,7 @@ def test_a_transposed_tensor_is_not_read_one_element_at_a_time(noise: Path, monk
 
 
 def test_staging_is_bounded(noise: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strided, "STAGING_BYTES", 10_000)
+    monkeypatch.setattr(tensor_spec, "STAGING_BYTES", 10_000)
     staged: list[int] = []
     plain = PositionalFile.read_into
     monkeypatch.setattr(

@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.errors import CheckpointError, CorruptShardError
-from rabbitllm.formats import torch_legacy
-from rabbitllm.formats.torch_legacy import parse_legacy_torch, read_legacy_torch
-from rabbitllm.formats.torch_tensor import TorchFile
+from rabbitllm.formats import torch_file
+from rabbitllm.formats.torch_file import TorchFile, parse_legacy_torch, read_legacy_torch
 from tests.attacks import legacy_torch_files
 from tests.attacks.attack import Attack
 from tests.attacks.legacy_torch_files import parts, storage
@@ -77,7 +76,7 @@ def test_pickles_longer_than_what_is_read_at_first(tmp_path: Path, monkeypatch: 
     tensors = {f"a.rather.long.name.{number}": torch.full((3,), number) for number in range(100)}
     whole = saved(tmp_path / "x.bin", tensors)
     for first in (1, 50, 211, 512, 5000):  # wherever the first read ends, inside whichever opcode
-        monkeypatch.setattr(torch_legacy, "READS", (first, first + 700, 1 << 20))
+        monkeypatch.setattr(torch_file, "READS", (first, first + 700, 1 << 20))
         assert read_legacy_torch(tmp_path / "x.bin") == whole
 
 
@@ -149,7 +148,7 @@ def test_only_our_errors(tmp_path: Path, changes: list[tuple[int, int, bytes]]) 
 GIANT = """
 import resource, sys
 from pathlib import Path
-from rabbitllm.formats.torch_legacy import read_legacy_torch
+from rabbitllm.formats.torch_file import read_legacy_torch
 idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 read = read_legacy_torch(Path(sys.argv[1]))
 print(len(read.tensors), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - idle)

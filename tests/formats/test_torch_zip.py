@@ -18,15 +18,10 @@ from hypothesis import strategies as st
 
 from rabbitllm.errors import CheckpointError, CorruptShardError, UnsafePickleError
 from rabbitllm.formats.pickle_reader import list_opcodes
-from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.safetensors_file import view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.formats.torch_tensor import TorchFile, TorchTensor
-from rabbitllm.formats.torch_zip import (
-    parse_torch_zip,
-    pickle_of,
-    read_torch_zip,
-)
+from rabbitllm.formats.torch_file import TorchFile, TorchTensor, parse_torch_zip, pickle_of, read_torch_zip
+from rabbitllm.storage.files import PositionalFile
 from tests.attacks import pickles, torch_zips
 from tests.attacks.attack import Attack
 from tests.support.torch_files import FOUR, archive, changed, chunks_of, pack, pickled, storage, tensor
@@ -274,13 +269,13 @@ def test_values_of_four_bits_are_no_scalars_and_have_no_strides(tmp_path: Path) 
 GIANT = """
 import resource, sys
 from pathlib import Path
-from rabbitllm.formats import torch_zip
+from rabbitllm.formats import torch_file
 idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-read = torch_zip.read_torch_zip(Path(sys.argv[1]))
+read = torch_file.read_torch_zip(Path(sys.argv[1]))
 opened = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert "torch" not in sys.modules
 import torch
-from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.storage.files import PositionalFile
 from tests.support.torch_files import chunks_of
 torch.zeros(4).view(2, 2).t().contiguous()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

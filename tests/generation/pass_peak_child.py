@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rabbitllm.engine.allocator import keep_large_apart
+from rabbitllm.engine.free_memory import keep_large_apart
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.joint_pass import JointPasses
 from rabbitllm.generation.memory import PassCost, cost_of_a_pass

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from rabbitllm.generation import cache_file
 from rabbitllm.generation.cache_file import CacheFile, ImagesAhead
 from rabbitllm.storage.durable import Step, observe_steps
-from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
+from rabbitllm.storage.files import DIRECT_ALIGNMENT
 
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 3, 2, 8, 4
 PROMPTS = (11, 5, 8)

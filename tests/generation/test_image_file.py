@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rabbitllm.generation.cache_file import Image, ImageFile, image_of
-from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
+from rabbitllm.storage.files import DIRECT_ALIGNMENT
 from tests.engine.test_span_reader import _cached_pages
 
 MORE_THAN_ANY_MEMORY = 1 << 60

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rabbitllm.engine.allocator import trimming
+from rabbitllm.engine.free_memory import trimming
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import LEAST_TOKENS, PassCost, cost_of_a_pass
 from rabbitllm.quant.vectors import multiplies_pairs

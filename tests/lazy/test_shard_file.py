@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from rabbitllm.errors import ClosedCheckpointError, CorruptShardError
 from rabbitllm.formats import shard_header
-from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, PositionalFile
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.lazy import shard_file
-from rabbitllm.lazy.shard_file import ShardFile
+from rabbitllm.lazy import load
+from rabbitllm.lazy.load import ShardFile
+from rabbitllm.storage.files import CAN_MAP_PRIVATELY, PositionalFile
 from tests.support.leftovers import open_files
 
 VALUES = torch.arange(24.0).reshape(4, 6)
@@ -111,6 +111,6 @@ def test_a_file_that_is_replaced_while_it_is_opened(path: Path, monkeypatch: pyt
         other.replace(at)
         return shard_header.read_shard_header(at, name)
 
-    monkeypatch.setattr(shard_file, "read_shard_header", replaced)
+    monkeypatch.setattr(load, "read_shard_header", replaced)
     with pytest.raises(CorruptShardError, match="replaced by another"):
         ShardFile(path, "x.bin", mapped=True)

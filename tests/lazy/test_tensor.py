@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 import rabbitllm
-from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.lazy.load import LazyCheckpoint
-from rabbitllm.lazy.shard_file import ShardFile
+from rabbitllm.lazy.load import LazyCheckpoint, ShardFile
 from rabbitllm.lazy.tensor import LazyTensor
+from rabbitllm.storage.files import PositionalFile
 
 TENSORS = {
     "w": torch.randn(8, 6, generator=torch.Generator().manual_seed(0)),

@@ -39,7 +39,8 @@ from rabbitllm.estimate.report import show
 from rabbitllm.models.convert.convert import convert
 from rabbitllm.models.pull.make import Wish, dry_run, pull
 from rabbitllm.rabbitllm_1_names import split_and_save_layers
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, WeightFiles
+from rabbitllm.store.layer_store import LayerStore, WeightFiles
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from tests.support.builders import INDEX_NAME, build_checkpoint, read_tensors, reshard
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 

@@ -24,12 +24,11 @@ from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.models.library.find import compression_here, one_of_model
 from rabbitllm.quant.compression import DOUBLE, scheme_of, schemes
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.bit_allocation import groups
 from rabbitllm.splitter.request import SplitRequest, plan_split
-from rabbitllm.splitter.sensitivity import groups
 from rabbitllm.splitter.split import split
-from rabbitllm.store.chosen import BitAllocation
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, is_fitted, read_manifest
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import LayerStore, verify
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, BitAllocation, Manifest, is_fitted, read_manifest
 from tests.ray.test_shards import Here
 from tests.splitter.conftest import crash_server as crash_server
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards

@@ -22,8 +22,8 @@ from rabbitllm import AutoModel, prepare
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import IncompleteSplitError, InUseError
-from rabbitllm.store.layer_store import read_manifest
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import verify
+from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import SINGLE_NAME, build_checkpoint, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.pausing import Paused

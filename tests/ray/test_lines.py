@@ -11,7 +11,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.ray.answerer import WorkerInfo
 from rabbitllm.ray.cluster import Node
 from rabbitllm.ray.lines import PASSFULS, WorkerPool, in_chunks, staff_of
-from rabbitllm.store.chosen import BitAllocation
+from rabbitllm.store.manifest import BitAllocation
 
 
 def nodes(*sizes: tuple[int, int]) -> list[Node]:

@@ -43,7 +43,7 @@ from rabbitllm.ray.cluster import connected, nodes
 from rabbitllm.ray.lines import RayAnswers, WorkerPool, answering_on, in_chunks
 from rabbitllm.ray.shards import CPUS_A_TASK, RayShardExecutor, pull_on
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.lease import LEASE_NAME, Lease, granted
+from rabbitllm.splitter.lock import LEASE_NAME, Lease, granted
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment

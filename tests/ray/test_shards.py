@@ -16,12 +16,10 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import ClusterError, IncompleteSplitError
 from rabbitllm.ray.shards import Part, fill_from, next_part
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.disk_budget import disk_use_at_once
-from rabbitllm.splitter.disk_use import ShardTransfer
-from rabbitllm.splitter.lease import LEASE_NAME, Lease, granted, revoke
+from rabbitllm.splitter.disk_budget import ShardTransfer, disk_use_at_once
+from rabbitllm.splitter.filler import Filled, SplitWork
+from rabbitllm.splitter.lock import LEASE_NAME, Lease, granted, revoke
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan
-from rabbitllm.splitter.shard_executor import Filled
-from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import build_checkpoint
 from tests.support.dying import dying_at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rabbitllm.engine.budgets import default_budget
+from rabbitllm.engine.devices import default_budget
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.models.pull.make import Wish
 from rabbitllm.server import loading

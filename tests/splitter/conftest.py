@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rabbitllm.storage import open_files
+from rabbitllm.storage import files
 from tests.support.crashes import CrashServer
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -30,7 +30,7 @@ def swift_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the layer files that a shard fills one is open at a time, so that each is synced and closed for the next."""
-    monkeypatch.setattr(open_files, "MAX_FILES", 1)
+    monkeypatch.setattr(files, "MAX_FILES", 1)
 
 
 KILLS = pytest.StashKey[int]()

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from rabbitllm import prepare
 from rabbitllm.base import progress
-from rabbitllm.formats.crc32 import crc32_of_file
 from rabbitllm.splitter import mover
 from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store.checkpoint_folder import PlainReader
+from rabbitllm.store.checksums import crc32_of_file
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX
-from rabbitllm.store.layer_store import LayerStore, read_manifest
-from rabbitllm.store.plain_tensors import PlainReader
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import LayerStore, verify
+from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.meta_files import tiny_llama, write_as_transformers, write_meta
@@ -100,7 +100,7 @@ def test_every_route_makes_the_same_bytes(
 def test_runs_of_a_few_blocks_in_many_threads(
     tmp_path: Path, tensors: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 4096)
     check(split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE), tensors)
 
 
@@ -213,7 +213,7 @@ def test_the_way_out_has_bitsandbytes_bits(
 ) -> None:
     """A run of scales at a time."""
     made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
-    monkeypatch.setattr("rabbitllm.store.plain_tensors.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("rabbitllm.store.checkpoint_folder.CHUNK_BYTES", chunk)
     store = LayerStore(made)
     with PlainReader(store) as reader:
         for name, stored in store.tensors.items():
@@ -264,7 +264,7 @@ def test_ranks_of_metas(
     made = tiny_llama(hidden=hidden, intermediate=384, vocabulary=320)
     expected = layer_files(split(write_as_transformers(tmp_path / "hf", made), compression=DOUBLE))
     if chunk is not None:
-        monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", chunk)
+        monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", chunk)
     source = write_meta(tmp_path / "meta", made, ranks)
     most, peak, folder = peaks_of(source, lambda: split(source, compression=DOUBLE))
     assert layer_files(folder) == expected

@@ -15,9 +15,9 @@ from rabbitllm import prepare
 from rabbitllm.checkpoints import naming
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.splitter import split as splitter
-from rabbitllm.store.layer_store import LayerStore, read_manifest
-from rabbitllm.store.order import BY_NAME, EXPERTS_TOGETHER
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_file import BY_NAME, EXPERTS_TOGETHER
+from rabbitllm.store.layer_store import LayerStore, verify
+from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.splitting import Call, contents, interrupted, layer_files, split
 from tests.support.tiny_models import INPUT, assert_same, load, run

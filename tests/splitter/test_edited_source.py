@@ -22,8 +22,8 @@ from rabbitllm.errors import CorruptShardError, OptionError, RabbitLLMError, Spl
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.source_check import source_crc32
 from rabbitllm.storage.durable import Step, observe_steps
-from rabbitllm.store.layer_store import JOURNAL_NAME, read_manifest
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import verify
+from rabbitllm.store.manifest import JOURNAL_NAME, read_manifest
 from tests.support.builders import build_checkpoint, cut, llama_tensors, torch_files, write_shards, write_torch
 from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from rabbitllm.errors import DiskFullError, StorageError
-from rabbitllm.store.layer_store import JOURNAL_NAME
+from rabbitllm.store.manifest import JOURNAL_NAME
 from tests.splitter.conftest import MakeScene
 from tests.support.failing_disk import FAULTS, Fault, room_for, short_writes
 from tests.support.leftovers import none_left

@@ -11,9 +11,9 @@ from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import SplitMismatchError
 from rabbitllm.storage.durable import Step, observe_steps
-from rabbitllm.store.layer_store import LayerStore, is_fitted, read_manifest
-from rabbitllm.store.plain_tensors import PlainReader
-from rabbitllm.store.verify import verify
+from rabbitllm.store.checkpoint_folder import PlainReader
+from rabbitllm.store.layer_store import LayerStore, verify
+from rabbitllm.store.manifest import is_fitted, read_manifest
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import Counter, layer_files
 

@@ -11,7 +11,7 @@ import pytest
 
 from rabbitllm.base import progress
 from rabbitllm.errors import HubError, RabbitLLMError, SplitMismatchError
-from rabbitllm.store.layer_store import MANIFEST_NAME
+from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.splitter.conftest import MakeScene
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.leftovers import none_left

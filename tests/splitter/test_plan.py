@@ -11,7 +11,7 @@ from rabbitllm.checkpoints.checkpoint import ShardMetadata
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.safetensors_file import Header
+from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.splitter.plan import PlannedShard, recompressed, tensors_by_shard
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.plans import MIB, even, plan_of, shard_of

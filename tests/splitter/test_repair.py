@@ -14,8 +14,8 @@ from rabbitllm import prepare
 from rabbitllm.checkpoints import fetch
 from rabbitllm.cli.main import app
 from rabbitllm.errors import HubError, IncompleteSplitError, OptionError, SplitMismatchError
-from rabbitllm.store.layer_store import LayerStore, Manifest, read_manifest
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import LayerStore, verify
+from rabbitllm.store.manifest import Manifest, read_manifest
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub

@@ -42,7 +42,7 @@ from rabbitllm.splitter.mover import Mover
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.storage.durable import Step, observe_steps
-from rabbitllm.store.layer_store import MANIFEST_NAME, read_manifest
+from rabbitllm.store.manifest import MANIFEST_NAME, read_manifest
 from tests.splitter.conftest import MakeScene
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.crashes import KILLED, CrashServer

@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 
 import rabbitllm
-from rabbitllm.formats.positional import page_aligned
 from rabbitllm.storage import durable
 from rabbitllm.storage.durable import GrowingFile, Log, Step, observe_steps
-from rabbitllm.storage.open_files import OpenFiles
-from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT, write_back_call
+from rabbitllm.storage.files import DIRECT_ALIGNMENT, OpenFiles, page_aligned, write_back_call
 from tests.support.leftovers import open_files
 from tests.support.splitting import failing
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rabbitllm.storage import open_files
-from rabbitllm.storage.open_files import MAX_FILES, OpenFiles
+from rabbitllm.storage import files
+from rabbitllm.storage.files import MAX_FILES, OpenFiles
 
 
 class Noted:
@@ -204,8 +204,8 @@ def test_never_more_than_the_limit_is_open_and_nothing_is_closed_unsettled(done:
         assert all(before == "settle" for before, step in itertools.pairwise(of_it) if step == "close")
 
 
-@pytest.mark.parametrize(("soft", "files"), [(16, 4), (64, 8), (256, 32), (1024, 128), (1 << 20, 256), (-1, 256)])
-def test_the_limit_follows_that_of_the_process(monkeypatch: pytest.MonkeyPatch, soft: int, files: int) -> None:
+@pytest.mark.parametrize(("soft", "expected"), [(16, 4), (64, 8), (256, 32), (1024, 128), (1 << 20, 256), (-1, 256)])
+def test_the_limit_follows_that_of_the_process(monkeypatch: pytest.MonkeyPatch, soft: int, expected: int) -> None:
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, -1))
-    assert open_files._files_allowed() == files <= MAX_FILES
+    assert files._files_allowed() == expected <= MAX_FILES

@@ -14,15 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError, SplitError, SplitMismatchError
-from rabbitllm.store.layer_store import (
-    LayerRecord,
-    LayerStore,
-    Manifest,
-    directory_name,
-    is_legacy,
-    read_manifest,
-    write_manifest,
-)
+from rabbitllm.store.layer_store import LayerStore
+from rabbitllm.store.manifest import LayerRecord, Manifest, directory_name, is_legacy, read_manifest, write_manifest
 from tests.support.builders import cut, llama_tensors, read_tensors, write_shards
 from tests.support.leftovers import none_left, open_files
 from tests.support.splitting import names_in, split

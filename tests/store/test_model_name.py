@@ -10,7 +10,7 @@ import pytest
 from rabbitllm import prepare
 from rabbitllm.errors import CheckpointNotFoundError, HubError, OptionError
 from rabbitllm.store import locations
-from rabbitllm.store.model_name import meant, near
+from rabbitllm.store.locations import meant, near
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards, write_torch
 from tests.support.hub_fixtures import HubEnvironment
 

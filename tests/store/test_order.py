@@ -15,7 +15,7 @@ from benchmarks import qwen3_next
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression import stored_form
-from rabbitllm.store.order import BY_NAME, EXPERTS_TOGETHER, in_order
+from rabbitllm.store.layer_file import BY_NAME, EXPERTS_TOGETHER, in_order
 
 LAYER = "model.layers.7"
 

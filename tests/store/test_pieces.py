@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorPiece, TensorSpec, byte_size
-from rabbitllm.store.layer_file import LayerLayout, lay_out
-from rabbitllm.store.pieces import Joined, join
+from rabbitllm.store.layer_file import Joined, LayerLayout, join, lay_out
 
 LAYER = LayerName("layers.0", "model.layers.0")
 

@@ -10,9 +10,9 @@ import torch
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import dtype_name
-from rabbitllm.store import plain_tensors
+from rabbitllm.store import checkpoint_folder
+from rabbitllm.store.checkpoint_folder import PlainReader, in_memory, plain
 from rabbitllm.store.layer_store import LayerStore
-from rabbitllm.store.plain_tensors import PlainReader, in_memory, plain
 from tests.support.builders import build_checkpoint, read_tensors
 from tests.support.tiny_models import dequantized, split
 
@@ -23,7 +23,7 @@ from tests.support.tiny_models import dequantized, split
 def test_chunks_make_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, dtype: torch.dtype, chunk: int
 ) -> None:
-    monkeypatch.setattr(plain_tensors, "CHUNK_BYTES", max(chunk, 2048 * dtype.itemsize))
+    monkeypatch.setattr(checkpoint_folder, "CHUNK_BYTES", max(chunk, 2048 * dtype.itemsize))
     # rows of 80 elements: no whole blocks; 17,408 elements of the embedding: no whole chunks
     source = build_checkpoint(tmp_path / "source", "llama", dtype=dtype, intermediate_size=80)
     meant = source if compression is None else dequantized(source, tmp_path / "meant", compression, dtype)
@@ -36,14 +36,14 @@ def test_chunks_make_the_whole(
             assert (tensor.placed.dtype, tensor.placed.shape) == (dtype_name(dtype), tuple(expected[name].shape))
             chunks = [bytes(part) for part in reader.chunks(tensor)]
             assert b"".join(chunks) == expected[name].view(-1).view(torch.uint8).numpy().tobytes(), name
-            assert max(map(len, chunks)) <= plain_tensors.CHUNK_BYTES
+            assert max(map(len, chunks)) <= checkpoint_folder.CHUNK_BYTES
             several += len(chunks) > 1
             assert torch.equal(reader.read(stored, dtype), expected[name])
     assert several > 5 or chunk > 6144
 
 
 def test_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_tensors, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(checkpoint_folder, "CHUNK_BYTES", 100)
     store = LayerStore(split(build_checkpoint(tmp_path, "llama")))
     stored = store.tensors["model.norm.weight"]
     changed = torch.arange(64.0)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.store.layer_store import LayerStore, read_manifest
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import LayerStore, verify
+from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import Call, interrupted, names_in, split
 

@@ -22,8 +22,8 @@ from rabbitllm.checkpoints.naming import register_layer_naming
 from rabbitllm.models.convert.convert import convert
 from rabbitllm.storage import durable
 from rabbitllm.storage.durable import Step
-from rabbitllm.store.layer_store import read_manifest
-from rabbitllm.store.verify import verify
+from rabbitllm.store.layer_store import verify
+from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import read_tensors, reference_logits
 from tests.support.splitting import Call, Counter
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run

@@ -86,8 +86,8 @@ def _split(**options: Any) -> None:
 def _repair(folder: str, original: str, *, at: str) -> None:
     from rabbitllm import prepare
     from rabbitllm.storage.durable import observe_steps
-    from rabbitllm.store.layer_store import JOURNAL_NAME, read_manifest
-    from rabbitllm.store.verify import verify
+    from rabbitllm.store.layer_store import verify
+    from rabbitllm.store.manifest import JOURNAL_NAME, read_manifest
 
     made = Path(folder)
     manifest = read_manifest(made)

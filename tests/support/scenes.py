@@ -27,7 +27,7 @@ from rabbitllm.quant.compression.forms import WAITING_SCALES
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.storage.durable import PART_SUFFIX, Step
-from rabbitllm.store.layer_store import MANIFEST_NAME
+from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.support.builders import SINGLE_NAME, cut, llama_tensors, read_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub

@@ -17,9 +17,9 @@ import torch
 
 from rabbitllm.base.options import Hosts, StreamOptions
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.part import ModelPart, PartChooser
+from rabbitllm.engine.load_plan import ModelPart, PartChooser
+from rabbitllm.pipeline.driver import Worker
 from rabbitllm.pipeline.spread import load_spread
-from rabbitllm.pipeline.worker import Worker
 from tests.support.one_thread import THREADS
 from tests.support.tiny_models import ALL
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch._utils
 
-from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.formats.strided import Strided, read_row_major
+from rabbitllm.formats.tensor_spec import Strided, read_row_major
+from rabbitllm.formats.torch_file import TorchTensor
 from rabbitllm.formats.torch_pickle import element_bytes
-from rabbitllm.formats.torch_tensor import TorchTensor
+from rabbitllm.storage.files import PositionalFile
 
 
 @dataclass(frozen=True)

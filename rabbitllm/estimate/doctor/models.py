@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from rabbitllm.checkpoints.quantized import quantized_as
+from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.estimate.outline import Outline
 from rabbitllm.estimate.outline_families import outline_of
 

@@ -22,7 +22,6 @@ from rabbitllm.base.options import SplitOptions, check_transfer, expand, parse_s
 from rabbitllm.checkpoints.checkpoint import SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import INDEX_NAME, read_index, shard_names
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.errors import (
     IncompleteSplitError,
@@ -31,6 +30,7 @@ from rabbitllm.errors import (
     SplitMismatchError,
     system_errors_by_name,
 )
+from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.models.convert.inputs import finished_split_of, input_of, require_same
@@ -38,14 +38,8 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked
 from rabbitllm.storage import durable
 from rabbitllm.store.checkpoint_folder import index_of_files, plan_shards, write_checkpoint
-from rabbitllm.store.layer_store import (
-    MANIFEST_NAME,
-    LayerStore,
-    Manifest,
-    StoredTensor,
-    directory_name,
-    read_manifest,
-)
+from rabbitllm.store.layer_store import LayerStore, StoredTensor
+from rabbitllm.store.manifest import MANIFEST_NAME, Manifest, directory_name, read_manifest
 
 # The last step: layer files get the names of shards, and an index is written that records the source.
 #
@@ -289,7 +283,7 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
         IncompleteSplitError: a layer file is missing or damaged.
         NotEnoughSpaceException: the disk is too small.
     """
-    from rabbitllm.store.plain_tensors import PlainReader, plain  # with torch
+    from rabbitllm.store.checkpoint_folder import PlainReader, plain  # with torch
 
     store = LayerStore(split_folder)
     home = split_folder if (split_folder / CONFIG_NAME).exists() else named

@@ -14,17 +14,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rabbitllm.checkpoints.index import read_index
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.naming import assign_layers, guessed_naming, layer_order, naming_for
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError
+from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
-from rabbitllm.formats.recognise import HEAD_BYTES, Weights, recognise
 from rabbitllm.formats.sentencepiece_model import read_model
-from rabbitllm.formats.shard_header import TORCH, read_shard_header
+from rabbitllm.formats.shard_header import HEAD_BYTES, TORCH, Weights, read_shard_header, recognise
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.formats.torch_legacy import read_legacy_torch
-from rabbitllm.formats.torch_tensor import TorchTensor
-from rabbitllm.formats.torch_zip import PICKLE, pickle_of, read_torch_zip
+from rabbitllm.formats.torch_file import PICKLE, TorchTensor, pickle_of, read_legacy_torch, read_torch_zip
 from rabbitllm.models.inspection.records import (
     Content,
     Entries,

@@ -12,14 +12,15 @@ from pathlib import Path
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidecar
+from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import ALL_WEIGHT_SUFFIXES
-from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
 from rabbitllm.models.inspection.files import family_in, layers_of, look_at_file, of_spec
 from rabbitllm.models.inspection.records import Inspection, TensorInfo, Tensors, row_major
 from rabbitllm.splitter.plan import tensors_by_shard
-from rabbitllm.store.layer_store import JOURNAL_NAME, LayerStore, StoredTensor, is_finished
+from rabbitllm.store.layer_store import LayerStore, StoredTensor
+from rabbitllm.store.manifest import JOURNAL_NAME, is_finished
 
 HEADER_THREADS = 8
 _FILE_SUFFIXES = (*ALL_WEIGHT_SUFFIXES, ".model", ".json")

@@ -6,8 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from rabbitllm.formats.sentencepiece_model import SentencePieceModel
-from rabbitllm.formats.sentencepiece_pieces import PieceType
+from rabbitllm.formats.sentencepiece_model import PieceType, SentencePieceModel
 from rabbitllm.models.inspection.choice import RowChoice, searched
 from rabbitllm.models.inspection.records import Entries, Inspection, Pickle, Pickles, ShardMap, Tensors, Vocabulary
 

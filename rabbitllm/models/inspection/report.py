@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, size
-from rabbitllm.formats.sentencepiece_model import NormalizerSpec, SentencePieceModel, TrainerSpec
-from rabbitllm.formats.sentencepiece_pieces import PieceType
+from rabbitllm.formats.sentencepiece_model import NormalizerSpec, PieceType, SentencePieceModel, TrainerSpec
 from rabbitllm.models.inspection.choice import RowChoice, searched
 from rabbitllm.models.inspection.records import (
     Content,

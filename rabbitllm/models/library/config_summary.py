@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.checkpoints.quantized import quantized_as
-from rabbitllm.checkpoints.routing import experts_a_token
+from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 
 
 @dataclass(frozen=True, slots=True)

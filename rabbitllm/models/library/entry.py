@@ -17,7 +17,7 @@ from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, is_legacy, read_manifest
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, Manifest, is_legacy, read_manifest
 
 WHOLE = "whole"
 UNFINISHED = "unfinished"

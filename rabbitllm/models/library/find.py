@@ -13,9 +13,8 @@ from rabbitllm.base.options import expand
 from rabbitllm.errors import CheckpointNotFoundError, OptionError
 from rabbitllm.models.library.entry import WHOLE, SplitEntry, look
 from rabbitllm.store import locations
-from rabbitllm.store.chosen import SPLITS, losses_first
-from rabbitllm.store.layer_store import SPLIT_DIRECTORY, directory_name
-from rabbitllm.store.model_name import meant, with_near_names
+from rabbitllm.store.locations import meant, with_near_names
+from rabbitllm.store.manifest import SPLIT_DIRECTORY, SPLITS, directory_name, losses_first
 
 DEPTH = 4
 """Levels below a folder that are searched: `home()` has its splits three below it."""

@@ -15,7 +15,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import CheckpointError
 from rabbitllm.models.library.entry import REMOVED_SUFFIX, SplitEntry
 from rabbitllm.splitter import journal
-from rabbitllm.store.layer_store import JOURNAL_NAME
+from rabbitllm.store.manifest import JOURNAL_NAME
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,12 @@ from rabbitllm.models.library.entry import DAMAGED, RECORDS, REMOVED_SUFFIX, Spl
 from rabbitllm.models.library.original import Original
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
-from rabbitllm.splitter.finish import STAGING_NAME
-from rabbitllm.splitter.lease import LEASE_NAME
-from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked_at_once
+from rabbitllm.splitter.lock import HOLDER_NAME, LEASE_NAME, LOCK_NAME, locked_at_once
+from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
 
 COMPANIONS = ("additional_chat_templates", "1_Pooling")
 """Folders that may come with a model."""

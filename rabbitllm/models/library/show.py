@@ -15,15 +15,15 @@ from rabbitllm import prepare
 from rabbitllm.base.options import expand
 from rabbitllm.base.plain_json import plain as plain_record
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import InvalidIndexError, RabbitLLMError
+from rabbitllm.formats.bounded import read_json
 from rabbitllm.models.inspection.look import look as look_inside
 from rabbitllm.models.inspection.records import Inspection, Tensors
 from rabbitllm.models.library.config_summary import ConfigSummary, config_facts
 from rabbitllm.models.library.entry import WHOLE, SplitEntry, as_record
 from rabbitllm.models.library.find import of_model
 from rabbitllm.models.library.original import Original, original_of
-from rabbitllm.store.model_name import meant
+from rabbitllm.store.locations import meant
 
 
 @dataclass(frozen=True, slots=True)

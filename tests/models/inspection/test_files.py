@@ -20,7 +20,7 @@ from rabbitllm.errors import (
     UnsafePathError,
     UnsafePickleError,
 )
-from rabbitllm.formats.recognise import Weights
+from rabbitllm.formats.shard_header import Weights
 from rabbitllm.models.inspection.files import WeightlessFile, kind_of, look_at_file
 from rabbitllm.models.inspection.records import Entries, Pickles, ShardMap, TensorInfo, Tensors, Vocabulary
 from tests.attacks import pickles, protobuf_files, torch_zips

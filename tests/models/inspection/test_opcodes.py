@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rabbitllm.formats.recognise import Weights, recognise_file
-from rabbitllm.formats.torch_zip import pickle_of
+from rabbitllm.formats.shard_header import Weights, recognise_file
+from rabbitllm.formats.torch_file import pickle_of
 from rabbitllm.models.inspection.files import list_pickles
 from rabbitllm.models.inspection.records import Pickles
 from tests.formats.test_torch_zip import views

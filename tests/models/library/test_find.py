@@ -11,7 +11,7 @@ from rabbitllm.errors import CheckpointNotFoundError, OptionError
 from rabbitllm.models.library.entry import DAMAGED, UNFINISHED, WHOLE, SplitEntry, as_record, look
 from rabbitllm.models.library.find import below, known, of_model, one_of_model
 from rabbitllm.store import locations
-from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub

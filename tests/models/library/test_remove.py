@@ -18,7 +18,7 @@ from rabbitllm.models.library.remove import plan_removal, refuse_only_copy, remo
 from rabbitllm.splitter.lock import locked
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store import locations
-from rabbitllm.store.layer_store import MANIFEST_NAME
+from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.splitting import Call, contents, interrupted, occupied

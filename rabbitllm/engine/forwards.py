@@ -1,0 +1,151 @@
+"""Forwards that replace those of a model's modules: Llama 4's experts, and bfloat16 products of linear layers."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.quant import bfloat_products
+
+
+def route_llama4(model: nn.Module) -> None:
+    """Make every `Llama4TextMoe` of a model compute with routed experts only, with the same result bit for bit.
+
+    transformers' registry of expert kernels does not serve Llama 4. Its own forward (`Llama4TextMoe`,
+    modeling_llama4.py) multiplies every token by every expert; for an expert that a token is not routed to, the token
+    is scaled by zero, and the product is zero. Here only experts with a token are used, each with all tokens as there,
+    since the number of rows of a product decides how it is rounded. Its experts then have the attributes and the
+    arguments of a module that the registry serves.
+    """
+    for moe in model.modules():
+        if type(moe).__name__ != "Llama4TextMoe":
+            continue
+        layer: Any = moe
+        experts = layer.experts
+        experts.config, experts.has_gate, experts.is_transposed = layer.shared_expert.config, True, True
+        experts.forward = partial(experts_forward, experts)
+        layer.forward = partial(moe_forward, layer)
+
+
+def moe_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward of a `Llama4TextMoe` whose experts compute by `experts_forward`.
+
+    With finite hidden states and weights the result equals that of transformers' own forward on a CPU bit for bit. (An
+    infinite value becomes NaN in every expert there, and only in the routed ones here.)
+
+    Args:
+        moe: the module.
+        hidden_states: (..., hidden).
+
+    Returns:
+        The output (tokens, hidden), and the router's logits (tokens, experts).
+    """
+    tokens = hidden_states.reshape(-1, moe.hidden_dim)
+    scores, logits = moe.router(tokens)
+    chosen = logits.topk(moe.top_k, dim=1).indices
+    routed = moe.experts(tokens, chosen, scores.gather(1, chosen))
+    out: torch.Tensor = moe.shared_expert(tokens)
+    return out.add_(routed), logits
+
+
+def experts_forward(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The sum of the routed experts' outputs for each token.
+
+    Two terms and any number of zeros have the same sum in any order. More terms are summed as in transformers, with
+    all the zeros.
+
+    Args:
+        experts: the module, with `gate_up_proj` (experts, hidden, 2 x intermediate) and `down_proj` (experts,
+            intermediate, hidden).
+        hidden_states: (tokens, hidden).
+        top_k_index, top_k_weights: each token's experts, and the factors that scale its inputs to them, (tokens,
+            experts per token).
+
+    Returns:
+        (tokens, hidden).
+    """
+    scores = top_k_weights.new_zeros(len(hidden_states), experts.num_experts).scatter_(1, top_k_index, top_k_weights)
+    summed = torch.zeros_like(hidden_states)
+    few = top_k_index.shape[1] <= 2
+    terms = None if few else hidden_states.new_zeros(experts.num_experts, *hidden_states.shape)
+    hit = torch.unique(top_k_index)
+    at_once = min(torch.get_num_threads(), len(hit))
+    for some in torch.split(hit, at_once) if at_once else ():
+        inputs = hidden_states * scores.t()[some].unsqueeze(-1)
+        for expert, made in zip(some.tolist(), _multiplied(experts, some, inputs), strict=True):
+            if terms is None:
+                summed += made
+            else:
+                terms[expert] = made
+    return summed if terms is None else terms.sum(dim=0)
+
+
+def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Each expert's product with its own inputs, both (experts, tokens, hidden).
+
+    If a batch has fewer matrices than there are threads, torch splits each matrix over several threads, and rounds its
+    sums differently than in the batch of all experts. So the batch is padded with copies of the last expert.
+    """
+    batch = min(torch.get_num_threads(), experts.num_experts)
+    lacking = batch - len(some)
+    padded = torch.cat([some, some[-1:].expand(lacking)])
+
+    def weights(stack: torch.Tensor) -> torch.Tensor:
+        if len(some) > 1:
+            return stack[padded]
+        return stack[int(some)].expand(batch, -1, -1)  # no copy of it
+
+    given = torch.cat([inputs, inputs[-1:].expand(lacking, -1, -1)])
+    gate, up = torch.bmm(given, weights(experts.gate_up_proj)).chunk(2, dim=-1)
+    return torch.bmm(up * experts.act_fn(gate), weights(experts.down_proj))[: len(some)]
+
+
+class RowProducts:
+    """Uses the fastest bfloat16 product on this machine (`quant/bfloat_products.py`) in linear layers, until closed.
+
+    A single sequence goes through torch's own product, so that its logits equal those of transformers bit for bit,
+    unless `fast_bfloat16=True`. Packed batches always use the product here: torch's results depend on the number of
+    rows anyway.
+
+    Args:
+        model: the model; its layers may be streamed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        make_kernels(model)
+        self._linears = [
+            module
+            for module in model.modules()
+            if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+        ]
+        for module in self._linears:
+            module.forward = functools.partial(_forward, module)
+
+    def close(self) -> None:
+        """Restore the forward of each layer."""
+        for module in self._linears:
+            del module.forward
+        self._linears = []
+
+
+def make_kernels(model: Any) -> None:
+    """Load the kernels that the model's layers will need; compile them if necessary.
+
+    Call it before the first request, and before free memory is measured.
+    """
+    if model.dtype == torch.bfloat16:
+        bfloat_products.kernel_here()
+
+
+def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+    # the kernels have no backward pass: a gradient would be missing, and others would be wrong without an error
+    trains = torch.is_grad_enabled() and (input.requires_grad or module.weight.requires_grad)
+    if not trains and bfloat_products.multiplies(input, module.weight):
+        return bfloat_products.linear(input, module.weight, module.bias)
+    return nn.functional.linear(input, module.weight, module.bias)

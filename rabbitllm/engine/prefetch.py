@@ -1,0 +1,434 @@
+"""Brings units that are not resident into fixed buffers, ahead of need: from the disk, or from pinned host memory.
+
+On a device that shares host memory, the computation uses the bytes that `Loader` reads in place. For a device with
+memory of its own, `Uploader` adds a second thread. One thread reads units on the disk into a few pinned buffers, as far
+ahead as there are buffers, so that the disk reads while other units are copied. The other begins the copies, in the
+order of use, each as soon as a device buffer is free: units that are kept in pinned memory directly from there, the
+others from the buffer that they were read into. So copies wait for a read only when its unit is the next one that is
+needed. Only the next read into the same buffer waits for a copy; the computation waits on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+
+from rabbitllm.base.forks import ForkGuard, Workers
+from rabbitllm.base.terminal import size
+from rabbitllm.engine.devices import Device, aligned_host
+from rabbitllm.engine.placement import SLOTS, STAGING, Placement, Tier
+from rabbitllm.engine.span_reader import ReadMode, SpanReader
+from rabbitllm.engine.units import UnitSource
+from rabbitllm.store.layer_store import WeightFiles
+from rabbitllm.telemetry.profiler import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT, Profiler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class BufferSlot:
+    """A buffer, uint8 (bytes,).
+
+    Attributes:
+        buffer: the memory that jobs fill.
+        left: the `left` of its last `give_back`, for the next job.
+        taken: whether it is in use.
+    """
+
+    buffer: torch.Tensor
+    left: Any = None
+    taken: bool = False
+
+
+@dataclass(frozen=True)
+class FilledSlot:
+    """A unit's bytes in a slot, and the result of its job."""
+
+    unit: str
+    slot: BufferSlot
+    ticket: Any
+
+
+Job = Callable[[BufferSlot], Any]
+
+
+class Prefetcher:
+    """The buffers and their thread.
+
+    Args:
+        slots: the buffers.
+        thread: the name of the thread.
+    """
+
+    def __init__(self, slots: Sequence[BufferSlot], thread: str) -> None:
+        self._slots = tuple(slots)
+        self._wanted: dict[str, Job] = {}
+        self._pending: dict[str, tuple[BufferSlot, Future[Any]]] = {}
+        self._thread = Workers(1, thread)
+
+    def is_coming(self, unit: str) -> bool:
+        """Whether a unit has a buffer, filled or not."""
+        return unit in self._pending
+
+    def request(self, unit: str, job: Job) -> None:
+        """Fill a buffer with a unit once one is free, unless it was requested already."""
+        if unit not in self._pending:
+            self._wanted.setdefault(unit, job)
+        self._start()
+
+    def forget(self, but: Collection[str] = ()) -> None:
+        """Drop all requests but these. Their buffers are free at once: a running job ends before the next begins."""
+        for unit in [unit for unit in self._wanted if unit not in but]:
+            del self._wanted[unit]
+        for unit in [unit for unit in self._pending if unit not in but]:
+            _, future = self._pending.pop(unit)
+            future.cancel()
+
+    def take(self, unit: str) -> FilledSlot:
+        """A unit that `is_coming`; blocks until its job is done. `give_back` it after use.
+
+        Raises:
+            Exception: the error of the job; the unit may be requested again.
+            RuntimeError: every buffer is in use.
+        """
+        if unit not in self._pending:
+            raise RuntimeError(f"there is no free buffer for {unit}")
+        slot, future = self._pending[unit]
+        try:
+            ticket = future.result()
+        except Exception:
+            del self._pending[unit]
+            raise
+        # not earlier: if the wait is interrupted, the next call must still find the slot
+        del self._pending[unit]
+        slot.taken = True
+        return FilledSlot(unit, slot, ticket)
+
+    def give_back(self, loaded: FilledSlot, left: Any = None) -> None:
+        """Declare that a slot may be filled again once `left` is reached; the jobs interpret `left`."""
+        loaded.slot.left = left
+        # moved to the end, so that the slot that was free for longest is filled next: its wait is the shortest
+        self._slots = (*(slot for slot in self._slots if slot is not loaded.slot), loaded.slot)
+        loaded.slot.taken = False
+        self._start()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown()
+
+    def reset(self) -> None:
+        """Discard all requests and taken slots: in a forked process, whose thread has no jobs."""
+        self._wanted.clear()
+        self._pending.clear()
+        for slot in self._slots:
+            slot.taken = False
+
+    def _start(self) -> None:
+        busy = {id(slot) for slot, _ in self._pending.values()}
+        free = [slot for slot in self._slots if not slot.taken and id(slot) not in busy]
+        for unit, slot in zip(list(self._wanted), free, strict=False):
+            self._pending[unit] = slot, self._thread.submit(self._wanted[unit], slot)
+            del self._wanted[unit]
+
+
+class Loader:
+    """Reads streamed units.
+
+    Args:
+        sources: the units, by name.
+        disk: reads their bytes.
+        device: its copies determine when a buffer may be filled again.
+        profiler: records reading and waiting.
+        buffers: uint8, each as large as the largest unit (see `largest`).
+        depth: how many units `expect` reads ahead.
+
+    Attributes:
+        loads: how many units were read.
+        waited: seconds that callers have waited for the disk, in all.
+        waited_for_copies: always 0; see `Uploader`.
+    """
+
+    waited_for_copies = 0.0
+
+    def __init__(
+        self,
+        sources: Mapping[str, UnitSource],
+        disk: SpanReader,
+        device: Device,
+        profiler: Profiler,
+        buffers: Sequence[torch.Tensor],
+        depth: int,
+    ) -> None:
+        self._sources = sources
+        self._disk = disk
+        self._device = device
+        self._profiler = profiler
+        self._depth = depth
+        self._ahead = Prefetcher([BufferSlot(buffer) for buffer in buffers], f"read-{device.name}")
+        self.loads = 0
+        self.waited = 0.0
+
+    def request(self, unit: str) -> None:
+        """Begin to read a unit, unless it was requested already."""
+        self._ahead.request(unit, partial(self._read, unit))
+
+    def expect(self, units: Iterable[str]) -> None:
+        """Prefetch the first of these, and cancel all other requests."""
+        soon = list(islice(units, self._depth))
+        self._ahead.forget(but=soon)
+        for unit in soon:
+            self.request(unit)
+
+    def take(self, unit: str) -> FilledSlot:
+        """The unit's bytes; blocks until they are read, and records the wait. `give_back` its slot after use."""
+        start = time.perf_counter()
+        loaded = self.bring(unit)
+        waited = time.perf_counter() - start
+        self.waited += waited
+        self._profiler.add(unit, READ_WAIT, waited)
+        return loaded
+
+    def bring(self, unit: str) -> FilledSlot:
+        """The unit's bytes, like `take`, without a record of the wait."""
+        if not self._ahead.is_coming(unit):
+            self._ahead.forget()  # other units were expected; their buffers are needed now
+            self.request(unit)
+        return self._ahead.take(unit)
+
+    def give_back(self, loaded: FilledSlot, ticket: Any = None) -> None:
+        """Declare a slot free once the upload of this ticket is complete."""
+        self._ahead.give_back(loaded, ticket)
+
+    def reset(self) -> None:
+        """Discard all requests and taken slots; see `Prefetcher.reset`."""
+        self._ahead.reset()
+
+    def close(self) -> None:
+        """Stop the reading thread."""
+        self._ahead.close()
+
+    def _read(self, unit: str, slot: BufferSlot) -> None:
+        self.loads += 1
+        source = self._sources[unit]
+        if slot.left is not None:
+            self._device.landed(slot.left)
+        with self._profiler.stage(unit, READ, source.stored_bytes):
+            self._disk.read(source.spans, bytes_of(slot.buffer[: source.buffer_bytes]))
+
+
+def largest(sources: Mapping[str, UnitSource]) -> int:
+    """Bytes of a buffer that fits any of these units."""
+    return max((source.buffer_bytes for source in sources.values()), default=0)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Host memory, uint8, to read into."""
+    return tensor.numpy().data.cast("B")
+
+
+REFUSALS = (RuntimeError, MemoryError, OSError)
+"""Errors of a system or a driver that cannot pin more memory."""
+
+
+class HostBuffers:
+    """Pinned host memory for copies to one device; released when this object is freed."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._locked: list[torch.Tensor] = []
+        release = weakref.finalize(self, _release, device, self._locked, ForkGuard())
+        release.atexit = False  # by then the driver may be unloaded, and the system frees all memory anyway
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Pinned memory, uint8 (nbytes,), on a page boundary.
+
+        Raises:
+            RuntimeError, MemoryError, OSError: it is refused.
+        """
+        buffer = self._device.host_buffer(nbytes)
+        self._locked.append(buffer)
+        return buffer
+
+    def take_anyhow(self, nbytes: int) -> torch.Tensor:
+        """Pinned memory, or ordinary memory if that is refused: copies from it are slow, but correct."""
+        try:
+            return self.take(nbytes)
+        except REFUSALS as error:
+            logger.warning("%s of host memory could not be page-locked (%s): copies are slower.", size(nbytes), error)
+            return aligned_host(nbytes)
+
+
+def _release(device: Device, buffers: list[torch.Tensor], guard: ForkGuard) -> None:
+    if not guard.is_here:  # a forked process has no driver, and the pages are pinned for its parent
+        return
+    device.synchronise()  # a copy may still be running
+    for buffer in buffers:
+        device.free_host_buffer(buffer)
+
+
+@dataclass(frozen=True)
+class PinnedUnits:
+    """Units in host memory for one device: unit -> its bytes, and the owner of the pinned buffers."""
+
+    units: Mapping[str, torch.Tensor]
+    memory: HostBuffers
+
+
+def keep_units(
+    placement: Placement, sources: Mapping[str, UnitSource], devices: Mapping[str, Device], store: WeightFiles
+) -> tuple[Placement, dict[str, PinnedUnits]]:
+    """Read the units of `Tier.PINNED` into pinned memory.
+
+    Args:
+        placement: of all units.
+        sources: every unit.
+        devices: by name.
+        store: the layer files.
+
+    Returns:
+        The placement, where units that could not be pinned are streamed, and device name -> its pinned units, for each
+        device with memory of its own.
+
+    Raises:
+        OSError: a layer file cannot be read.
+        IncompleteSplitError: its checksum differs.
+    """
+    memories = {name: HostBuffers(device) for name, device in devices.items() if not device.shares_host_memory}
+    kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in memories}
+    wanted = [placed for placed in placement.units if placed.tier is Tier.PINNED]
+    # read once, so the page cache is better left to files that are read again and again
+    reader = SpanReader(store, ReadMode(drop=True), store.checks)
+    for at, placed in enumerate(wanted):
+        source = sources[placed.unit]
+        try:
+            buffer = memories[placed.device].take(source.buffer_bytes)
+        except REFUSALS as error:
+            refused = wanted[at:]
+            logger.warning(
+                "No more than %s of host memory can be page-locked (%s); %d layers of %s that were to be "
+                "kept there are read from the disk for each pass.",
+                size(sum(done.stored for done in wanted[:at])),
+                error,
+                len(refused),
+                size(sum(left.stored for left in refused)),
+            )
+            placement = placement.changed({left.unit: Tier.STREAMED for left in refused})
+            break
+        reader.read(source.spans, bytes_of(buffer))
+        kept[placed.device][placed.unit] = buffer
+    return placement, {name: PinnedUnits(kept[name], memories[name]) for name in memories}
+
+
+class Uploader:
+    """Copies the units of one device to it that are not resident on it.
+
+    Args:
+        sources: the units, by name.
+        kept: the bytes of units that are kept in host memory, uint8, in the layout of their source.
+        disk: reads the other units.
+        device: the device that they are copied to.
+        profiler: records reading, copying and waiting.
+        memory: provides buffers to read into.
+
+    Attributes:
+        waited: seconds that callers have waited for units on the disk, in all.
+        waited_for_copies: seconds that callers have waited for units in host memory, in all.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, UnitSource],
+        kept: Mapping[str, torch.Tensor],
+        disk: SpanReader,
+        device: Device,
+        profiler: Profiler,
+        memory: HostBuffers,
+    ) -> None:
+        self.waited = self.waited_for_copies = 0.0
+        self._sources = sources
+        self._kept = kept
+        self._device = device
+        self._profiler = profiler
+        self._memory = memory  # kept, since its buffers are unpinned when it is freed
+        on_disk = {name: source for name, source in sources.items() if name not in kept}
+        staging = [memory.take_anyhow(largest(on_disk)) for _ in range(STAGING if on_disk else 0)]
+        self._disk = Loader(on_disk, disk, device, profiler, staging, STAGING)
+        buffers = [device.device_buffer(largest(sources)) for _ in range(SLOTS if sources else 0)]
+        # the first copy waits too: this memory may still be used by a running computation
+        self._ahead = Prefetcher([BufferSlot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}")
+
+    @property
+    def loads(self) -> int:
+        """How many units were read from the disk."""
+        return self._disk.loads
+
+    def expect(self, units: Iterable[str]) -> None:
+        """Prefetch these in this order, and cancel all other requests; buffers limit the reads, slots the copies."""
+        order = list(units)
+        soon = order[:SLOTS]
+        self._ahead.forget(but=soon)
+        for at, unit in enumerate(soon):
+            reads = tuple(islice((name for name in order[at:] if name not in self._kept), STAGING))
+            self._ahead.request(unit, partial(self._upload, unit, reads))
+
+    def take(self, unit: str) -> FilledSlot:
+        """The unit's bytes on the device; blocks until their copy is queued. `give_back` its slot after use."""
+        start = time.perf_counter()
+        if not self._ahead.is_coming(unit):
+            self._ahead.forget()  # other units were expected; their slots are needed now
+            self._ahead.request(unit, partial(self._upload, unit, None))
+        loaded = self._ahead.take(unit)
+        waited, stage = time.perf_counter() - start, UPLOAD_WAIT if unit in self._kept else READ_WAIT
+        if stage is READ_WAIT:
+            self.waited += waited
+        else:
+            self.waited_for_copies += waited
+        self._profiler.add(unit, stage, waited)
+        self._device.arrive(loaded.ticket)
+        if self._profiler.enabled:
+            self._record_copy(loaded)
+        return loaded
+
+    def give_back(self, loaded: FilledSlot) -> None:
+        """Declare that no computation after those queued so far uses this slot."""
+        self._ahead.give_back(loaded, self._device.leave())
+
+    def reset(self) -> None:
+        """Discard all requests and taken slots; see `Prefetcher.reset`."""
+        self._ahead.reset()
+        self._disk.reset()
+
+    def close(self) -> None:
+        """Stop both threads."""
+        self._ahead.close()
+        self._disk.close()
+
+    def _upload(self, unit: str, reads: tuple[str, ...] | None, slot: BufferSlot) -> Any:
+        """Begin a copy; runs in the thread. `reads`: the units to read ahead, or None for no change."""
+        if reads is not None:
+            self._disk.expect(reads)
+        target = slot.buffer[: self._sources[unit].buffer_bytes]
+        if unit in self._kept:
+            return self._device.upload(self._kept[unit], target, slot.left)
+        read, ticket = self._disk.bring(unit), None
+        try:
+            ticket = self._device.upload(read.slot.buffer[: len(target)], target, slot.left)
+        finally:
+            self._disk.give_back(read, ticket)
+        return ticket
+
+    def _record_copy(self, loaded: FilledSlot) -> None:
+        unit, device = loaded.unit, self._device
+        with self._profiler.stage(unit, UPLOAD_WAIT):
+            device.landed(loaded.ticket)
+        stage = PINNED_UPLOAD if unit in self._kept else UPLOAD
+        self._profiler.add(unit, stage, device.seconds(loaded.ticket), self._sources[unit].stored_bytes)

@@ -1,0 +1,155 @@
+"""Untrusted JSON and small files, read within limits and without ambiguity.
+
+Python's own JSON reader accepts a repeated key (the last one wins, while a scanner may see the first), and turns a few
+bytes of text into a hundred times as many bytes of objects. Here the memory is limited before decoding, by the number
+of values and the size of the text. Type and size of a file are checked before it is opened. Independent of the meaning
+of the content.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError, InvalidIndexError
+
+MAX_VALUES = 600_000
+"""Limit of values, lists and tables in one text, counted as its commas and opening brackets. A tensor takes 8 of them
+in a safetensors header and 1 in an index; so 75,000 tensors in a shard, 600,000 in a checkpoint."""
+MAX_TEXT_BYTES = 64 << 20
+"""Limit of a text in memory, where one character outside Latin-1 makes all of them two or four bytes wide."""
+MAX_DIGITS = 400
+"""Limit of the digits of a number in a message. A float has fewer than 310 before its point; more only cost time."""
+
+
+def decode_json(
+    raw: bytes, constant: Callable[[str], Any] | None = None, whole: Callable[[str], Any] | None = None
+) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        raw: UTF-8; the caller limits its length.
+        constant: converts NaN and the infinities, which are not JSON; None for Python's conversion.
+        whole: converts the digits of an integer; None for Python's conversion, which is many times as fast.
+
+    Raises:
+        ValueError: it is not UTF-8 or not JSON, repeats a key, or exceeds the limits of nesting or size; the message
+            says what was found.
+    """
+    values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+    if values > MAX_VALUES:
+        raise ValueError(f"it has about {values:,} values; at most {MAX_VALUES:,} are read")
+    text = raw.decode("utf-8")
+    if sys.getsizeof(text) > MAX_TEXT_BYTES:
+        raise ValueError(f"it takes {sys.getsizeof(text):,} bytes as text; at most {MAX_TEXT_BYTES:,} are read")
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=constant, parse_int=whole)
+    except RecursionError:
+        raise ValueError("it is nested deeper than any checkpoint's (maximum recursion depth exceeded)") from None
+
+
+def decode_message(raw: bytes) -> Any:
+    """The value of a JSON message, all strings in which can be written as UTF-8.
+
+    Args:
+        raw: see `decode_json`.
+
+    Raises:
+        ValueError: it is malformed; the message says what was found.
+    """
+    try:
+        value = decode_json(raw, _no_number, _whole)
+        if b"\\u" in raw:  # lone surrogates, which no tokenizer accepts
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it has half of a character beyond the first 65,536") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is no UTF-8") from None
+    return value
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:80]!r} appears twice")
+    return table
+
+
+def text_of(value: object) -> str:
+    """A decoded value that must be a string.
+
+    Raises:
+        TypeError: it is not a string.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+MAX_BYTES = 40 << 20
+"""Limit of a file's size. An index of 74,000 expert matrices has 7 MB."""
+_REMEDY = "Fetch the file again."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        InvalidIndexError: the file is not a regular file, not one JSON object, not UTF-8, repeats a key, or exceeds
+            `MAX_BYTES` or the limits of `decode_json`.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
+        raise InvalidIndexError(f"{path} is no regular file; expected JSON.", "Put the file itself there.")
+    if found.st_size > MAX_BYTES:
+        raise InvalidIndexError(f"{path.name} has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read.", _REMEDY)
+    try:
+        decoded = decode_json(path.read_bytes())
+    except ValueError as error:
+        raise InvalidIndexError(f"{path} is not valid JSON: {error}.", _REMEDY) from None
+    if not isinstance(decoded, dict):
+        raise InvalidIndexError(f"{path} holds a JSON {type(decoded).__name__}; expected an object.", _REMEDY)
+    return decoded
+
+
+MAX_FILE_BYTES = 64 << 20
+"""Limit of a file. Gemma's 262,144 pieces take 5 MB, Llama 3's 128,000 tokens 2 MB."""
+
+
+def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> bytes:
+    """All of a regular file of at most 64 MiB.
+
+    Args:
+        path: the file.
+        refusal: makes the error for a problem.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptVocabularyError: it is not a regular file, or is larger.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Name the tokenizer.model itself.") from None
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
+        raise refusal("it is no regular file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise refusal(f"it has {found.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+    with path.open("rb") as stream:
+        return stream.read(MAX_FILE_BYTES)

@@ -1,0 +1,269 @@
+"""`split.json`, the record of a finished split: its source, compression, layer files, and the bits of each tensor.
+
+`split.json` is written last, so a directory that has one is complete. A directory without one is unfinished (it has a
+journal), or made by RabbitLLM 1.1 (every layer file has its `.done`), or not a split directory.
+
+The compression of a mixed split is called "auto". Journal and manifest keep its `BitAllocation`, so that an unfinished
+split resumes with the same bits, and a complete one documents them.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.errors import IncompleteSplitError, InvalidIndexError, SplitMismatchError
+from rabbitllm.formats.bounded import read_json, text_of
+from rabbitllm.quant.compression import BLOCKS, COMPRESSIONS, check_compression
+from rabbitllm.storage import durable
+from rabbitllm.store.checksums import SUM_BYTES
+from rabbitllm.store.layer_file import BY_NAME, DONE_SUFFIX, FORMAT_VERSION, LAYER_SUFFIX
+
+AUTO = "auto"
+"""A compression for each tensor."""
+SPLITS: tuple[str | None, ...] = (*COMPRESSIONS, AUTO)
+"""Names for the compression of a split directory."""
+
+
+def check_split(compression: str | None) -> None:
+    """Refuse an unknown compression, and one whose package is not installed.
+
+    Raises:
+        OptionError, MissingPackageError: see `check_compression`.
+    """
+    check_compression("4bit" if compression == AUTO else compression)
+
+
+def losses_first(compression: str | None) -> float:
+    """A sort key for splits by increasing loss; a mixed split comes after 8bit."""
+    return COMPRESSIONS.index("8bit") + 0.5 if compression == AUTO else COMPRESSIONS.index(compression)
+
+
+@dataclass(frozen=True, slots=True)
+class BitAllocation:
+    """Bits by tensor.
+
+    Attributes:
+        schemes: tensor -> its scheme; tensors without one are stored uncompressed.
+        max_disk: disk budget in bytes; None for the space that was free.
+        memory: memory budget of all weights in bytes; None for no limit.
+    """
+
+    schemes: Mapping[str, str]
+    max_disk: int | None = None
+    memory: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For `json.dumps`: names by scheme."""
+        names: dict[str, list[str]] = {}
+        for name, scheme in self.schemes.items():
+            names.setdefault(scheme, []).append(name)
+        return {"max_disk": self.max_disk, "memory": self.memory, "schemes": names}
+
+
+def allocation_from_json(content: Mapping[str, Any]) -> BitAllocation:
+    """The record that `as_json` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is malformed.
+    """
+    schemes: dict[str, str] = {}
+    for scheme, names in content["schemes"].items():
+        if scheme not in BLOCKS:
+            raise ValueError(f"{scheme!r} is no compression")
+        schemes.update(dict.fromkeys(map(text_of, names), scheme))
+    return BitAllocation(schemes, _size(content["max_disk"]), _size(content["memory"]))
+
+
+def _size(value: object) -> int | None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+MANIFEST_NAME = "split.json"
+JOURNAL_NAME = "split.journal"
+SPLIT_DIRECTORY = "splitted_model"
+"""RabbitLLM 1.1's directory name; the compression is appended, as `.4bit`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One layer file of a finished split.
+
+    Attributes:
+        id, stem: id and stem of the layer.
+        file: its name.
+        size: bytes.
+        tensors: the checkpoint's names.
+        crc32: CRC-32 of the whole file as intended.
+        shards: names of the shards that its tensors came from.
+        blocks: CRC-32 of each of its blocks (`checksums.py`); None in an older split without them.
+    """
+
+    id: str
+    stem: str
+    file: str
+    size: int
+    tensors: tuple[str, ...]
+    crc32: int
+    shards: tuple[str, ...]
+    blocks: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of `split.json`.
+
+    Attributes:
+        source: the checkpoint that was split.
+        compression: None, a single one for all tensors, or "auto".
+        quantizer: name of the quantizer; None without compression.
+        layers: all layer files.
+        format_version: determines the order of tensors in them, see `layer_file.py`.
+        chosen: the bits of each tensor at "auto"; None otherwise.
+        source_checksums: shard -> CRC-32 of its data that the split used (`source_check.source_crc32`); only for shards
+            without a digest of the hub.
+    """
+
+    source: SourceIdentity
+    compression: str | None
+    quantizer: str | None
+    layers: tuple[LayerRecord, ...]
+    format_version: int = FORMAT_VERSION
+    chosen: BitAllocation | None = None
+    source_checksums: Mapping[str, int] = field(default_factory=dict)
+
+
+FITTED = ", scales fitted"
+"""Suffix of a quantizer's name if its 4bit scales are fitted to their blocks."""
+
+
+def is_fitted(quantizer: str | None) -> bool:
+    """Whether 4bit scales are fitted to their blocks, by the quantizer's name in the journal or the manifest."""
+    return quantizer is not None and quantizer.endswith(FITTED)
+
+
+def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
+    """`splitted_model`, or with the compression: `splitted_model.4bit`, `splitted_model.auto`."""
+    return base if compression is None else f"{base}.{compression}"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Declare the directory complete. All files that the manifest names must be durable already."""
+    from rabbitllm.version import __version__
+
+    layers = [
+        {
+            "id": r.id,
+            "stem": r.stem,
+            "file": r.file,
+            "size": r.size,
+            "crc32": f"{r.crc32:08x}",
+            **({} if r.blocks is None else {"blocks": b64encode(r.blocks).decode()}),
+            "shards": list(r.shards),
+            "tensors": list(r.tensors),
+        }
+        for r in manifest.layers
+    ]
+    source = manifest.source
+    checksums = {shard: f"{crc:08x}" for shard, crc in manifest.source_checksums.items()}
+    content = {
+        "format": "rabbitllm split directory",
+        "format_version": manifest.format_version,
+        "written_by": f"rabbitllm {__version__}",
+        "source": {
+            "kind": source.kind,
+            "name": source.name,
+            "commit": source.commit,
+            "fingerprints": dict(source.fingerprints),
+            **({"crc32": checksums} if checksums else {}),
+        },
+        "compression": manifest.compression,
+        **({} if manifest.chosen is None else {"chosen": manifest.chosen.as_json()}),
+        "quantiser": manifest.quantizer,
+        "layers": layers,
+    }
+    durable.write_whole(folder / MANIFEST_NAME, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> Manifest | None:
+    """The manifest of a finished split; None if there is none.
+
+    Args:
+        folder: the split directory.
+        name: name of the file, if not the usual one.
+
+    Raises:
+        IncompleteSplitError: it is malformed.
+        SplitMismatchError: a later version of this package wrote it.
+    """
+    path = folder / name
+    if not path.exists():
+        return None
+    try:
+        content = read_json(path)
+    except InvalidIndexError as error:
+        raise IncompleteSplitError(error.problem, REMAKE) from None
+    version = content.get("format_version")
+    if type(version) is not int or version < BY_NAME:
+        raise IncompleteSplitError(f"{path} is no manifest: it has no format_version.", REMAKE)
+    if version > FORMAT_VERSION:
+        raise SplitMismatchError(
+            f"{path} has format version {version}; this rabbitllm reads up to {FORMAT_VERSION}.",
+            "Update rabbitllm, or split again into another folder.",
+        )
+    try:
+        return _parse(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise IncompleteSplitError(f"{path} is damaged: {type(error).__name__} {error}.", REMAKE) from None
+
+
+REMAKE = (
+    "Split the checkpoint again, into another folder (layer_shards_saving_path) or after moving this one away. Keep "
+    "this one until that is done: if the checkpoint was deleted, it holds the only copy."
+)
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    source, compression = content["source"], content["compression"]
+    if compression not in (None, AUTO, *BLOCKS):
+        raise ValueError(f"{compression!r} is no compression")
+    fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
+    identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
+    layers = tuple(_record(r) for r in content["layers"])
+    mixture = allocation_from_json(content["chosen"]) if compression == AUTO else None
+    checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
+    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], mixture, checksums)
+
+
+def _record(entry: dict[str, Any]) -> LayerRecord:
+    file, size = text_of(entry["file"]), entry["size"]
+    if Path(file).name != file or not file.endswith(LAYER_SUFFIX):  # a folder may come from anywhere
+        raise ValueError(f"{file!r} is no name of a layer file")
+    if type(size) is not int or size < 0:
+        raise ValueError(f"{size!r} is no size")
+    tensors = tuple(text_of(name) for name in entry["tensors"])
+    shards = tuple(text_of(name) for name in entry["shards"])
+    crc, blocks = int(text_of(entry["crc32"]), 16), entry.get("blocks")
+    known = None if blocks is None else b64decode(text_of(blocks), validate=True)
+    if known is not None and len(known) % SUM_BYTES:
+        raise ValueError(f"{len(known)} bytes are no checksums")
+    return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, known)
+
+
+def is_legacy(folder: Path) -> bool:
+    """Whether RabbitLLM 1.1 (or AirLLM) made this directory: finished layer files, but no manifest or journal."""
+    if (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists() or not folder.is_dir():
+        return False
+    return any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a folder is a complete split directory by its manifest, or by RabbitLLM 1.1's markers."""
+    return (folder / MANIFEST_NAME).exists() or is_legacy(folder)

@@ -1,0 +1,148 @@
+"""Which experts stay: whatever is used in whatever order, no slot is shared, and none is taken that is in use."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rabbitllm.engine.expert_pool import ExpertCache
+
+COUNTS = [3, 5, 4]
+
+
+def uses() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
+    """A run of passes: which experts of which module."""
+    one = st.integers(0, len(COUNTS) - 1).flatmap(
+        lambda module: st.tuples(
+            st.just(module), st.lists(st.integers(0, COUNTS[module] - 1), min_size=1, unique=True).map(sorted)
+        )
+    )
+    return st.lists(one, max_size=40)
+
+
+def use(
+    cache: ExpertCache, module: int, experts: list[int], count: int = 1, of: int = 1
+) -> tuple[list[int], list[int]]:
+    """A pass as a pool makes one: the slots of those that were there, and what the others were given.
+
+    Args:
+        count: tokens that use each of the experts.
+        of: tokens of the pass.
+    """
+    chosen = np.array(experts, np.int64)
+    cache.use(module, chosen, np.full(len(chosen), count), of)
+    slots = cache.slots_of(module, chosen)
+    given = cache.admit(module, chosen[slots < 0], slots[slots >= 0])
+    return slots[slots >= 0].tolist(), given.tolist()
+
+
+@given(uses(), st.integers(0, 14))
+def test_a_slot_has_one_expert_and_an_expert_one_slot(passes: list[tuple[int, list[int]]], slots: int) -> None:
+    cache = ExpertCache(COUNTS, slots)
+    for module, experts in passes:
+        here, given_slots = use(cache, module, experts)
+        new = [slot for slot in given_slots if slot >= 0]
+        assert not set(here) & set(new)
+        assert len(set(new)) == len(new)
+        assert all(0 <= slot < slots for slot in new)
+        found = [cache.slots_of(m, np.arange(count)) for m, count in enumerate(COUNTS)]
+        taken = [slot for part in found for slot in part.tolist() if slot >= 0]
+        assert len(taken) == len(set(taken)) == cache.held <= slots
+
+
+@given(uses())
+def test_with_a_slot_for_each_everything_stays(passes: list[tuple[int, list[int]]]) -> None:
+    cache, seen = ExpertCache(COUNTS, sum(COUNTS)), set()
+    for module, experts in passes:
+        here, given_slots = use(cache, module, experts)
+        known = {(module, expert) for expert in experts} & seen
+        assert len(here) == len(known)
+        assert all(slot >= 0 for slot in given_slots)
+        seen |= {(module, expert) for expert in experts}
+
+
+def test_what_is_used_often_stays_when_much_is_used_once() -> None:
+    cache = ExpertCache([80], 18)
+    for _ in range(60):
+        use(cache, 0, [0, 1])
+    for once in range(2, 80, 2):  # more than there are slots, and for longer than a recent use counts
+        use(cache, 0, [once, once + 1])
+    assert (cache.slots_of(0, np.array([0, 1])) >= 0).all()
+    assert (cache.slots_of(0, np.array([78, 79])) >= 0).all()
+
+
+def test_of_what_was_used_equally_often_the_last_stays() -> None:
+    cache = ExpertCache([8], 2)
+    for expert in (0, 1, 2, 3):
+        use(cache, 0, [expert])
+    assert (cache.slots_of(0, np.array([2, 3])) >= 0).all()
+
+
+def test_what_was_used_long_ago_leaves_at_last() -> None:
+    cache = ExpertCache([4], 1)
+    for _ in range(100):
+        use(cache, 0, [0])
+    for _ in range(100):
+        use(cache, 0, [1])
+    assert cache.slots_of(0, np.array([0, 1])).tolist() == [-1, 0]
+
+
+def test_a_pass_of_many_tokens_is_like_as_many_of_one() -> None:
+    """Of experts that all tokens use it is the same to the bit; what a few of many use is worth less."""
+    at_once, singly = ExpertCache([4], 1), ExpertCache([4], 1)
+    use(at_once, 0, [0, 2], 9, 9)
+    for _ in range(9):
+        use(singly, 0, [0, 2])
+    assert np.allclose(at_once.uses()[0], singly.uses()[0])
+    use(at_once, 0, [1], 1, 9)
+    assert (at_once.uses()[0][:, 1] < at_once.uses()[0][:, 0]).any()
+
+
+def test_slots_are_shared_in_proportion() -> None:
+    cache = ExpertCache([10, 30], 20)
+    for module, count in enumerate((10, 30)):
+        use(cache, module, list(range(count)))
+    assert [int((cache.slots_of(m, np.arange(n)) >= 0).sum()) for m, n in enumerate((10, 30))] == [5, 15]
+
+
+def test_what_could_not_be_brought_is_forgotten() -> None:
+    cache = ExpertCache([4], 2)
+    _, (slot,) = use(cache, 0, [3])
+    cache.forget(0, slot)
+    assert cache.held == 0
+    assert cache.slots_of(0, np.array([3])).tolist() == [-1]
+
+
+def test_a_cache_begins_with_what_another_knew() -> None:
+    first = ExpertCache(COUNTS, 6)
+    for _ in range(5):
+        use(first, 1, [2, 4])
+    second = ExpertCache(COUNTS, 6)
+    for module, uses in enumerate(first.uses()):
+        second.learn(module, uses)
+    assert second.best(1).tolist() == [2, 4]
+    assert second.best(0).tolist() == []
+    assert all(np.array_equal(a, b) for a, b in zip(first.uses(), second.uses(), strict=True))
+
+
+@pytest.mark.parametrize("slots", [20, 60])
+def test_skewed_use_hits_more_often_than_with_the_most_recent(slots: int) -> None:
+    """Zipf-like use of 200 experts; an LRU cache of the same size on the same passes is the measure."""
+    generator = np.random.default_rng(0)
+    worth = 1.0 / np.arange(1, 201)
+    cache, recent = ExpertCache([200], slots), OrderedDict[int, None]()
+    hits = lru_hits = 0
+    for _ in range(600):
+        experts = sorted(generator.choice(200, 8, replace=False, p=worth / worth.sum()).tolist())
+        hits += len(use(cache, 0, experts)[0])
+        for expert in experts:
+            lru_hits += expert in recent
+            recent[expert] = None
+            recent.move_to_end(expert)
+            if len(recent) > slots:
+                recent.popitem(last=False)
+    assert hits > lru_hits

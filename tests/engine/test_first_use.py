@@ -1,0 +1,425 @@
+"""Mapped weights are asked for before the first pass; a flipped bit is an error of ours before an answer leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.cli.main import app
+from rabbitllm.engine import first_use
+from rabbitllm.engine.first_use import PIECE_BYTES, ReadAhead
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.span_reader import FileSpan
+from rabbitllm.errors import HostsError, IncompleteSplitError
+from rabbitllm.generation.scoring import ScoredText, score
+from rabbitllm.lazy.load import lazy_load
+from rabbitllm.storage.files import PositionalFile
+from rabbitllm.store import checksums
+from rabbitllm.store.layer_store import LayerStore
+from tests.engine.test_span_reader import Folder, _cached_pages
+from tests.generation.together import prompts, together
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.spread_models import spread
+from tests.support.tiny_models import ALL, INPUT, budget_that_keeps, load, run, split, tiers
+
+
+def dropped(path: Path) -> Path:
+    os.sync()
+    with PositionalFile(path) as file:
+        file.drop_cache(0, file.size())
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mincore, posix_fadvise")
+def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.write_bytes(os.urandom(2 * PIECE_BYTES + 4096))
+        dropped(path)
+    before = sum(map(_cached_pages, paths))
+    spans = {path.name: [FileSpan(path.name, 0, path.stat().st_size, 0)] for path in paths}
+    for thread in ReadAhead(spans, Folder(tmp_path)).threads:
+        thread.join(60)
+    deadline = time.monotonic() + 60
+    while sum(map(_cached_pages, paths)) < 2 * (2 * PIECE_BYTES // 4096 + 1) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sum(map(_cached_pages, paths)) == 2 * (2 * PIECE_BYTES // 4096 + 1) > before
+
+
+def test_files_that_are_gone_are_ignored(tmp_path: Path) -> None:
+    (thread,) = ReadAhead({"unit": [FileSpan("none", 0, 10, 0)]}, Folder(tmp_path)).threads
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_what_is_streamed_and_the_embedding_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    ask = first_use._ask
+    monkeypatch.setattr(
+        first_use, "_ask", lambda spans, store: (asked.extend(span.file for span in spans), ask(spans, store))
+    )
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    whole = load(directory)
+    layers = [f"model.layers.{number}" for number in range(3)]
+    assert [name.removesuffix(".safetensors") for name in asked] == [*layers, "model.norm", "lm_head"]
+    asked.clear()
+    some = load(directory, sum(placed.stored for placed in whole.placement.units) // 2)
+    kept = [unit for unit, tier in tiers(some).items() if tier is Tier.RESIDENT and unit != "model.embed_tokens"]
+    assert [name.removesuffix(".safetensors") for name in asked] == kept
+    assert run(some, INPUT).logits is not None
+
+
+BLOCK = 4096
+FLIPS = 12
+"""In each case."""
+MANY = {"num_experts": 24, "num_experts_per_tok": 3}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a tiny layer file has many of them."""
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(checksums, "OWN_BLOCK_BYTES", BLOCK)
+
+
+def on_gpu(folder: Path, budget: int, host: int, **options: Any) -> Any:
+    gpu = FakeGpu(0)
+    limits = {gpu.name: budget, "cpu": host}
+    return load_model(folder, StreamOptions(max_memory=limits, show_progress=False, **options), None, [gpu])
+
+
+def half_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) // 2
+
+
+Load = Callable[..., Any]
+"""Options -> a model."""
+PLACES: dict[str, Callable[[Path], Load]] = {
+    "resident": lambda folder: partial(load, folder, ALL),
+    "half": lambda folder: partial(load, folder, half_of(folder)),
+    "streamed": lambda folder: partial(load, folder, 0),
+    "routed": lambda folder: partial(load, folder, budget_that_keeps(folder, 0.25)),
+    "by codes": lambda folder: partial(load, folder, ALL, exact=False),
+    "gpu": lambda folder: partial(on_gpu, folder, ALL, 0),
+    "gpu, page-locked": lambda folder: partial(on_gpu, folder, 0, ALL),
+    "gpu, streamed": lambda folder: partial(on_gpu, folder, 0, 0),
+}
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", {}),
+    "tied": ("llama", {"tied": True}),
+    "experts": ("qwen3_moe", MANY),
+    "fused experts": ("gpt_oss", {}),
+}
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A bit of a layer file."""
+
+    path: Path
+    at: int
+    what: str
+
+    def __enter__(self) -> Flip:
+        self._turn()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._turn()
+
+    def _turn(self) -> None:
+        with self.path.open("r+b") as file:
+            file.seek(self.at)
+            byte = file.read(1)[0]
+            file.seek(self.at)
+            file.write(bytes([byte ^ 0x40]))
+
+
+def flips(folder: Path, count: int, case: str) -> list[Flip]:
+    """So many, of different kinds of bytes: headers, and parts of tensors by their names without numbers."""
+    chance = random.Random(case)
+    kinds: dict[str, list[Flip]] = {}
+    store = LayerStore(folder)
+    for path in sorted(folder.glob("*.safetensors")):
+        header = store.mapped(path.name).header
+        kinds.setdefault("header", []).append(Flip(path, chance.randrange(header.data_start), "header"))
+        for part in header.tensors:
+            kind = ".".join(word for word in part.name.split(".") if not word.isdigit())
+            at = part.offset + chance.choice([0, part.nbytes - 1, chance.randrange(part.nbytes)])
+            kinds.setdefault(kind, []).append(Flip(path, at, part.name))
+    return [chance.choice(kinds[kind]) for kind in chance.sample(sorted(kinds), min(count, len(kinds)))]
+
+
+def logits(model: Any) -> Any:
+    with torch.inference_mode():
+        return model(INPUT.to(model.device)).logits.cpu()
+
+
+def outcome(make: Callable[[], Any]) -> Any:
+    """The logits, or the error that came instead."""
+    try:
+        return logits(make())
+    except Exception as error:
+        return error
+
+
+CASES = [
+    *((kind, compression, "resident") for kind in KINDS for compression in (None, "4bit")),
+    *((kind, None, place) for kind in ("dense", "tied") for place in ("half", "streamed")),
+    *(("dense", compression, place) for compression in ("8bit", "4bit-double") for place in ("by codes", "streamed")),
+    *(("experts", compression, "routed") for compression in (None, "4bit", "8bit", "4bit-double")),
+    *(("experts", compression, "by codes") for compression in ("4bit", "4bit-double")),
+    *(("fused experts", compression, "routed") for compression in (None, "4bit")),
+    *(("dense", compression, place) for compression in (None, "4bit") for place in PLACES if place.startswith("gpu")),
+    *(("experts", None, place) for place in PLACES if place.startswith("gpu")),
+]
+
+
+@pytest.mark.parametrize(("kind", "compression", "place"), CASES)
+def test_no_answer_comes_of_a_flipped_bit(tmp_path: Path, kind: str, compression: str | None, place: str) -> None:
+    family, settings = KINDS[kind]
+    checkpoint = build_checkpoint(tmp_path / "model", family, shards=2, dtype=torch.bfloat16, **settings)
+    folder = split(checkpoint, compression)
+    load_so = PLACES[place](folder)
+    sound = logits(load_so())
+    for flip in flips(folder, FLIPS, f"{kind} {compression} {place}"):
+        with flip:
+            without = outcome(partial(load_so, verify_checksums=False))
+            found = outcome(load_so)
+        if isinstance(found, IncompleteSplitError):
+            assert flip.path.name in found.problem, flip
+            assert f"rabbitllm verify {folder} --repair" in found.remedy
+            continue
+        assert not isinstance(found, Exception), flip
+        assert torch.equal(found, sound), flip  # it was in a row, or an expert, that nothing asked for
+        assert torch.equal(without, sound), flip
+        assert kind != "dense" or flip.what.startswith("model.embed_tokens.weight"), flip
+    assert torch.equal(logits(load_so()), sound)
+
+
+def flip_in(folder: Path, name: str, part: int = 0, at: int = 1) -> Flip:
+    """A high bit of a stored part of a tensor, by default of its first value."""
+    spec = LayerStore(folder).tensors[name].parts[part]
+    return Flip(folder / spec.file, spec.offset + at, name)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return split(build_checkpoint(tmp_path / "model", "llama", shards=2, dtype=torch.bfloat16))
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_without_the_option_it_is_as_it_was(dense: Path, budget: int) -> None:
+    sound = logits(load(dense, budget))
+    with flip_in(dense, DOWN):
+        assert not torch.equal(logits(load(dense, budget, verify_checksums=False)), sound)
+        with pytest.raises(IncompleteSplitError, match=r"model.layers.1.safetensors is damaged: .*down_proj"):
+            logits(load(dense, budget))
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_no_call_of_a_damaged_model_gives_anything(dense: Path, budget: int) -> None:
+    with flip_in(dense, DOWN):
+        model = load(dense, budget)
+        for _ in range(2):
+            with pytest.raises(IncompleteSplitError, match="is damaged"):
+                model.generate(INPUT, max_new_tokens=1)
+        with pytest.raises(IncompleteSplitError, match="is damaged"):
+            model.model.layers[1](torch.zeros(1, 1, 64, dtype=torch.bfloat16))
+
+
+def test_nothing_is_left_before_what_stays_in_memory(dense: Path) -> None:
+    model = load(dense)
+    logits(model)
+    assert not any(module._forward_pre_hooks for module in (*model.model.layers, model.model.norm, model.lm_head))
+    unchecked = load(dense, verify_checksums=False)
+    assert not any(module._forward_pre_hooks for module in (unchecked.model.embed_tokens, *unchecked.model.layers))
+
+
+def test_a_model_that_is_loaded_again_compares_nothing_again(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for budget in (ALL, 0):
+        logits(load(dense, budget))
+    read: list[int] = []
+    monkeypatch.setattr(checksums._Blocks, "_crc", lambda self, begin, *more, **options: read.append(begin) or 0)
+    logits(load(dense))
+    assert read == []
+    monkeypatch.undo()
+    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError):
+        logits(load(dense))  # the file is another one now
+
+
+def test_weights_that_were_changed_in_memory_are_no_damage(dense: Path) -> None:
+    """An adapter may be merged before the first pass; what is compared is the file."""
+    model = load(dense, verify_checksums=False)
+    changed = model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        changed.zero_()
+    expected = logits(model)
+    model = load(dense)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_rows_of_an_embedding_that_are_looked_up(tmp_path: Path, compression: str | None, budget: int) -> None:
+    checkpoint = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    folder = split(checkpoint, compression)
+    with flip_in(folder, "model.embed_tokens.weight"):  # row 0
+        model = load(folder, budget)
+        far = torch.tensor([[200, 201, 250]])
+        with torch.inference_mode():
+            if compression is None or budget == 0:
+                model(far)
+            with pytest.raises(IncompleteSplitError, match=r"embed_tokens.safetensors is damaged: .*embed_tokens"):
+                model(torch.tensor([[200, 0]]))
+
+
+def test_experts_that_nothing_is_routed_to(tmp_path: Path) -> None:
+    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY))
+    model = load(folder)
+    assert not model.placement.pools
+    used: set[int] = set()
+    experts = model.model.layers[1].mlp.experts
+    handle = experts.register_forward_pre_hook(lambda module, args: used.update(args[1].flatten().tolist()))
+    sound = logits(model)
+    handle.remove()
+    unused = next(number for number in range(24) if not {number - 1, number, number + 1} & used)
+    for number, damaged in ((unused, False), (min(used), True)):
+        with flip_in(folder, f"model.layers.1.mlp.experts.{number}.up_proj.weight"):
+            if damaged:
+                with pytest.raises(IncompleteSplitError, match=rf"experts.{number}.up_proj"):
+                    logits(load(folder))
+            else:
+                assert torch.equal(logits(load(folder)), sound)
+
+
+def without_blocks(folder: Path) -> Path:
+    """The manifest as an earlier version wrote it."""
+    path = folder / "split.json"
+    content = json.loads(path.read_text())
+    for layer in content["layers"]:
+        del layer["blocks"]
+    path.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("place", ["resident", "half", "streamed", "by codes", "gpu", "gpu, page-locked"])
+def test_a_split_that_an_earlier_version_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, place: str
+) -> None:
+    """Files that are read whole are compared whole; rows of the embedding, which is not, are not."""
+    monkeypatch.setattr(checksums, "MAX_EXTRA_BYTES", 100)
+    checkpoint = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    folder = without_blocks(split(checkpoint, compression))
+    load_so = PLACES[place](folder)
+    sound = logits(load_so())
+    for name in (DOWN, "model.norm.weight", "lm_head.weight", "model.layers.0.input_layernorm.weight"):
+        with flip_in(folder, name), pytest.raises(IncompleteSplitError, match=r"safetensors is damaged: its checksum"):
+            logits(load_so())
+    rows = compression is None or place in ("half", "streamed", "gpu", "gpu, page-locked")
+    with flip_in(folder, "model.embed_tokens.weight"):
+        found = outcome(load_so)
+    assert isinstance(found, IncompleteSplitError) or (rows and torch.equal(found, sound))
+
+
+def test_a_split_is_repaired_and_loaded_in_the_same_process(dense: Path, tmp_path: Path) -> None:
+    sound = logits(load(dense))
+    flip_in(dense, DOWN).__enter__()
+    with pytest.raises(IncompleteSplitError) as caught:
+        logits(load(dense))
+    assert f"verify {dense} --repair" in caught.value.remedy
+    command = ["verify", str(dense), "--repair", "--original", str(tmp_path / "model")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert torch.equal(logits(load(dense)), sound)
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_passes_that_are_shared(dense: Path, budget: int) -> None:
+    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError, match="is damaged"):
+        together(load(dense, budget), prompts())
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_scoring(dense: Path, budget: int) -> None:
+    texts = [ScoredText(0, (5, 6, 7), (8, 9)), ScoredText(1, (5, 6), (1,))]
+    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError, match="is damaged"):
+        list(score(load(dense, budget), texts))
+
+
+def test_layers_on_another_host(dense: Path) -> None:
+    budget = half_of(dense)
+    with flip_in(dense, "model.layers.2.mlp.down_proj.weight"), spread(dense, (budget, budget)) as (model, crew):
+        assert crew.workers[0].span.end == 3
+        with pytest.raises(
+            HostsError, match=r"could not compute its layers: .*layers.2.safetensors is damaged"
+        ) as caught:
+            logits(model)
+    assert f"rabbitllm verify {dense} --repair" in caught.value.remedy
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_saving_a_damaged_model(dense: Path, tmp_path: Path, budget: int) -> None:
+    model = load(dense, budget)
+    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError, match="is damaged"):
+        load(dense, 0).save_pretrained(tmp_path / "copy")
+    assert not list((tmp_path / "copy").glob("*.json"))
+    model.save_pretrained(tmp_path / "sound")
+
+
+def test_lazy_tensors(dense: Path) -> None:
+    with flip_in(dense, DOWN):
+        for mapped in (True, False):
+            with lazy_load(dense, mapped=mapped) as weights:
+                target = torch.empty(weights[DOWN].shape, dtype=torch.bfloat16)
+                with pytest.raises(IncompleteSplitError, match="is damaged"):
+                    target.copy_(weights[DOWN])  # read, and not mapped, either way
+                weights["model.norm.weight"].read()
+        with lazy_load(dense, mapped=False, verify_checksums=False) as weights:
+            weights[DOWN].read()
+
+
+def test_the_command_line(dense: Path) -> None:
+    """Nothing is answered, and `--no-verify-checksums` answers."""
+    command = ["run", str(dense), "what", "--raw", "--max-new-tokens", "2", "--device", "cpu"]
+    with flip_in(dense, DOWN):
+        refused = CliRunner().invoke(app, command)
+        assert isinstance(refused.exception, IncompleteSplitError)
+        assert not refused.stdout
+        assert CliRunner().invoke(app, [*command, "--no-verify-checksums"]).exit_code == 0
+
+
+@pytest.mark.parametrize("compression", ["4bit", "4bit-double"])
+@pytest.mark.parametrize("name", [DOWN, "model.layers.1.mlp.experts.3.down_proj.weight"])
+def test_what_is_read_when_a_model_is_loaded(tmp_path: Path, compression: str, name: str) -> None:
+    """The state that says how codes are to be read, at its end, where it may be blank."""
+    family, settings = KINDS["experts" if "experts" in name else "dense"]
+    folder = split(build_checkpoint(tmp_path / "model", family, **settings), compression)
+    state = LayerStore(folder).tensors[name].parts[-1]
+    with (
+        flip_in(folder, name, -1, state.nbytes - 1),
+        pytest.raises(IncompleteSplitError, match=r"is damaged: the checksum of"),
+    ):
+        load(folder)

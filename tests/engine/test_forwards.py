@@ -1,0 +1,195 @@
+"""Llama 4's layers by routed expert, compared with transformers' own forward; and `fast_bfloat16=True`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.forwards import route_llama4
+from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import OptionError
+from rabbitllm.quant import bfloat_products
+from rabbitllm.telemetry.profiler import EXPERTS_READ
+from tests.engine.test_experts import Given
+from tests.support.builders import build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.kernel_rows import kernel_rows as kernel_rows
+from tests.support.long_generation import assert_same_trail, continued, prompts
+from tests.support.rounding import assert_as_near, exact_logits
+from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split
+
+EXPERTS = 8
+
+
+def layer(top_k: int, dtype: torch.dtype, seed: int = 0, **settings: int) -> Any:
+    """A mixture of random experts."""
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": EXPERTS, **settings}
+    config: Any = Llama4TextConfig(num_experts_per_tok=top_k, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    made = Llama4TextMoe(config).to(dtype).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.2)
+    return made
+
+
+def by_expert(moe: Any) -> Any:
+    """A copy that computes by routed expert."""
+    changed = copy.deepcopy(moe)
+    route_llama4(changed)
+    return changed
+
+
+def inputs(tokens: int, dtype: torch.dtype, hidden: int = 96, seed: int = 1) -> torch.Tensor:
+    return torch.randn(1, tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def routed(moe: Any, given: torch.Tensor) -> set[int]:
+    """The experts that some token goes to, by the router's logits."""
+    chosen = moe.router(given.reshape(-1, moe.hidden_dim))[1].topk(moe.top_k, dim=1).indices
+    return set(chosen.flatten().tolist())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 33])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_transformers(dtype: torch.dtype, top_k: int, tokens: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    moe, given = layer(top_k, dtype), inputs(tokens, dtype)
+    with torch.no_grad():
+        expected, logits = moe(given)
+        found, found_logits = by_expert(moe)(given)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+    assert torch.equal(found_logits, logits)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(500, 300), (640, 256)])
+def test_a_token_alone_is_rounded_as_in_the_batch_of_all_experts(threads: int, hidden: int, intermediate: int) -> None:
+    """One matrix by itself would be spread over the threads, which shows at these sizes."""
+    torch.set_num_threads(threads)
+    moe = layer(1, torch.float32, hidden_size=hidden, intermediate_size=intermediate)
+    for seed in range(2):
+        given = inputs(1, torch.float32, hidden, seed)
+        with torch.no_grad():
+            assert torch.equal(by_expert(moe)(given)[0], moe(given)[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_experts_without_a_token_are_not_touched(top_k: int, tokens: int) -> None:
+    moe, given = layer(top_k, torch.float32), inputs(tokens, torch.float32)
+    with torch.no_grad():
+        expected = moe(given)[0]
+        others = sorted(set(range(EXPERTS)) - routed(moe, given))
+        assert others
+        moe.experts.gate_up_proj[others] = torch.nan
+        moe.experts.down_proj[others] = torch.nan
+        assert moe(given)[0].isnan().all()
+        assert torch.equal(by_expert(moe)(given)[0], expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_stacks_it_asks_for_each_routed_expert_once(dtype: torch.dtype, tokens: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    moe, given = layer(1, dtype), inputs(tokens, dtype)
+    with torch.no_grad():
+        expected, wanted = moe(given)[0], routed(moe, given)
+        leaves = {name: parameter.data for name, parameter in moe.experts.named_parameters()}
+        asked = {name: Given(**{name: leaf}) for name, leaf in leaves.items()}
+        for name, supply in asked.items():
+            setattr(moe.experts, name, nn.Parameter(supply.stack(name)))
+        assert torch.equal(by_expert(moe)(given)[0], expected)
+    for supply in asked.values():
+        assert supply.asked == sorted(wanted)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_models_generate_the_same(tmp_path: Path, dtype: torch.dtype, top_k: int) -> None:
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype, num_experts_per_tok=top_k)
+    model = plain_model(folder, dtype=dtype)
+    expected = continued(model, prompts(), 12)
+    assert any(isinstance(module, Llama4TextMoe) for module in model.modules())
+    route_llama4(model)
+    assert_same_trail(continued(model, prompts(), 12), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compression"),
+    [
+        (torch.bfloat16, None),
+        (torch.float32, "4bit"),
+        pytest.param(torch.float32, None, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, "8bit", marks=pytest.mark.long),
+    ],
+)
+def test_experts_that_come_and_go(tmp_path: Path, dtype: torch.dtype, compression: str | None) -> None:
+    """A loaded model brings in the routed experts, and no other; and has the bits of transformers' own model."""
+    sizes = {"num_local_experts": 12, "num_hidden_layers": 4}
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype, shards=2, **sizes)
+    meant = dequantized(folder, tmp_path / "meant", compression, dtype) if compression else folder
+    expected = continued(plain_model(meant, dtype=dtype), prompts(), 12)
+    directory = split(folder, compression)
+    for budget in (0, 200_000, ALL):
+        model = load(directory, budget, profiling=True)
+        assert len(model.placement.experts) == 4
+        assert_same_trail(continued(model, prompts(), 12), expected)
+        if budget == 0:
+            assert {placed.tier for placed in model.placement.experts} == {Tier.ROUTED}
+            model.profiler.clear()
+            with torch.inference_mode():
+                model(torch.tensor([[7]]))
+            counted = [totals[EXPERTS_READ] for totals in model.profiler.layers.values() if EXPERTS_READ in totals]
+            assert [total.count for total in counted] == [1] * 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fast") / "model"
+    return build_checkpoint(folder, "llama", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256)
+
+
+@pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
+def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
+    checkpoint: Path, kernel_rows: list[int], budget: int
+) -> None:
+    model = load(split(checkpoint), budget, fast_bfloat16=True, exact=False)
+    with torch.inference_mode():
+        found, torchs = model(INPUT).logits, plain_model(checkpoint)(INPUT).logits
+    # the head's rows are those of INPUT too, since all logits are asked for
+    assert kernel_rows == [INPUT.numel()] * (7 * model.config.num_hidden_layers + 1)
+    assert_as_near(found, torchs, exact_logits(checkpoint, INPUT))
+
+
+def test_where_the_processor_multiplies_bfloat16_nothing_changes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bfloat_products, "kernel_here", lambda: 0)
+    folder = split(checkpoint)
+    found, expected = run(load(folder, 0, fast_bfloat16=True, exact=False)), run(load(folder, 0))
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_it_does_not_go_together_with_exact_bits() -> None:
+    with pytest.raises(OptionError, match=r"exact=True .*fast_bfloat16=True"):
+        StreamOptions(exact=True, fast_bfloat16=True)
+
+
+def test_without_it_logits_are_transformers(checkpoint: Path, kernel_rows: list[int]) -> None:
+    model = load(split(checkpoint), 0)
+    with torch.inference_mode():
+        assert torch.equal(model(INPUT).logits, plain_model(checkpoint)(INPUT).logits)
+    assert not kernel_rows

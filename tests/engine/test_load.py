@@ -1,0 +1,113 @@
+"""The trial of a device's 4bit kernel: what decides, what is remembered, and what makes it a no."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.engine import load
+from rabbitllm.engine.load import MAX_ROWS, FusedChoice, is_near, is_sooner
+from rabbitllm.quant import fused_products
+from rabbitllm.quant.compression import Quantized
+from tests.support.fake_gpu import FakeGpu
+
+FORM = Quantized("4bit", (96, 128), "bfloat16")
+
+
+def test_codes_must_be_clearly_sooner() -> None:
+    assert is_sooner(0.5, 1.0)
+    assert not is_sooner(0.95, 1.0)
+    assert not is_sooner(1.0, 1.0)
+    assert not is_sooner(2.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_near_is_as_near_as_rounding(dtype: torch.dtype) -> None:
+    expected = torch.randn(200, dtype=torch.float64)
+    assert is_near(expected.to(dtype), expected.to(dtype))
+    assert is_near((expected * (1 + torch.finfo(dtype).eps)).to(dtype), expected.to(dtype))
+    assert not is_near((expected * 1.2).to(dtype), expected.to(dtype))
+    assert not is_near(expected.flip(0).to(dtype), expected.to(dtype))
+    assert not is_near((expected * float("nan")).to(dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sooner", [True, False])
+def test_a_trial_decides_by_time_alone_where_the_kernel_is_right(
+    dtype: torch.dtype, sooner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: list[tuple[float, float]] = []
+
+    def decide(fused: float, plain: float) -> bool:
+        times.append((fused, plain))
+        return sooner
+
+    monkeypatch.setattr(load, "is_sooner", decide)
+    assert FusedChoice().pays(FakeGpu(0), FORM, dtype) == sooner
+    assert len(times) == 1
+    assert all(0 < seconds < 10 for seconds in times[0])
+
+
+def test_times_are_taken_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    gpu = FakeGpu(0)
+    monkeypatch.setattr(gpu, "synchronise", lambda: log.append("wait"))
+    monkeypatch.setattr(load.time, "perf_counter", lambda: log.append("look") or float(len(log)))
+
+    def work() -> torch.Tensor:
+        log.append("work")
+        return torch.zeros(())
+
+    load._seconds(gpu, work)
+    kinds = "".join({"wait": "w", "look": "l", "work": "."}[entry] for entry in log)
+    assert kinds == "." + "wl....wl" * 3
+
+
+def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+
+    def note(device: Any, form: Quantized, dtype: torch.dtype) -> bool:
+        tried.append((device.name, form.shape, dtype))
+        return True
+
+    monkeypatch.setattr(load, "_try", note)
+    choice = FusedChoice()
+    gpus = [FakeGpu(0), FakeGpu(1)]
+    for _ in range(3):
+        for gpu in gpus:
+            for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
+                assert choice.pays(gpu, Quantized("4bit", shape, "bfloat16"), torch.bfloat16)
+    shapes = [(96, 128), (128, 128), (MAX_ROWS, 64)]
+    assert tried == [(gpu.name, shape, torch.bfloat16) for gpu in gpus for shape in shapes]
+
+
+def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_try", lambda *given: pytest.fail("tried"))
+    choice = FusedChoice()
+    assert not choice.pays(FakeGpu(0), Quantized("8bit", (96, 128), None), torch.bfloat16)
+    assert not choice.pays(FakeGpu(0), Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16)
+    assert not choice.pays(FakeGpu(0), FORM, torch.float64)
+
+
+def test_a_kernel_that_is_wrong_here_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = fused_products.multiply_4bit
+    monkeypatch.setattr(load, "is_sooner", lambda *times: True)
+    monkeypatch.setattr(fused_products, "multiply_4bit", lambda *given: right(*given).flip(-1))
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        assert not FusedChoice().pays(FakeGpu(0), FORM, torch.bfloat16)
+    assert "multiplies 4bit codes wrongly on fake:0" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, torch.OutOfMemoryError, AttributeError])
+def test_a_kernel_that_is_not_there_is_not_used(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> torch.Tensor:
+        raise error("no such kernel")
+
+    monkeypatch.setattr(load, "is_sooner", lambda *times: True)
+    monkeypatch.setattr(fused_products, "multiply_4bit", fail)
+    assert not FusedChoice().pays(FakeGpu(0), FORM, torch.bfloat16)

@@ -1,0 +1,235 @@
+"""AWQ and GPTQ, bit for bit the model of their matrices; FP8 and MXFP4, bit for bit transformers' operations."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
+
+from rabbitllm.engine.published_conversions import QuickFp8, QuickMxfp4, awq_weight, gptq_weight
+from rabbitllm.errors import IncompleteSplitError, UnknownArchitectureError
+from rabbitllm.quant import published_kernels
+from tests.engine.test_published import take_out
+from tests.support import quantized
+from tests.support.builders import build_checkpoint, reference_logits
+from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21), reason="its quantizers are others"
+)
+
+Build = Callable[..., Path]
+
+MODELS: dict[str, tuple[Build, str, dict[str, Any]]] = {
+    "awq-llama": (quantized.build_awq, "llama", {}),
+    "awq-qwen3_moe": (quantized.build_awq, "qwen3_moe", {}),
+    "gptq-qwen2": (quantized.build_gptq, "qwen2", {}),
+    "gptq-mixtral-8bit": (quantized.build_gptq, "mixtral", {"bits": 8}),
+    "gptq_v2-llama-2bit": (quantized.build_gptq, "llama", {"bits": 2, "form": "gptq_v2"}),
+}
+SHORT = ("awq-qwen3_moe", "gptq-qwen2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in MODELS]
+)
+def test_what_transformers_computes_with_the_matrices(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    build, family, options = MODELS[name]
+    folder = build(tmp_path / "model", family, tmp_path / "plain", shards=3, **options)
+    expected = reference_logits(tmp_path / "plain", INPUT, torch.float16)
+    directory = split(folder)
+    for room in (ALL, 0):
+        with caplog.at_level(logging.WARNING, "rabbitllm"):
+            model = load(directory, room)
+        assert f"are {name.split('_')[0].split('-')[0]}. On cpu each layer is dequantized to float16" in caplog.text
+        assert_same(run(model), expected)
+
+
+def test_the_matrix_of_awq() -> None:
+    tensor = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
+    integers = quantized.integers_of(tensor, 4)
+    parts = quantized._awq(integers)
+    assert torch.equal(awq_weight(**parts, dtype=torch.float16), integers.matrix)
+    assert (integers.matrix - tensor).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("disordered", [True, False])
+def test_the_matrix_of_gptq(bits: int, offset: int, disordered: bool) -> None:
+    tensor = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+    integers = quantized.integers_of(tensor, bits, disordered=disordered)
+    parts = quantized._gptq(integers, bits, offset)
+    assert torch.equal(gptq_weight(**parts, bits=bits, offset=offset, dtype=torch.float16), integers.matrix)
+    if not disordered:
+        del parts["g_idx"]
+        found = gptq_weight(**parts, g_idx=None, bits=bits, offset=offset, dtype=torch.float16)
+        assert torch.equal(found, integers.matrix)
+
+
+def test_another_dtype_than_the_scales(tmp_path: Path) -> None:
+    """In float32 the product is exact; it is rounded to the model's dtype, and to none between."""
+    integers = quantized.integers_of(torch.randn(24, 48, generator=torch.Generator().manual_seed(0)), 4)
+    exact = (integers.codes - integers.zeros[:, integers.group]).float() * integers.scales.float()[:, integers.group]
+    parts = quantized._awq(integers)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(awq_weight(**parts, dtype=dtype), exact.to(dtype))
+    folder = quantized.build_awq(tmp_path / "model", "llama", tmp_path / "plain")
+    model = load(split(folder), 0, dtype="bfloat16")
+    assert model(INPUT).logits.dtype == torch.bfloat16
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+def test_a_part_is_missing(tmp_path: Path) -> None:
+    folder = quantized.build_awq(tmp_path / "model", "llama", tmp_path / "plain")
+    take_out(folder, "layers.1.mlp.up_proj.qzeros")
+    with pytest.raises(IncompleteSplitError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(split(folder))
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "by gptq, in the form gptq at 3 bits; expected gptq or gptq_v2 at 2 or"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the form marlin at 4 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "by awq, in the form gemv at 4 bits; expected gemm"),
+        (
+            {"quant_method": "awq", "bits": 4, "version": "gemx"},
+            r"quantized already \(awq\), in a way that transformers",
+        ),
+    ],
+)
+def test_forms_that_are_not_known(tmp_path: Path, said: dict[str, Any], found: str) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
+    with pytest.raises(UnknownArchitectureError, match=found) as refused:
+        load(split(folder))
+    assert "unquantized" in refused.value.remedy
+
+
+def test_awq_of_a_model_whose_activations_are_scaled(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "bloom")
+    path = folder / "config.json"
+    said = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
+    with pytest.raises(UnknownArchitectureError, match="AWQ of a model of type bloom scales its activations too"):
+        load(split(folder))
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernels were used."""
+    used: list[str] = []
+    for name in ("blocks", "nibbles"):
+        own = getattr(published_kernels, name)
+        monkeypatch.setattr(
+            published_kernels, name, lambda *args, name=name, own=own: (used.append(name), own(*args))[1]
+        )
+    return used
+
+
+def everything(dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+    """Every byte that is a number, again and again."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    codes = codes[codes.float().isfinite()]
+    picked = torch.randint(len(codes), (rows, columns), generator=torch.Generator().manual_seed(0))
+    return codes.view(torch.uint8)[picked].view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns", "grid"), [(96, 320, (6, 5)), (64, 64, (64, 2)), (7, 33, (1, 1))])
+def test_fp8(
+    dtype: torch.dtype, made: torch.dtype, rows: int, columns: int, grid: tuple[int, int], counted: list[str]
+) -> None:
+    codes = everything(dtype, rows, columns)
+    scales = torch.rand(grid, generator=torch.Generator().manual_seed(1)) * 3e-3
+    exponents = torch.randint(90, 140, grid, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for factors in (scales, scales.bfloat16(), exponents):
+        found = QuickFp8(None)._dequantize_one(codes, factors, made)
+        wanted = Fp8Dequantize(None)._dequantize_one(codes, factors, made)
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+    assert counted == ["blocks"] * 3
+
+
+def test_fp8_in_several_threads(counted: list[str]) -> None:
+    codes, scales = everything(torch.float8_e4m3fn, 515, 1024), torch.rand(1, 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = QuickFp8(None)._dequantize_one(codes, scales, torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16))
+    assert counted == ["blocks"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "made"),
+    [
+        (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.ones(2, 2), torch.float16),
+        (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.tensor(2.0), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.float8_e4m3fn).t(), torch.ones(2, 2), None),
+        (torch.ones(3, 4, 4, dtype=torch.float8_e4m3fn), torch.ones(3, 2, 2), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 2), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.float8_e4m3fn, device="meta"), torch.ones(2, 2, device="meta"), torch.bfloat16),
+    ],
+)
+def test_what_the_kernel_does_not_know_is_done_without(
+    codes: torch.Tensor, scales: torch.Tensor, made: torch.dtype | None, counted: list[str]
+) -> None:
+    found = QuickFp8(None)._dequantize_one(codes, scales, made)
+    wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, made)
+    assert (found.dtype, found.shape, found.device) == (wanted.dtype, wanted.shape, wanted.device)
+    assert found.is_meta or torch.equal(found, wanted)
+    assert counted == []
+
+
+@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(72, 48), (24, 40), (64, 24), (8, 8)])
+def test_smaller_blocks_at_the_ends(rows: int, columns: int, made: torch.dtype) -> None:
+    """As transformers' own FP8 products cut them; of blocks of 16, (24, 40) has as many as two by four equal ones."""
+    quantizer = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(16, 16)))
+    codes = everything(torch.float8_e4m3fn, rows, columns)
+    scales = torch.rand(-(-rows // 16), -(-columns // 16), generator=torch.Generator().manual_seed(1)) * 1e-2
+    found = QuickFp8(quantizer)._dequantize_one(codes, scales, made)
+    exact = _dequantize_fp8_weight(codes, scales, [16, 16], torch.float32)
+    assert torch.equal(found, exact.to(made))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("outputs", "groups", "threads"), [(40, 3, 1), (160, 64, 2)])
+def test_mxfp4(dtype: torch.dtype, outputs: int, groups: int, threads: int, counted: list[str]) -> None:
+    made = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, outputs, groups, 16), dtype=torch.uint8, generator=made)
+    low, high = (1, 254) if dtype != torch.float16 else (110, 140)
+    scales = torch.randint(low, high, (3, outputs, groups), dtype=torch.uint8, generator=made)
+    model: Any = nn.Module()
+    model.experts = nn.Module()
+    model.experts.down_proj = nn.Parameter(torch.zeros(3, 32 * groups, outputs, dtype=dtype))
+    model.get_parameter_or_buffer = lambda name: model.experts.down_proj
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        parts = {"down_proj_blocks": [blocks], "down_proj_scales": [scales]}
+        found = QuickMxfp4(None).convert(dict(parts), model=model, full_layer_name="experts.down_proj")
+    finally:
+        torch.set_num_threads(before)
+    wanted = Mxfp4Dequantize(None).convert(dict(parts), model=model, full_layer_name="experts.down_proj")
+    assert found.keys() == wanted.keys() == {"experts.down_proj"}
+    assert torch.equal(found["experts.down_proj"], wanted["experts.down_proj"])
+    assert counted == ["nibbles"] * 3

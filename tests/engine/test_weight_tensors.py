@@ -1,0 +1,453 @@
+"""Weights that are not in memory: what of them is refused. Weights that are multiplied from their codes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from rabbitllm.engine import units
+from rabbitllm.engine.experts import ExpertStack
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight
+from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
+from rabbitllm.quant import packed_products, vectors
+from rabbitllm.quant.packed_products import Matrix
+from tests.quant.test_packed_products import error, matrix, meant
+from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
+from tests.support.rounding import assert_greedy, assert_products
+from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split, tiers
+
+SHAPE = torch.Size((3, 4))
+
+
+class Refused(Exception):
+    """That something asked for the weight."""
+
+
+def refuse() -> torch.Tensor:
+    raise Refused
+
+
+def absent(
+    bring: Callable[[], torch.Tensor] = refuse, dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> AbsentWeight:
+    return AbsentWeight(bring, SHAPE, dtype, torch.device("cpu"), **more)
+
+
+def add_in_place(weight: Any) -> None:
+    weight.data += 1
+
+
+def set_an_item(weight: Any) -> None:
+    weight[0] = 1
+
+
+def set_data(weight: Any) -> None:
+    weight.data = torch.ones(tuple(weight.shape))
+
+
+WRITES: list[Callable[[Any], Any]] = [
+    add_in_place,
+    set_an_item,
+    set_data,
+    lambda weight: weight.detach().mul_(2),
+    lambda weight: weight.copy_(torch.zeros(tuple(weight.shape))),
+    lambda weight: weight.data.fill_(0),
+    lambda weight: torch.add(torch.ones(()), 1.0, out=weight),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_no_writing_to_what_is_not_there(write: Callable[[Any], Any]) -> None:
+    with torch.no_grad(), pytest.raises(ReadOnlyWeightError, match="read from the disk when its layer computes"):
+        write(absent())
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    ("family", "compression", "budget", "name", "kind"),
+    [
+        ("llama", "4bit", ALL, "model.layers.1.mlp.up_proj.weight", QuantizedWeight),
+        ("qwen3_moe", None, 0, "model.layers.1.mlp.experts.down_proj", ExpertStack),
+    ],
+)
+def test_no_writing_to_what_is_there_in_another_form(
+    tmp_path: Path,
+    family: str,
+    compression: str | None,
+    budget: int,
+    name: str,
+    kind: type,
+    write: Callable[[Any], Any],
+) -> None:
+    files = split(build_checkpoint(tmp_path, family), compression)
+    weight = load(files, budget, exact=False).get_parameter(name)
+    assert isinstance(weight, kind)
+    with torch.no_grad(), pytest.raises(ReadOnlyWeightError, match=r"by (its|their) codes"):
+        write(weight)
+
+
+def test_it_is_a_parameter_that_takes_no_memory() -> None:
+    weight = absent()
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.device) == (SHAPE, torch.bfloat16, torch.device("cpu"))
+    assert weight.requires_grad
+    assert not weight.requires_grad_(False).requires_grad
+    assert not absent(dtype=torch.uint8).requires_grad
+    assert not isinstance(absent(is_parameter=False), nn.Parameter)
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        weight.untyped_storage().data_ptr()
+
+
+WITHOUT_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "shape": lambda w: (
+        w.shape,
+        w.size(),
+        w.size(0),
+        w.dim(),
+        w.ndim,
+        w.numel(),
+        len(w),
+        w.stride(),
+        w.is_contiguous(),
+    ),
+    "dtype": lambda w: (w.dtype, w.is_floating_point(), w.is_complex(), w.element_size(), w.itemsize, w.nbytes),
+    "device": lambda w: (
+        w.device,
+        w.is_cuda,
+        w.is_cpu,
+        w.is_meta,
+        w.get_device(),
+        w.layout,
+        w.is_sparse,
+        w.is_pinned(),
+    ),
+    "gradient": lambda w: (w.requires_grad, w.grad, w.is_leaf, w.grad_fn, w.requires_grad_(False).requires_grad),
+    "functions": lambda w: (torch.is_floating_point(w), torch.numel(w), torch.is_tensor(w), torch.result_type(w, 1.5)),
+    "kind": lambda w: (w.type(), torch.is_complex(w), w.is_shared(), w.is_inference(), w.is_quantized),
+    "another's": lambda w: (
+        torch.ones(2, 2).to(w).dtype,
+        torch.ones(2).type_as(w).dtype,
+        torch.ones(4).expand_as(w).shape,
+    ),
+    "new": lambda w: (
+        w.new_zeros(2).tolist(),
+        w.new_ones(1).dtype,
+        w.new_empty((2, 3)).shape,
+        w.new_tensor([1, 2]).tolist(),
+    ),
+    "like": lambda w: (
+        torch.zeros_like(w).tolist(),
+        torch.empty_like(w).shape,
+        torch.ones_like(w, dtype=torch.int8).tolist(),
+    ),
+    "like, elsewhere": lambda w: (torch.rand_like(w).device, torch.empty_like(w, device="meta").device),
+}
+
+
+@pytest.mark.parametrize("asked", sorted(WITHOUT_VALUES))
+def test_what_needs_no_values_is_answered_as_for_a_weight_that_is_there(asked: str) -> None:
+    there = nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16))
+    assert WITHOUT_VALUES[asked](absent()) == WITHOUT_VALUES[asked](there)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda w: w.to("cpu"),
+        lambda w: w.to(torch.bfloat16),
+        lambda w: w.to(device="cpu", dtype=torch.bfloat16),
+        lambda w: w.to(torch.ones(1, dtype=torch.bfloat16)),
+        lambda w: w.bfloat16(),
+        lambda w: w.cpu(),
+        lambda w: w.contiguous(),
+        lambda w: w.share_memory_(),
+        lambda w: w.requires_grad_(),
+    ],
+)
+def test_a_change_that_changes_nothing_is_none(same: Callable[[Any], Any]) -> None:
+    weight = absent()
+    assert same(weight) is weight
+
+
+def test_another_name_for_it_is_absent_too() -> None:
+    for other in (absent().data, absent().detach(), nn.Parameter(absent())):
+        assert type(other) is AbsentWeight
+        with pytest.raises(Refused):
+            other.sum()
+    assert not absent().detach().requires_grad
+    assert isinstance(nn.Parameter(absent()), nn.Parameter)
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a sum": lambda w: w.float().sum(),
+    "a product": lambda w: nn.functional.linear(torch.ones(2, 4), w.float()),
+    "an operator": lambda w: w + 1,
+    "another's operator": lambda w: torch.ones(SHAPE) * w,
+    "in a list": lambda w: torch.cat([torch.ones(SHAPE, dtype=w.dtype), w]),
+    "by name": lambda w: torch.add(input=torch.ones(SHAPE), other=w),
+    "an item": lambda w: w[0],
+    "turned": lambda w: w.T,
+    "another dtype": lambda w: w.to(torch.float32),
+    "a copy": lambda w: w.to(torch.bfloat16, copy=True),
+    "a clone": lambda w: w.clone(),
+    "copied": lambda w: torch.zeros(SHAPE).copy_(w),
+    "new of it": lambda w: torch.ones(1).new_tensor(w.detach()),
+    "rows": lambda w: nn.functional.embedding(torch.tensor([0, 2]), w),
+    "a list": lambda w: w.tolist(),
+    "an array": lambda w: w.detach().float().numpy(),
+    "numpy": lambda w: np.asarray(w.detach().float()),
+    "an address": lambda w: w.data_ptr(),
+    "a number": lambda w: w[0, 0].item(),
+    "a truth": lambda w: bool(w.any()),
+    "rows one by one": lambda w: list(w),
+    "compared": lambda w: torch.equal(w, w),
+    "a view": lambda w: w.view(-1),
+    "inside another function": lambda w: torch.einsum("ij,kj->ik", w, w),
+    "dlpack": lambda w: torch.from_dlpack(w.detach().float()),
+}
+
+
+@pytest.mark.parametrize("asked", sorted(READS))
+def test_what_needs_values_asks_for_the_weight(asked: str) -> None:
+    there = torch.arange(12.0, dtype=torch.bfloat16).view(SHAPE)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(Refused):
+            READS[asked](absent())
+    with torch.no_grad():
+        wanted, found = READS[asked](there), READS[asked](absent(bring=lambda: nn.Parameter(there)))
+    if asked == "an address":
+        assert found == wanted
+        return
+    assert type(found) is type(wanted)
+    assert np.array_equal(np.asarray(_plain(found)), np.asarray(_plain(wanted)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value.detach().float().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def test_operations_that_no_torch_function_sees_ask_too() -> None:
+    """A product of something packed with it, and autograd's own functions, do not."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+        @staticmethod
+        def backward(context: Any, *gradients: torch.Tensor) -> None:
+            return None
+
+    class Other(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    other, there = torch.ones(SHAPE).as_subclass(Other), torch.full(SHAPE, 3.0)
+    for compute in (lambda w: Doubled.apply(w), lambda w: other + w):
+        with torch.no_grad(), pytest.raises(Refused):
+            compute(absent(dtype=torch.float32))
+        with torch.no_grad():
+            found = compute(absent(dtype=torch.float32, bring=lambda: there))
+        assert torch.equal(found.as_subclass(torch.Tensor), compute(there).as_subclass(torch.Tensor))
+
+
+def test_what_it_prints() -> None:
+    said = "AbsentWeight((3, 4), torch.bfloat16, cpu, not in memory)"
+    assert repr(absent()) == str(absent()) == f"{absent()}" == said
+
+
+def test_no_initialising_by_a_function_that_takes_it_by_name() -> None:
+    for begin in (nn.init.zeros_, nn.init.ones_, nn.init.normal_):
+        with pytest.raises(ReadOnlyWeightError):
+            begin(absent(bring=lambda: torch.ones(SHAPE)))
+
+
+def test_copies_and_pickles() -> None:
+    weight = absent(marks={"quant_type": "nf4"})
+    assert weight.quant_type == "nf4"
+    again = copy.deepcopy(weight)
+    assert type(again) is AbsentWeight
+    assert (again.shape, again.dtype, again.quant_type) == (SHAPE, torch.bfloat16, "nf4")
+    assert isinstance(again, nn.Parameter)
+    assert again.requires_grad
+    for write in (
+        lambda: torch.save({"weight": weight.detach()}, io.BytesIO()),
+        lambda: pickle.dumps(weight),
+    ):
+        with pytest.raises(AbsentWeightError, match="save_pretrained"):
+            write()
+    with pytest.raises(Refused):
+        safetensors.torch.save({"weight": weight.detach()})
+
+
+with_vectors = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+WIDE = {"hidden_size": 128, "intermediate_size": 192}
+
+
+def weight(scheme: str = "4bit", rows: int = 32, columns: int = 128) -> QuantizedWeight:
+    return QuantizedWeight(Matrix(*matrix(scheme, rows, columns, dtype=torch.float32)), torch.float32)
+
+
+@pytest.mark.parametrize("scheme", ["4bit", "8bit"])
+@with_vectors
+def test_a_linear_has_it_like_any_other_weight(scheme: str) -> None:
+    packed = weight(scheme)
+    module = nn.Linear(128, 32)
+    module._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+    assert isinstance(module.weight, nn.Parameter)
+    assert (module.weight.shape, module.weight.dtype, module.weight.device.type) == ((32, 128), torch.float32, "cpu")
+    assert sum(parameter.numel() for parameter in module.parameters()) == 32 * 128 + 32
+    x = torch.randn(2, 5, 128)
+    with torch.no_grad():
+        for got in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
+            assert_products(got.view(10, 32), x.view(10, 128), packed.dequantized(), module.bias)
+    assert "PackedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
+
+
+@with_vectors
+def test_whatever_else_is_asked_gets_the_matrix() -> None:
+    packed = weight()
+    plain = packed.dequantized()
+    assert torch.equal(packed + 1, plain + 1)
+    assert torch.equal(packed[3:5], plain[3:5])
+    assert torch.equal(torch.cat([packed, plain]), torch.cat([plain, plain]))
+    assert torch.equal(packed.T @ packed, plain.T @ plain)
+    assert torch.equal(packed.to(torch.float64), plain.double())
+    assert torch.equal(nn.functional.linear(packed, plain), nn.functional.linear(plain, plain))
+    for copied in (copy.deepcopy(packed), packed.clone(), packed.detach()):
+        assert isinstance(copied, QuantizedWeight)
+        assert torch.equal(copied * 1, plain)
+
+
+@with_vectors
+def test_every_way_of_reading_it_gets_the_matrix() -> None:
+    packed = weight(rows=128, columns=128)
+    plain = packed.dequantized()
+    ids, x, projection = torch.tensor([[3, 127, 3]]), torch.randn(5, 2, 128), torch.randn(384, 128)
+
+    def attention(out: torch.Tensor) -> torch.Tensor:
+        given = (128, 4, projection, None, None, None, False, 0.0, out, None)
+        return nn.functional.multi_head_attention_forward(x, x, x, *given)[0]  # type: ignore[arg-type]
+
+    for read in (
+        lambda w: nn.functional.embedding(ids, w),
+        attention,
+        lambda w: w[torch.tensor([1, 5])],
+        lambda w: torch.from_numpy(np.asarray(w)),
+        lambda w: torch.from_numpy(w.numpy()),
+        lambda w: torch.tensor(w.tolist()),
+        lambda w: torch.from_dlpack(w),
+        lambda w: w.index_select(0, ids[0]),
+        lambda w: torch.zeros(128, 128).copy_(w),
+        lambda w: torch.stack(list(w)),
+        lambda w: torch.einsum("ij,bj->bi", w, x[0]),
+        lambda w: torch.load(saved(w), weights_only=False) * 1,
+    ):
+        with torch.no_grad():
+            assert torch.equal(read(packed), read(plain))
+    for address in (torch.Tensor.data_ptr, torch.Tensor.storage, lambda w: safetensors.torch.save({"w": w})):
+        with pytest.raises(AbsentWeightError, match="by its codes"):
+            address(packed)
+
+
+def saved(tensor: torch.Tensor) -> io.BytesIO:
+    into = io.BytesIO()
+    torch.save(tensor, into)
+    into.seek(0)
+    return into
+
+
+@with_vectors
+def test_gradients_of_inputs_and_bias_are_those_of_the_matrix() -> None:
+    packed = weight()
+    x, bias = torch.randn(3, 128, requires_grad=True), torch.randn(32, requires_grad=True)
+    nn.functional.linear(x, packed, bias).square().sum().backward()
+    of_x, of_bias = x.grad, bias.grad
+    assert of_x is not None
+    assert of_bias is not None
+    x2, bias2 = x.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
+    nn.functional.linear(x2, packed.dequantized(), bias2).square().sum().backward()
+    torch.testing.assert_close(of_x, x2.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(of_bias, bias2.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@with_vectors
+def test_every_family_is_near_to_its_dequantized_self(tmp_path: Path, family: str, compression: str) -> None:
+    folder = build_checkpoint(tmp_path / "model", family, tied=FAMILIES[family].ties[0], dtype=torch.float32)
+    plain = reference_logits(
+        dequantized(folder, tmp_path / "reference", compression, torch.float32), INPUT, torch.float32
+    )
+    directory, model = split(folder, compression), plain_model(tmp_path / "reference", dtype=torch.float32)
+    for budget in (ALL, 0):
+        found = run(load(directory, budget, exact=False))
+        assert error(found.logits, plain.logits.double()) < 1e-4
+        assert_greedy(found.tokens, plain.tokens, model, 1e-4 * float(plain.logits.norm()))
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+@with_vectors
+def test_resident_and_streamed_have_the_same_bits(tmp_path: Path, compression: str) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE), compression)
+    resident, streamed = load(directory, exact=False), load(directory, 0, exact=False)
+    assert Tier.STREAMED in tiers(streamed).values()
+    one, other = run(resident), run(streamed)
+    assert torch.equal(one.logits, other.logits)
+    assert torch.equal(one.tokens, other.tokens)
+
+
+@with_vectors
+def test_nothing_is_dequantized_when_a_token_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is kept is what is stored: the model fits where its dense matrices would not."""
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE)
+    directory = split(folder, "4bit")
+    exact = load(directory)
+    stored = sum(placed.stored for placed in exact.placement.units)
+    embedding = exact.get_input_embeddings().weight.nbytes
+    model = load(directory, stored + embedding, exact=False)
+    assert model.placement.is_resident
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("a matrix was dequantized")
+
+    monkeypatch.setattr(packed_products, "dequantize", refuse)
+    monkeypatch.setattr(units, "dequantize", refuse)
+    with torch.inference_mode():
+        model(INPUT[:, :1])
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert linears
+    assert all(isinstance(module._parameters["weight"], QuantizedWeight) for module in linears)
+
+
+@with_vectors
+def test_exact_has_the_bits_of_the_dequantized_model(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE)
+    expected = reference_logits(
+        dequantized(folder, tmp_path / "reference", "4bit", torch.bfloat16), INPUT, torch.bfloat16
+    )
+    exact, default = (run(load(split(folder, "4bit"), exact=exact)) for exact in (True, False))
+    assert torch.equal(exact.logits, expected.logits)
+    assert not torch.equal(default.logits, expected.logits)
+
+
+@with_vectors
+def test_meant_is_what_dequantizing_gives() -> None:
+    """The referee of these tests agrees with bitsandbytes."""
+    parts = matrix("4bit", 16, 128, dtype=torch.float32)
+    assert error(weight("4bit", 16, 128).dequantized(), meant(parts)) < 1e-6
