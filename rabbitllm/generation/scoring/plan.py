@@ -50,7 +50,7 @@ WAITING_SHARE, COMPUTING_SHARE = 2, 4
 LEAST_TOKENS, MAX_TOKENS = 512, 8192
 """Default bounds of the tokens of a micro-batch. With fewer, shared prefixes are computed several times and products
 are slow. More gain little for their memory, and on a CPU even lose time if tensors become too large for the allocator's
-heaps (`pass_cost.HEAP_BLOCK_BYTES`)."""
+heaps (`memory.HEAP_BLOCK_BYTES`)."""
 RESIDENT_BATCHES = 8
 """Most micro-batches in a pass of a model with resident weights: a shared prefix is computed once for so many, and an
 interruption loses only these."""
