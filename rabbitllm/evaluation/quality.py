@@ -33,9 +33,8 @@ from rabbitllm.evaluation.compare import Summary, compare
 from rabbitllm.generation.request import context_of
 from rabbitllm.generation.scoring import ScoredText
 from rabbitllm.models.library.find import compression_here
-from rabbitllm.store.manifest import read_manifest
 from rabbitllm.store.locations import meant
-from rabbitllm.store.manifest import directory_name
+from rabbitllm.store.manifest import directory_name, read_manifest
 
 SHARE = 3
 """By default 1 / `SHARE` of free memory is for the weights of each model. A pass reads each weight once, so resident
