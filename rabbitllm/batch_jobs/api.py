@@ -91,8 +91,7 @@ def batch(
     """
     check_installed()
 
-    from rabbitllm.batch_jobs.job import BatchJob, work
-    from rabbitllm.batch_jobs.loading import BatchModel, loaded, settings_of, wish_of
+    from rabbitllm.batch_jobs.job import BatchJob, BatchModel, loaded, settings_of, wish_of, work
 
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")

@@ -4,28 +4,47 @@
 
 A separate thread writes the answers, so that no pass waits for the disk: during an fsync the next answers collect
 and are written together.
+
+The model is loaded so that its weights leave room for as many lines as possible. Streamed weights cost their time once
+per pass, however many lines share the pass. So, while lines wait, memory for one more line is worth more than the same
+memory for weights. The KV cache gets the memory that the longest lines need together, up to half of the free memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import transformers
+from rich.console import Console
+
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.display import JobDisplay, Progress
-from rabbitllm.batch_jobs.inputs import InputScan, surveyed
+from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, GENERATIONS, InputScan, surveyed
 from rabbitllm.batch_jobs.inputs import opened as opened_input
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opened
-from rabbitllm.batch_jobs.loading import BatchModel
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display.region import THE_REGION
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.skeleton import read_config
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.memory import cost_of_a_pass, free_memory
 from rabbitllm.generation.request import Sampling
+from rabbitllm.models.library.find import compression_here
+from rabbitllm.models.pull.loaded import load, pulled
+from rabbitllm.models.pull.make import Wish
+from rabbitllm.server.loading import with_room
 
 Groups = Generator[list[BatchAnswer]]
 """Answers, in groups that are complete at the same time."""
@@ -198,3 +217,142 @@ class _Writer:
                 self._tokens[0] += sum(one.prompt_tokens for one in answers)
                 self._tokens[1] += sum(one.new_tokens for one in answers)
                 self._tell(self.progress)
+
+
+SPARE_TOKENS = 256
+"""Allowance for the chat template of a line, and more."""
+CACHE_SHARE = 2
+"""The KV cache gets at most one part in this many of the free memory, if no size is given. Lines that need more do
+not raise this limit, and the memory of a pass does not lower it."""
+MAX_PASS_SHARE = 4
+"""A pass computes in at most one part in this many of the free memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchModel:
+    """A loaded model.
+
+    Attributes:
+        model: a model from `AutoModel.from_pretrained`.
+        cache_bytes: limit of the KV cache; None if it could not be predicted before the model was loaded.
+        folder: the split directory; None without one.
+        weights: digest of their source; None where it is not recorded.
+    """
+
+    model: Any
+    cache_bytes: int | None = None
+    folder: Path | None = None
+    weights: str | None = None
+
+
+def wish_of(name: str, *, compression: str | None = None, revision: str | None = None, **more: Any) -> Wish:
+    """The wish for a model.
+
+    Args:
+        name: the name as the user wrote it.
+        compression: None for that of a split on this machine.
+        revision: branch, tag or commit.
+        **more: further fields of `Wish`.
+    """
+    chosen = compression_here(name, None) if compression is None else compression
+    return Wish(name=name, compression=None if chosen == "none" else chosen, access=HubAccess(revision), **more)
+
+
+def loaded(
+    wish: Wish, survey: InputScan, limits: JobLimits, *, split: bool = True, dtype: str | None = None
+) -> BatchModel:
+    """Load the model.
+
+    Args:
+        wish: the model and the options for loading it.
+        survey: the scan of the input.
+        limits: limits of the batch; without one of the KV cache it gets the need of the lines, up to half of the free
+            memory.
+        split: False to stream from the checkpoint's own shards without writing anything.
+        dtype: the dtype to compute in; None for the config's.
+
+    Raises:
+        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
+        found = pulled(wish) if split else None
+        cache_bytes, pass_bytes = limits.cache_bytes, 0
+        if found is not None and wish.max_memory is None:
+            lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
+            free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
+            config = read_config(found.config_folder, wish.trust_remote_code)
+            if cache_bytes is None:
+                needed = needed_bytes(config, lengths, limits.sequences, dtype)
+                cache_bytes = min(needed, free // CACHE_SHARE) or None
+            texts = min(len(lengths), limits.sequences)
+            pass_bytes = min(good_pass_bytes(config, texts, dtype), free // MAX_PASS_SHARE)
+        fitting = replace(wish, max_memory=with_room(wish, cache_bytes, pass_bytes))
+        console = Console(stderr=True, highlight=False)
+        model = load(fitting, found, console, dtype=dtype, show_layer_progress=False)
+    transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
+    if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
+        cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
+    if found is None:
+        return BatchModel(model, cache_bytes)
+    return BatchModel(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
+
+
+def settings_of(wish: Wish, dtype: str | None) -> dict[str, Any]:
+    """The settings of a model that change answers, without its name."""
+    return {"compression": wish.compression, "revision": wish.access.revision, "dtype": dtype}
+
+
+def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:
+    """Bytes of the KV cache, once the weights are loaded, if the user gave no size.
+
+    Args:
+        free: free memory in bytes.
+        cache_bytes: predicted size of the KV cache.
+        pass_bytes: working memory of a pass; the KV cache may take half of the free memory even so.
+    """
+    return min(cache_bytes, max(free - pass_bytes, free // CACHE_SHARE))
+
+
+def digest_of(source: SourceIdentity | None) -> str | None:
+    """A digest that identifies weights: of the fingerprints of their source shards."""
+    if source is None:
+        return None
+    said = json.dumps(sorted(source.fingerprints.items()))
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str | None = None) -> int:
+    """Bytes of the KV caches of the longest lines, all at the same time.
+
+    Args:
+        config: the model's config.
+        lengths: estimated tokens of each line.
+        sequences: limit of lines at a time.
+        dtype: the dtype to compute in; None for the config's.
+    """
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    cost = cost_by_config(text, _dtype_of(config, dtype))
+    longest = sorted(lengths, reverse=True)[:sequences]
+    if not longest:
+        return 0
+    # the longest one has to fit alone, even where a character is a token
+    longest.append(CHARACTERS_OF_A_TOKEN * longest[0] + SPARE_TOKENS)
+    return sum(cost.bytes_for(min(length, most) if isinstance(most, int) else length) for length in longest)
+
+
+def good_pass_bytes(config: Any, texts: int, dtype: str | None = None) -> int:
+    """Bytes, without the KV cache, for a pass with enough tokens to be worth reading the weights.
+
+    Args:
+        config: the model's config.
+        texts: limit of lines answered at a time.
+        dtype: the dtype to compute in; None for the config's.
+    """
+    return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).good(texts)
+
+
+def _dtype_of(config: Any, dtype: str | None) -> Any:
+    import torch
+
+    return getattr(torch, dtype) if dtype is not None else getattr(config, "dtype", None) or torch.bfloat16

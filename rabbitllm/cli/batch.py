@@ -104,8 +104,7 @@ def batch_command(
     from rabbitllm.batch_jobs.display import put_end, record, said_when_interrupted
     from rabbitllm.batch_jobs.inputs import STDIN, columns_of
     from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
-    from rabbitllm.batch_jobs.job import BatchJob, work
-    from rabbitllm.batch_jobs.loading import loaded, settings_of
+    from rabbitllm.batch_jobs.job import BatchJob, loaded, settings_of, work
 
     wish = wish_to_run(
         model,

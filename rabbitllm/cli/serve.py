@@ -130,8 +130,8 @@ def serve_command(
 
     from rabbitllm.generation.request import Limits
     from rabbitllm.server.loading import served_name as name_of
+    from rabbitllm.server.server import serve_wish
     from rabbitllm.server.settings import Settings
-    from rabbitllm.server.start import serve_wish
 
     limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, aside_folder)
     settings = Settings(

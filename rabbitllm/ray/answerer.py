@@ -99,7 +99,7 @@ class Answerer:
             RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
         """
         from rabbitllm.batch_jobs.inputs import InputScan
-        from rabbitllm.batch_jobs.loading import loaded
+        from rabbitllm.batch_jobs.job import loaded
         from rabbitllm.store.manifest import read_manifest
 
         job = self._with_its_share()

@@ -19,8 +19,8 @@ from typing import Any
 from rabbitllm.base.terminal import counted
 from rabbitllm.batch_jobs.inputs import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
+from rabbitllm.batch_jobs.job import digest_of
 from rabbitllm.batch_jobs.journal import BatchJournal
-from rabbitllm.batch_jobs.loading import digest_of
 from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
 from rabbitllm.models.pull.make import Wish
 from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
@@ -45,7 +45,7 @@ def answering_on(
         name: the model's name as the user gave it.
         limits: limits of the batch of one worker.
         workers: see `staff_of`.
-        split, dtype: see `batch_jobs.loading.loaded`.
+        split, dtype: see `batch_jobs.job.loaded`.
 
     Raises:
         ClusterError, OptionError: see `connected`, `check_machines`, `staff_of`, `RayAnswers`; raised on first use.

@@ -24,9 +24,8 @@ from rabbitllm.batch_jobs.api import batch
 from rabbitllm.batch_jobs.display import Progress
 from rabbitllm.batch_jobs.inputs import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Generate, Item, JobLimits
-from rabbitllm.batch_jobs.job import BatchJob, work
+from rabbitllm.batch_jobs.job import BatchJob, settings_of, wish_of, work
 from rabbitllm.batch_jobs.journal import BatchJournal
-from rabbitllm.batch_jobs.loading import settings_of, wish_of
 from rabbitllm.errors import (
     ClusterError,
     CorruptShardError,

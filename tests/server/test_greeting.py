@@ -15,8 +15,8 @@ from rich.console import Console
 from rabbitllm.errors import OptionError
 from rabbitllm.server.guards import name_of
 from rabbitllm.server.loading import served_name
+from rabbitllm.server.server import put_greeting
 from rabbitllm.server.settings import bound, check_guarded, hosts_of, is_local
-from rabbitllm.server.start import put_greeting
 from tests.server.serving import Running
 from tests.support.builders import build_checkpoint
 
