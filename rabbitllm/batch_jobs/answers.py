@@ -387,7 +387,7 @@ def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tup
 
 def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> Any:
     try:
-        from rabbitllm.server.embeddings import EmbeddingAsked
+        from rabbitllm.server.embeddings import CheckedEmbedding
         from rabbitllm.server.requests import listed
         from rabbitllm.server.schemas import Embedding, parsed
     except ImportError as error:
@@ -399,7 +399,7 @@ def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> Any:
     inputs = tuple(builder.ids_of(one if isinstance(one, str) else tuple(one)) for one in given)
     if body.dimensions is not None and body.dimensions > builder.width:
         raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {builder.width:,}.", "dimensions")
-    return EmbeddingAsked(inputs, body.encoding_format == "base64", body.dimensions)
+    return CheckedEmbedding(inputs, body.encoding_format == "base64", body.dimensions)
 
 
 def _answer(builder: RequestBuilder, one: _OpenScores) -> BatchAnswer:

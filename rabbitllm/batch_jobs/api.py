@@ -114,7 +114,7 @@ def batch(
     else:
         name = str(model.name_or_path)
 
-        def load(survey: InputScan) -> BatchModel:
+        def load(scan: InputScan) -> BatchModel:
             return BatchModel(model)
 
         said = {"dtype": str(model.dtype).removeprefix("torch.")}

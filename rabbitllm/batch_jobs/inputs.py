@@ -52,21 +52,6 @@ MAX_LINE_BYTES = 16 << 20
 _BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A decoded line of the input.
-
-    Attributes:
-        number: from 1, counting empty lines.
-        value: its object; None if it is invalid.
-        problem: the reason why it is invalid; empty otherwise.
-    """
-
-    number: int
-    value: Any
-    problem: str = ""
-
-
 @dataclass(slots=True)
 class InputScan:
     """The scan of an input.
@@ -97,7 +82,7 @@ class InputScan:
         """Read a line again."""
         self.file.seek(self.offsets[index])
         raw, _ = _line(self.file)
-        return item_of(_decoded(raw, self.numbers[index]), index, self.defaults)
+        return _item(raw, self.numbers[index], index, self.defaults)
 
     def ordered(self, wanted: Iterable[int]) -> list[int]:
         """Indices in the order in which to answer them.
@@ -110,7 +95,7 @@ class InputScan:
         return [int(index) for index in chosen[places]]
 
 
-def surveyed(file: BinaryIO, defaults: Defaults) -> InputScan:
+def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
     """Scan an input.
 
     Args:
@@ -132,7 +117,7 @@ def surveyed(file: BinaryIO, defaults: Defaults) -> InputScan:
         number += 1
         if not raw.strip():
             continue
-        item = item_of(_decoded(raw, number), len(made), defaults)
+        item = _item(raw, number, len(made), defaults)
         made.offsets.append(offset)
         made.numbers.append(number)
         made.kinds.append(kind_of(item.asked))
@@ -143,25 +128,25 @@ def surveyed(file: BinaryIO, defaults: Defaults) -> InputScan:
     made.digest = digest.hexdigest()
     if not len(made):
         raise InputError("The input has no lines.", 'Lines are such as {"id": 1, "prompt": "What is a rabbit?"}.')
-    _refuse_twins(made, keys)
+    _refuse_duplicates(made, keys)
     return made
 
 
-def item_of(line: Line, index: int, defaults: Defaults) -> Item:
-    """The item of a line.
-
-    Args:
-        line: the decoded line.
-        index: index of the line among those that are not empty.
-        defaults: for values that it omits.
-    """
-    if line.problem:
-        return Item(index, line.number, Refused(line.problem))
+def _item(raw: bytes, number: int, index: int, defaults: Defaults) -> Item:
+    """The item of a line; `number` counts from 1 and with empty lines, `index` from 0 and without them."""
+    if number == 1:
+        raw = raw.removeprefix(_BOM)
+    if len(raw) > MAX_LINE_BYTES:
+        return Item(index, number, Refused(f"Line {number:,} has more than {MAX_LINE_BYTES:,} bytes."))
     try:
-        key = key_of(line.value, line.number)
+        value = decode_message(raw)
+    except ValueError as error:
+        return Item(index, number, Refused(f"Line {number:,} is no JSON that is taken here: {error}."))
+    try:
+        key = key_of(value, number)
     except LineError as error:
-        return Item(index, line.number, Refused(f"{error}."))
-    return Item(index, key, asked_of(line.value, index, defaults))
+        return Item(index, number, Refused(f"{error}."))
+    return Item(index, key, asked_of(value, index, defaults))
 
 
 def _line(file: BinaryIO, digest: Any = None) -> tuple[bytes, int]:
@@ -179,18 +164,7 @@ def _line(file: BinaryIO, digest: Any = None) -> tuple[bytes, int]:
     return raw, length
 
 
-def _decoded(raw: bytes, number: int) -> Line:
-    if number == 1:
-        raw = raw.removeprefix(_BOM)
-    if len(raw) > MAX_LINE_BYTES:
-        return Line(number, None, f"Line {number:,} has more than {MAX_LINE_BYTES:,} bytes.")
-    try:
-        return Line(number, decode_message(raw))
-    except ValueError as error:
-        return Line(number, None, f"Line {number:,} is no JSON that is taken here: {error}.")
-
-
-def _refuse_twins(survey: InputScan, keys: array[int]) -> None:
+def _refuse_duplicates(scan: InputScan, keys: array[int]) -> None:
     """
     Raises:
         InputError: a duplicate id.
@@ -199,10 +173,10 @@ def _refuse_twins(survey: InputScan, keys: array[int]) -> None:
     hashes = np.array(keys)[order]
     for place in np.flatnonzero(hashes[1:] == hashes[:-1]):
         first, second = (int(order[at]) for at in (place, place + 1))
-        key = survey.item(first).key
-        if key == survey.item(second).key:  # not a mere hash collision
+        key = scan.item(first).key
+        if key == scan.item(second).key:  # not a mere hash collision
             raise InputError(
-                f"Lines {survey.numbers[first]:,} and {survey.numbers[second]:,} of the input both have the id "
+                f"Lines {scan.numbers[first]:,} and {scan.numbers[second]:,} of the input both have the id "
                 f"{str(key)[:80]!r}.",
                 "Give every line an id of its own, or none of them any: then lines are known by their numbers.",
             )

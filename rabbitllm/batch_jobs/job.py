@@ -29,7 +29,7 @@ from rich.console import Console
 
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.display import JobDisplay, Progress
-from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, GENERATIONS, InputScan, surveyed
+from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, GENERATIONS, InputScan, scanned
 from rabbitllm.batch_jobs.inputs import opened as opened_input
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opened
@@ -92,31 +92,31 @@ def work(batch: BatchJob) -> Progress:
     Sampling(batch.defaults.temperature, batch.defaults.top_p)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(opened_input(batch.source, batch.columns))
-        survey = surveyed(file, batch.defaults)
+        scan = scanned(file, batch.defaults)
         defaults = {name: list(one) if isinstance(one, tuple) else one for name, one in asdict(batch.defaults).items()}
-        head = {"input": survey.digest, "lines": len(survey), "model": batch.name, **batch.settings, **defaults}
+        head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
         if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
-            return Progress(len(survey), len(survey), errors, len(survey), 0, 0, 0.0)
-        journal = stack.enter_context(opened(batch.out, len(survey), head, overwrite=batch.overwrite))
+            return Progress(len(scan), len(scan), errors, len(scan), 0, 0, 0.0)
+        journal = stack.enter_context(opened(batch.out, len(scan), head, overwrite=batch.overwrite))
         progress = Progress(len(journal), journal.done, journal.errors, journal.resumed, 0, 0, 0.0)
         if journal.done < len(journal):
-            progress = _answer(batch, survey, journal)
+            progress = _answer(batch, scan, journal)
         journal.write_output(batch.out)
         return progress
 
 
-def _answer(batch: BatchJob, survey: InputScan, journal: BatchJournal) -> Progress:
+def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress:
     shown = JobDisplay()
     if batch.elsewhere is not None:
         with _displayed(shown):
-            return keep(batch.elsewhere(survey, journal), journal, shown.told)
-    ready = batch.load(survey)
+            return keep(batch.elsewhere(scan, journal), journal, shown.told)
+    ready = batch.load(scan)
     if ready.weights is not None:
         journal.check_weights(ready.weights)
     limits = batch.limits
     if limits.cache_bytes is None:
         limits = replace(limits, cache_bytes=ready.cache_bytes)
-    items = map(survey.item, survey.ordered(journal.missing()))
+    items = map(scan.item, scan.ordered(journal.missing()))
     line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes
     try:
         with _displayed(shown):
@@ -259,13 +259,13 @@ def wish_of(name: str, *, compression: str | None = None, revision: str | None =
 
 
 def loaded(
-    wish: Wish, survey: InputScan, limits: JobLimits, *, split: bool = True, dtype: str | None = None
+    wish: Wish, scan: InputScan, limits: JobLimits, *, split: bool = True, dtype: str | None = None
 ) -> BatchModel:
     """Load the model.
 
     Args:
         wish: the model and the options for loading it.
-        survey: the scan of the input.
+        scan: the scan of the input.
         limits: limits of the batch; without one of the KV cache it gets the need of the lines, up to half of the free
             memory.
         split: False to stream from the checkpoint's own shards without writing anything.
@@ -278,7 +278,7 @@ def loaded(
         found = pulled(wish) if split else None
         cache_bytes, pass_bytes = limits.cache_bytes, 0
         if found is not None and wish.max_memory is None:
-            lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
+            lengths = [length for length, kind in zip(scan.lengths, scan.kinds, strict=True) if kind == GENERATIONS]
             free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
             config = read_config(found.config_folder, wish.trust_remote_code)
             if cache_bytes is None:

@@ -141,7 +141,7 @@ def serve_command(
         hosts=hosts_of(listening, host, allow_host or ()),
         body_bytes=body_bytes,
         seconds=timeout,
-        most_new_tokens=max_new_tokens,
+        max_new_tokens=max_new_tokens,
     )
     if serve_wish(wish, limits, settings, listening, console, grace=grace, split=not no_split, dtype=dtype):
         sys.stderr.flush()

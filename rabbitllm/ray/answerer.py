@@ -104,8 +104,8 @@ class Answerer:
 
         job = self._with_its_share()
         lengths, kinds = (array("q", (one[at] for one in job.longest)) for at in (0, 1))
-        survey = InputScan(io.BytesIO(), Defaults(), lengths=lengths, kinds=kinds)
-        found = loaded(job.wish, survey, job.limits, split=job.split, dtype=job.dtype)
+        scan = InputScan(io.BytesIO(), Defaults(), lengths=lengths, kinds=kinds)
+        found = loaded(job.wish, scan, job.limits, split=job.split, dtype=job.dtype)
         self._model = found.model
         self._model.pass_line = None
         self._limits = replace(job.limits, cache_bytes=found.cache_bytes)

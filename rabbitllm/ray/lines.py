@@ -44,36 +44,34 @@ def answering_on(
         wish: the model.
         name: the model's name as the user gave it.
         limits: limits of the batch of one worker.
-        workers: see `staff_of`.
+        workers: see `worker_pool`.
         split, dtype: see `batch_jobs.job.loaded`.
 
     Raises:
-        ClusterError, OptionError: see `connected`, `check_machines`, `staff_of`, `RayAnswers`; raised on first use.
+        ClusterError, OptionError: see `connected`, `check_machines`, `worker_pool`, `RayAnswers`; raised on first use.
         ResultsError: the journal was begun with other weights.
     """
 
-    def elsewhere(survey: InputScan, journal: BatchJournal) -> Generator[list[BatchAnswer]]:
-        order = [int(index) for index in survey.ordered(journal.missing())]
+    def elsewhere(scan: InputScan, journal: BatchJournal) -> Generator[list[BatchAnswer]]:
+        order = [int(index) for index in scan.ordered(journal.missing())]
         with connected(address) as nodes:
-            staff = staff_of(nodes, workers)
+            pool = worker_pool(nodes, workers)
             check_machines(nodes, None, [], quantizes=wish.compression is not None)
-            say(f"{counted(len(nodes), 'machine')}, {counted(staff.workers, 'worker')}; they get the model ready …")
-            job = WorkerJob(
-                everywhere(wish), name, limits, split, dtype, _longest(survey, limits.sequences), staff.share
-            )
-            chunks = in_chunks(order, staff.workers, limits.sequences)
+            say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; they get the model ready …")
+            job = WorkerJob(everywhere(wish), name, limits, split, dtype, _longest(scan, limits.sequences), pool.share)
+            chunks = in_chunks(order, pool.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:
                 if (weights := digest_of(about.source)) is not None:
                     journal.check_weights(weights)
 
-            yield from RayAnswers(staff, job, check=check).answered(chunks, survey.item)
+            yield from RayAnswers(pool, job, check=check).answered(chunks, scan.item)
 
     return elsewhere
 
 
-def _longest(survey: InputScan, count: int) -> tuple[tuple[int, int], ...]:
-    found = sorted(zip(survey.lengths, survey.kinds, strict=True), reverse=True)
+def _longest(scan: InputScan, count: int) -> tuple[tuple[int, int], ...]:
+    found = sorted(zip(scan.lengths, scan.kinds, strict=True), reverse=True)
     return tuple((int(length), int(kind)) for length, kind in found[:count])
 
 
@@ -99,7 +97,7 @@ class WorkerPool:
     share: int
 
 
-def staff_of(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool:
+def worker_pool(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool:
     """A worker for each GPU; where there is none, one for each machine.
 
     Args:
@@ -166,7 +164,7 @@ class RayAnswers:
     """The workers of one batch. The process must be connected to the cluster.
 
     Args:
-        staff: number of workers, and the resources of each.
+        pool: number of workers, and the resources of each.
         job: job of every worker.
         worker: the actor class.
         check: called with the first ready worker, before any answer; may raise to stop.
@@ -175,13 +173,13 @@ class RayAnswers:
 
     def __init__(
         self,
-        staff: WorkerPool,
+        pool: WorkerPool,
         job: WorkerJob,
         worker: type[Any] = Answerer,
         check: Callable[[WorkerInfo], None] = lambda about: None,
         tell: Callable[[str], None] = say,
     ) -> None:
-        self._staff = staff
+        self._pool = pool
         self._job = job
         self._class = worker
         self._check = check
@@ -206,7 +204,7 @@ class RayAnswers:
 
         waiting = deque(list(chunk) for chunk in chunks)
         try:
-            for _ in range(min(self._staff.workers, len(waiting))):
+            for _ in range(min(self._pool.workers, len(waiting))):
                 self._workers.append(self._started())
             while waiting or any(worker.left for worker in self._workers):
                 for worker in self._workers:
@@ -227,7 +225,7 @@ class RayAnswers:
     def _started(self) -> _Worker:
         import ray
 
-        options = {"num_cpus": self._staff.cpus, "num_gpus": self._staff.gpus, "scheduling_strategy": "SPREAD"}
+        options = {"num_cpus": self._pool.cpus, "num_gpus": self._pool.gpus, "scheduling_strategy": "SPREAD"}
         actor = ray.remote(self._class).options(max_restarts=0, **options).remote(self._job)
         return _Worker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
 
@@ -245,7 +243,7 @@ class RayAnswers:
         if late and now - self._told >= SAY_AGAIN_SECONDS:
             self._told = now
             cluster: Any = ray  # its functions are untyped
-            self._tell(wanting(self._staff, len(late), cluster.cluster_resources(), cluster.available_resources()))
+            self._tell(wanting(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
     def _give(self, worker: _Worker, items: list[Item]) -> None:
         worker.left = {one.index: one for one in items}
@@ -306,20 +304,20 @@ class RayAnswers:
             )
 
 
-def wanting(staff: WorkerPool, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
+def wanting(pool: WorkerPool, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
     """The message about workers that have not started.
 
     Args:
-        staff: the resources of each worker.
+        pool: the resources of each worker.
         late: their number.
         there, free: resources of the cluster, as Ray counts them.
     """
-    kinds = [("processor", "CPU", staff.cpus), ("GPU", "GPU", staff.gpus)]
+    kinds = [("processor", "CPU", pool.cpus), ("GPU", "GPU", pool.gpus)]
     wanted = " and ".join(counted(count, kind) for kind, _, count in kinds if count)
     found = ", ".join(
         f"{free.get(name, 0):g} of {there.get(name, 0):g} {kind}s" for kind, name, count in kinds if count
     )
-    who = f"{late} of {counted(staff.workers, 'worker')} {'has' if late == 1 else 'have'}"
+    who = f"{late} of {counted(pool.workers, 'worker')} {'has' if late == 1 else 'have'}"
     return (
         f"{who} no place on the cluster yet: each wants {wanted} of one machine; free in all: {found}. "
         "`ray status` says what has them. Waiting …"

@@ -51,7 +51,7 @@ class PoolingRecipe:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingAsked:
+class CheckedEmbedding:
     """A checked request for embeddings.
 
     Attributes:
@@ -157,9 +157,9 @@ def groups(lengths: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def embedding_asked(
+def checked_embedding(
     body: Embedding, tokenizer: Any, model: ModelLimits, settings: Settings, embedder: Embedder
-) -> EmbeddingAsked:
+) -> CheckedEmbedding:
     """Check the body and tokenize its inputs.
 
     Raises:
@@ -186,10 +186,10 @@ def embedding_asked(
                 "context_length_exceeded",
             )
         inputs.append(tuple(ids))
-    return EmbeddingAsked(tuple(inputs), body.encoding_format == "base64", body.dimensions)
+    return CheckedEmbedding(tuple(inputs), body.encoding_format == "base64", body.dimensions)
 
 
-def embedding_object(asked: EmbeddingAsked, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
+def embedding_object(asked: CheckedEmbedding, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
     """The response object of OpenAI's interface."""
     tokens = sum(map(len, asked.inputs))
     return {
@@ -212,5 +212,5 @@ def _cut(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
     return [float(value) for value in (torch.nn.functional.normalize(cut, dim=0) * length).tolist()]
 
 
-def _written(vector: Sequence[float], asked: EmbeddingAsked) -> Any:
+def _written(vector: Sequence[float], asked: CheckedEmbedding) -> Any:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if asked.as_base64 else list(vector)

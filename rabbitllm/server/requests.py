@@ -51,7 +51,7 @@ def _checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, s
     if max(ids) >= model.vocabulary:
         raise bad(f"The prompt has token {max(ids)}; this model has {model.vocabulary:,}.", param)
     if model.context is None:
-        return asked if asked is not None else settings.most_new_tokens
+        return asked if asked is not None else settings.max_new_tokens
     left = model.context - len(ids)
     if left < (asked or 1):
         followed = f", and {asked:,} are to follow" if asked is not None else ""
@@ -60,7 +60,7 @@ def _checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, s
             param,
             "context_length_exceeded",
         )
-    return asked if asked is not None else min(settings.most_new_tokens, left)
+    return asked if asked is not None else min(settings.max_new_tokens, left)
 
 
 def _requests_of(
@@ -91,7 +91,7 @@ def _requests_of(
     return tuple(found)
 
 
-def chat_asked(body: ChatBody, template: Template, model: ModelLimits, settings: Settings) -> CheckedCall:
+def checked_chat(body: ChatBody, template: Template, model: ModelLimits, settings: Settings) -> CheckedCall:
     """Check the body and make its requests.
 
     Raises:
@@ -228,7 +228,7 @@ def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
     return {str(name): str(schema.get("type", "")) for name, schema in properties.items() if isinstance(schema, dict)}
 
 
-def completion_asked(body: CompletionBody, tokenizer: Any, model: ModelLimits, settings: Settings) -> CheckedCall:
+def checked_completion(body: CompletionBody, tokenizer: Any, model: ModelLimits, settings: Settings) -> CheckedCall:
     """Check the body and make its requests.
 
     Raises:

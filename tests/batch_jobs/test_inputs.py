@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from rabbitllm.batch_jobs import inputs as module
-from rabbitllm.batch_jobs.inputs import InputScan, columns_of, opened, ordered, surveyed
+from rabbitllm.batch_jobs.inputs import InputScan, columns_of, opened, ordered, scanned
 from rabbitllm.batch_jobs.items import Defaults, Generate, Refused
 from rabbitllm.errors import InputError, MissingPackageError, OptionError
 
 
 def of(*lines: bytes | dict[str, Any]) -> InputScan:
     raw = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
-    return surveyed(io.BytesIO(raw), Defaults())
+    return scanned(io.BytesIO(raw), Defaults())
 
 
 def test_bad_lines_are_errors_in_place_with_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_an_id_twice_is_refused_and_names_the_lines() -> None:
 def test_an_input_without_lines_is_refused() -> None:
     for raw in (b"", b"\n \n"):
         with pytest.raises(InputError, match="no lines"):
-            surveyed(io.BytesIO(raw), Defaults())
+            scanned(io.BytesIO(raw), Defaults())
 
 
 def test_what_is_kept_of_a_line_is_some_tens_of_bytes() -> None:
@@ -85,7 +85,7 @@ def test_what_is_kept_of_a_line_is_some_tens_of_bytes() -> None:
     file = io.BytesIO(raw)
     tracemalloc.start()
     try:
-        found = surveyed(file, Defaults())
+        found = scanned(file, Defaults())
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

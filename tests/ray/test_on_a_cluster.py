@@ -320,7 +320,7 @@ def spread_batch(
     elsewhere: Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]],
 ) -> Progress:
     settings = settings_of(wish_of(str(model)), "float32")
-    never = lambda survey: NotImplemented  # noqa: E731
+    never = lambda scan: NotImplemented  # noqa: E731
     return work(BatchJob(source, out, str(model), never, Defaults(), limits, settings, elsewhere=elsewhere))
 
 
@@ -331,7 +331,7 @@ def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> 
     batch(str(model), source, tmp_path / "local.jsonl", dtype="float32")
     elsewhere = answering_on(cluster, wish_of(str(model)), str(model), JobLimits(), workers=1, dtype="float32")
     with pytest.raises(KeyboardInterrupt):
-        spread_batch(source, out, model, JobLimits(), lambda survey, journal: here(5, tmp_path / "local.jsonl", survey))
+        spread_batch(source, out, model, JobLimits(), lambda scan, journal: here(5, tmp_path / "local.jsonl", scan))
     done = spread_batch(source, out, model, JobLimits(), elsewhere)
     assert (done.done, done.resumed, done.errors) == (24, 5, 1)
     assert out.read_bytes() == (tmp_path / "local.jsonl").read_bytes()
@@ -352,10 +352,10 @@ def test_other_weights_of_the_same_name_are_refused(cluster: str, tmp_path: Path
     assert said == ["nothing"]
 
 
-def here(count: int, answers: Path, survey: InputScan) -> Generator[list[BatchAnswer]]:
+def here(count: int, answers: Path, scan: InputScan) -> Generator[list[BatchAnswer]]:
     """The first answers of a finished output, and then an interrupt."""
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
-    yield [BatchAnswer(index, survey.item(index).key, lines[index], "error" in lines[index]) for index in range(count)]
+    yield [BatchAnswer(index, scan.item(index).key, lines[index], "error" in lines[index]) for index in range(count)]
     raise KeyboardInterrupt
 
 
