@@ -32,7 +32,7 @@ from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_
 from rabbitllm.evaluation.compare import Summary, compare
 from rabbitllm.generation.request import context_of
 from rabbitllm.generation.scoring import ScoredText
-from rabbitllm.models.library.find import compression_here
+from rabbitllm.models.library import compression_here
 from rabbitllm.store.locations import meant
 from rabbitllm.store.manifest import directory_name, read_manifest
 

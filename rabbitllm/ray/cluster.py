@@ -21,7 +21,7 @@ from typing import Any
 
 from rabbitllm.base.options import expand
 from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 

@@ -22,7 +22,7 @@ from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
 from rabbitllm.batch_jobs.job import digest_of
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
 from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
 

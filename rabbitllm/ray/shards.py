@@ -13,7 +13,7 @@ from typing import Any
 
 from rabbitllm.base.terminal import counted
 from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
-from rabbitllm.models.pull.make import Pulled, Wish, pull
+from rabbitllm.models.pull import Pulled, Wish, pull
 from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
 from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
 from rabbitllm.splitter.lock import Lease, LeaseCheck, granted, revoke

@@ -32,7 +32,7 @@ from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.free_memory import trimming
 from rabbitllm.engine.tier_picture import places
 from rabbitllm.generation.request import BatchStats, Limits
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 from rabbitllm.server.app import create_app
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.loading import loaded

@@ -34,7 +34,7 @@ from rabbitllm.errors import (
     OptionError,
     ResultsError,
 )
-from rabbitllm.models.pull.make import Shards, Wish, pull
+from rabbitllm.models.pull import Shards, Wish, pull
 from rabbitllm.ray import cluster as cluster_module
 from rabbitllm.ray import lines
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob

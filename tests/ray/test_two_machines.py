@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from rabbitllm.base import progress
-from rabbitllm.models.pull.make import Wish, pull
+from rabbitllm.models.pull import Wish, pull
 from rabbitllm.ray.cluster import check_machines, nodes
 from rabbitllm.ray.shards import RayShardExecutor
 from tests.support.builders import build_checkpoint
