@@ -91,8 +91,8 @@ class InputScan:
             wanted: indices of lines.
         """
         chosen = np.fromiter(wanted, dtype=np.int64)
-        places = in_order(*(np.array(values)[chosen] for values in (self.kinds, self.lengths, self.beginnings)))
-        return [int(index) for index in chosen[places]]
+        order = in_order(*(np.array(values)[chosen] for values in (self.kinds, self.lengths, self.beginnings)))
+        return [int(index) for index in chosen[order]]
 
 
 def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
@@ -171,8 +171,8 @@ def _refuse_duplicates(scan: InputScan, keys: array[int]) -> None:
     """
     order = np.argsort(np.array(keys), kind="stable")
     hashes = np.array(keys)[order]
-    for place in np.flatnonzero(hashes[1:] == hashes[:-1]):
-        first, second = (int(order[at]) for at in (place, place + 1))
+    for position in np.flatnonzero(hashes[1:] == hashes[:-1]):
+        first, second = (int(order[at]) for at in (position, position + 1))
         key = scan.item(first).key
         if key == scan.item(second).key:  # not a mere hash collision
             raise InputError(
@@ -193,12 +193,12 @@ ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
 def ordered(items: Sequence[Item]) -> list[Item]:
     """Items in an efficient order."""
     said = [sized(item.asked) for item in items]
-    places = in_order(
+    order = in_order(
         np.array([kind_of(item.asked) for item in items], dtype=np.int64),
         np.array([tokens for _, tokens in said], dtype=np.int64),
         np.array([hashed(text[:BEGINNING]) for text, _ in said], dtype=np.int64),
     )
-    return [items[place] for place in places]
+    return [items[index] for index in order]
 
 
 def in_order(kinds: Any, lengths: Any, beginnings: Any) -> Any:

@@ -339,11 +339,11 @@ def _generation(value: Mapping[str, Any], kind: str, index: int, defaults: Defau
 def _messages(given: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(given, list | tuple):
         raise LineError(f"messages is {_kind(given)}; expected a list")
-    for place, one in enumerate(given):
+    for number, one in enumerate(given):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise LineError(f"messages.{place} is no message; expected an object with role and content")
+            raise LineError(f"messages.{number} is no message; expected an object with role and content")
         if not isinstance(one.get("content"), str):
-            raise LineError(f"messages.{place}.content is {_kind(one.get('content'))}; expected a text")
+            raise LineError(f"messages.{number}.content is {_kind(one.get('content'))}; expected a text")
     return tuple(dict(one) for one in given)
 
 
