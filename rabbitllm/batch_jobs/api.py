@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.options import expand, parse_size
+from rabbitllm.base.options import StreamOptions, expand, parse_max_memory, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN, InputScan
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
 from rabbitllm.errors import system_errors_by_name
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress
 import importlib.util
 
+from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import MissingPackageError
 
 
@@ -78,7 +79,8 @@ def batch(
         exact: compute each line's rows separately; see `rabbitllm.batch_jobs.items.JobLimits`.
         overwrite: replace an existing output.
         compression, device, max_memory, dtype, revision, trust_remote_code: of `AutoModel.from_pretrained`, for a model
-            that is not loaded yet; without `compression`, that of a split on this machine.
+            that is not loaded yet; without `compression`, that of a split on this machine. Shards that are fetched for
+            a split are not kept.
 
     Returns:
         One object for each line, in the order of the input; with `out`, the final progress.
@@ -91,7 +93,7 @@ def batch(
     """
     check_installed()
 
-    from rabbitllm.batch_jobs.job import BatchJob, BatchModel, loaded, settings_of, wish_of, work
+    from rabbitllm.batch_jobs.job import BatchJob, BatchModel, loaded, settings_of, work
 
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
@@ -100,17 +102,18 @@ def batch(
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
     load: Callable[[InputScan], BatchModel]
     if isinstance(model, str | os.PathLike):
+        from rabbitllm import prepare
+        from rabbitllm.auto_model import LoadRequest
+        from rabbitllm.models.library import compression_to_run
+        from rabbitllm.models.pull import shard_policy
+
         name = str(model)
-        wish = wish_of(
-            name,
-            compression=compression,
-            device=device,
-            max_memory=max_memory,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
+        run = StreamOptions(
+            device=device, dtype=dtype, max_memory=parse_max_memory(max_memory), trust_remote_code=trust_remote_code
         )
-        load = partial(loaded, wish, limits=limits, dtype=dtype)
-        said = settings_of(wish, dtype)
+        spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))
+        request = LoadRequest(spec, prepare.split_options(spec.compression, shard_policy()), run)
+        load, said = partial(loaded, request, limits=limits), settings_of(request)
     else:
         name = str(model.name_or_path)
 

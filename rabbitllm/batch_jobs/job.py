@@ -27,6 +27,7 @@ from typing import Any
 import transformers
 from rich.console import Console
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.display import JobDisplay, Progress
 from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, GENERATIONS, InputScan, scanned
@@ -34,15 +35,13 @@ from rabbitllm.batch_jobs.inputs import opened as opened_input
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opened
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display.region import THE_REGION
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory
 from rabbitllm.generation.request import Sampling
-from rabbitllm.models.library import compression_here
-from rabbitllm.models.pull import Wish, load, pulled
+from rabbitllm.models.pull import load, pulled
 from rabbitllm.server.loading import with_room
 
 Groups = Generator[list[BatchAnswer]]
@@ -244,50 +243,32 @@ class BatchModel:
     weights: str | None = None
 
 
-def wish_of(name: str, *, compression: str | None = None, revision: str | None = None, **more: Any) -> Wish:
-    """The wish for a model.
-
-    Args:
-        name: the name as the user wrote it.
-        compression: None for that of a split on this machine.
-        revision: branch, tag or commit.
-        **more: further fields of `Wish`.
-    """
-    chosen = compression_here(name, None) if compression is None else compression
-    return Wish(name=name, compression=None if chosen == "none" else chosen, access=HubAccess(revision), **more)
-
-
-def loaded(
-    wish: Wish, scan: InputScan, limits: JobLimits, *, split: bool = True, dtype: str | None = None
-) -> BatchModel:
+def loaded(request: LoadRequest, scan: InputScan, limits: JobLimits) -> BatchModel:
     """Load the model.
 
     Args:
-        wish: the model and the options for loading it.
+        request: the model, its split and its run.
         scan: the scan of the input.
         limits: limits of the batch; without one of the KV cache it gets the need of the lines, up to half of the free
             memory.
-        split: False to stream from the checkpoint's own shards without writing anything.
-        dtype: the dtype to compute in; None for the config's.
 
     Raises:
         RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
     """
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
-        found = pulled(wish) if split else None
+        run, found = request.run, pulled(request)
         cache_bytes, pass_bytes = limits.cache_bytes, 0
-        if found is not None and wish.max_memory is None:
+        if found is not None and run.max_memory is None:
             lengths = [length for length, kind in zip(scan.lengths, scan.kinds, strict=True) if kind == GENERATIONS]
-            free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
-            config = read_config(found.config_folder, wish.trust_remote_code)
+            free = sum(device.free_bytes() for device in resolve_devices(run.device, None))
+            config = read_config(found.config_folder, run.trust_remote_code)
             if cache_bytes is None:
-                needed = needed_bytes(config, lengths, limits.sequences, dtype)
+                needed = needed_bytes(config, lengths, limits.sequences, run.dtype)
                 cache_bytes = min(needed, free // CACHE_SHARE) or None
             texts = min(len(lengths), limits.sequences)
-            pass_bytes = min(good_pass_bytes(config, texts, dtype), free // MAX_PASS_SHARE)
-        fitting = replace(wish, max_memory=with_room(wish, cache_bytes, pass_bytes))
-        console = Console(stderr=True, highlight=False)
-        model = load(fitting, found, console, dtype=dtype, show_layer_progress=False)
+            pass_bytes = min(good_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
+        run = replace(run, max_memory=with_room(run, cache_bytes, pass_bytes), show_progress=False)
+        model = load(replace(request, run=run), found, Console(stderr=True, highlight=False))
     transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
     if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
         cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
@@ -296,9 +277,10 @@ def loaded(
     return BatchModel(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
 
 
-def settings_of(wish: Wish, dtype: str | None) -> dict[str, Any]:
+def settings_of(request: LoadRequest) -> dict[str, Any]:
     """The settings of a model that change answers, without its name."""
-    return {"compression": wish.compression, "revision": wish.access.revision, "dtype": dtype}
+    spec = request.spec
+    return {"compression": spec.compression, "revision": spec.access.revision, "dtype": request.run.dtype}
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:

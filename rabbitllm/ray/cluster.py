@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import expand
 from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
-from rabbitllm.models.pull import Wish
 from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 
@@ -191,12 +191,13 @@ def _short_folder() -> str | None:
     return "/tmp" if len(usual) > 20 and Path("/tmp").is_dir() else None
 
 
-def everywhere(wish: Wish) -> Wish:
-    """The same wish, with paths that do not depend on the working directory."""
-    path = expand(wish.name)
-    name = str(path.absolute()) if wish.name and path.exists() else wish.name
-    folder = Path(wish.folder).absolute() if wish.folder is not None else None
-    return replace(wish, name=name, folder=folder)
+def everywhere(request: LoadRequest) -> LoadRequest:
+    """The same request, with paths that do not depend on the working directory."""
+    spec = request.spec
+    path = expand(spec.name)
+    name = str(path.absolute()) if spec.name and path.exists() else spec.name
+    folder = spec.folder.absolute() if spec.folder is not None else None
+    return replace(request, spec=replace(spec, name=name, folder=folder))
 
 
 ANSWER_SECONDS = 120.0

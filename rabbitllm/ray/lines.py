@@ -16,36 +16,28 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.terminal import counted
 from rabbitllm.batch_jobs.inputs import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
 from rabbitllm.batch_jobs.job import digest_of
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
-from rabbitllm.models.pull import Wish
 from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
 from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
 
 
 def answering_on(
-    address: str,
-    wish: Wish,
-    name: str,
-    limits: JobLimits,
-    *,
-    workers: int | None = None,
-    split: bool = True,
-    dtype: str | None = None,
+    address: str, request: LoadRequest, name: str, limits: JobLimits, workers: int | None = None
 ) -> Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]]:
     """A function that provides the answers missing in a journal.
 
     Args:
         address: see `cluster.connected`.
-        wish: the model.
+        request: the model, its split and its run.
         name: the model's name as the user gave it.
         limits: limits of the batch of one worker.
         workers: see `worker_pool`.
-        split, dtype: see `batch_jobs.job.loaded`.
 
     Raises:
         ClusterError, OptionError: see `connected`, `check_machines`, `worker_pool`, `RayAnswers`; raised on first use.
@@ -56,9 +48,9 @@ def answering_on(
         order = [int(index) for index in scan.ordered(journal.missing())]
         with connected(address) as nodes:
             pool = worker_pool(nodes, workers)
-            check_machines(nodes, None, [], quantizes=wish.compression is not None)
+            check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
             say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; they get the model ready …")
-            job = WorkerJob(everywhere(wish), name, limits, split, dtype, _longest(scan, limits.sequences), pool.share)
+            job = WorkerJob(everywhere(request), name, limits, _longest(scan, limits.sequences), pool.share)
             chunks = in_chunks(order, pool.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:
