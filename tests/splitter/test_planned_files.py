@@ -14,7 +14,7 @@ from rabbitllm.base.options import SplitOptions, StreamOptions
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import make_load_plan
-from rabbitllm.estimate.source_scan import SourceScan
+from rabbitllm.estimate.plan import SourceScan
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
