@@ -60,7 +60,6 @@ BITS = frozenset(
         "generation/test_packed_batch.py",
         "generation/test_joint_pass.py",
         "batch_jobs/test_answers.py",
-        "batch_jobs/test_likelihoods.py",
         "evaluation/test_compare.py",
         "evaluation/test_every_family.py",
         "engine/test_around_the_weights.py",
