@@ -66,7 +66,7 @@ def test_elements() -> None:
     assert TensorSpec("w", "F32", (3, 0), "f", 0, 0).elements == 0
 
 
-DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OFFSET = 24
 
 
@@ -80,7 +80,7 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reference(path: Path, tensor: Strided) -> bytes:
     data = bytearray(path.read_bytes()[tensor.offset :])
-    flat = torch.frombuffer(data[: len(data) // 8 * 8], dtype=DTYPES[tensor.item])
+    flat = torch.frombuffer(data[: len(data) // 8 * 8], dtype=OF_SIZE[tensor.item])
     return torch.as_strided(flat, tensor.shape, tensor.strides).contiguous().numpy().tobytes()
 
 

@@ -369,7 +369,7 @@ def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monk
     assert_products(got, x, meant(parts), bias, weights=torch.bfloat16 if count > 256 else None)
 
 
-KERNELS = [key[1:] for key in product_kernels.KERNELS if key[0] == PANELS]
+BY_PANELS = [key[1:] for key in product_kernels.KERNELS if key[0] == PANELS]
 
 
 def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -380,7 +380,7 @@ def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor)
     return Matrix(*parts).times_by(ProductMethod.PANELS, width, x), meant(parts)
 
 
-@pytest.mark.parametrize(("scheme", "width"), KERNELS)
+@pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 13, 64])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 2048), (130, 2112), (70, 5632)])
 def test_any_number_of_inputs_rows_and_columns(scheme: str, width: int, count: int, rows: int, columns: int) -> None:
@@ -390,7 +390,7 @@ def test_any_number_of_inputs_rows_and_columns(scheme: str, width: int, count: i
     assert_products(got, x, weight)
 
 
-@pytest.mark.parametrize(("scheme", "width"), KERNELS)
+@pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
 def test_a_row_has_the_same_bits_alone_and_among_others(scheme: str, width: int) -> None:
     x = inputs(41, 4160)
     together, _ = by_panels(scheme, width, 70, 4160, x)
@@ -399,7 +399,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(scheme: str, width: int)
         assert torch.equal(alone, together[begin:end])
 
 
-@pytest.mark.parametrize(("scheme", "width"), KERNELS)
+@pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
 @pytest.mark.parametrize("team", [True, False])
 def test_any_number_of_threads_gives_the_same_bits_by_panels(
     scheme: str, width: int, team: bool, monkeypatch: pytest.MonkeyPatch
