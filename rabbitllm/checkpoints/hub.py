@@ -42,10 +42,7 @@ from rabbitllm.checkpoints.index import (
     read_index,
 )
 from rabbitllm.checkpoints.meta_checkpoint import (
-    CONFIG_NAME,
-    VOCABULARY_NAME,
     MetaCheckpoint,
-    names_a_model,
     ranks_of,
     read_meta,
 )
@@ -524,11 +521,8 @@ class HubCheckpoint:
     def _derived(self) -> Mapping[str, bytes]:
         if self._meta is None:
             return {}
-        sidecars = set(self._copied_sizes())
-        vocabulary = self.repository.download(VOCABULARY_NAME) if VOCABULARY_NAME in sidecars else None
-        if CONFIG_NAME in sidecars and not names_a_model(self.repository.download(CONFIG_NAME)):
-            sidecars.discard(CONFIG_NAME)
-        return self._meta.derived(self._first_rank, self._meta.ranks[0], vocabulary, sidecars)
+        rank = self._meta.ranks[0]
+        return self._meta.derived(self._first_rank, rank, self._copied_sizes(), self.repository.download)
 
     def derived(self) -> Mapping[str, bytes]:
         return self._derived
