@@ -27,7 +27,7 @@ from rabbitllm.estimate.cost_model import (
     shapes,
     work_of,
 )
-from tests.splitter.test_planned_files import planned
+from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 
 

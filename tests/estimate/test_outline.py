@@ -25,7 +25,7 @@ from rabbitllm.estimate.predict import predict_outline
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter.plan import PlannedFiles
 from tests.estimate.test_predict import known_rates, predict  # noqa: F401  slow ones, of which everything follows
-from tests.splitter.test_planned_files import planned
+from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one

@@ -29,7 +29,7 @@ from rabbitllm.estimate.measure import FileSample, WorkingSet
 from rabbitllm.estimate.module_calls import ExpertCalls
 from rabbitllm.estimate.plan import Plan
 from rabbitllm.store.layer_store import WeightFiles
-from tests.splitter.test_planned_files import planned
+from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.hybrid_families import HYBRIDS

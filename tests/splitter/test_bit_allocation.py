@@ -1,7 +1,9 @@
-"""Bits by budget: what is chosen keeps the limits to the byte, and gains with each byte."""
+"""Bits for each tensor: expected losses, the selection of offers, and the choice within the budgets."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -9,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from bitsandbytes import functional
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 
+import rabbitllm
 import rabbitllm.demo
 from rabbitllm.base.options import SplitOptions
+from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantize_blocks
@@ -20,6 +26,9 @@ from rabbitllm.splitter.bit_allocation import (
     ERRORS,
     FITTED_ERRORS,
     WORTH_LESS_BITS,
+    Offer,
+    SchemeGroup,
+    allocate,
     allocation_of,
     groups,
     role_of,
@@ -27,8 +36,227 @@ from rabbitllm.splitter.bit_allocation import (
 )
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.store.manifest import BitAllocation
+from rabbitllm.store.manifest import BitAllocation, read_manifest
+from tests.support.builders import build_checkpoint
 from tests.support.plans import MIB, all_freed, plan_of, resident_bytes, shard_of
+from tests.support.quick_measuring import quick_measuring as quick_measuring
+from tests.support.splitting import Call
+from tests.support.tiny_models import one_thread as one_thread
+
+HIDDEN, WIDTH, EXPERTS, SHARED = 64, 96, 12, 192
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(f"model.layers.{name}", "BF16", shape, "f", 0, 2 * torch.Size(shape).numel())
+
+
+def mlp(name: str, width: int) -> list[TensorSpec]:
+    up = [spec(f"{name}.{part}_proj.weight", width, HIDDEN) for part in ("gate", "up")]
+    return [*up, spec(f"{name}.down_proj.weight", HIDDEN, width)]
+
+
+def one_by_one() -> list[TensorSpec]:
+    return [tensor for number in range(EXPERTS) for tensor in mlp(f"0.mlp.experts.{number}", WIDTH)]
+
+
+def fused() -> list[TensorSpec]:
+    names = {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+    return [spec(f"0.mlp.experts.{name}", EXPERTS, *shape) for name, shape in names.items()]
+
+
+def weights(tensors: list[TensorSpec], picked: int | None) -> dict[tuple[str, str], float]:
+    def part(group: SchemeGroup) -> str:
+        return (
+            "shared" if "shared" in group.tensors[0].name else "experts" if "experts" in group.tensors[0].name else ""
+        )
+
+    # another layer behind it, so that both are in models of the same depth
+    found = groups([*tensors, spec("1.self_attn.o_proj.weight", HIDDEN, HIDDEN)], picked)
+    return {(part(group), group.role): group.weight for group in found}
+
+
+DENSE = weights(mlp("0.mlp", 512), None)
+ROLES = ("gate and up", "down")
+
+
+@pytest.mark.parametrize("experts", [one_by_one(), fused()], ids=["one by one", "fused"])
+def test_experts_and_shared_ones_together_weigh_what_a_dense_layer_does(experts: list[TensorSpec]) -> None:
+    tensors = [*experts, *mlp("0.mlp.shared_expert", SHARED)]
+    for picked in (1, 3, EXPERTS):
+        found = weights(tensors, picked)
+        for role in ROLES:
+            assert found["experts", role] + found["shared", role] == pytest.approx(DENSE["", role])
+            # as wide as what a token is multiplied with
+            assert found["experts", role] / found["shared", role] == pytest.approx(picked * WIDTH / SHARED)
+    untold = weights(tensors, None)
+    for role in ROLES:
+        assert untold["experts", role] == untold["shared", role] == DENSE["", role]
+
+
+@pytest.mark.parametrize("experts", [one_by_one(), fused()], ids=["one by one", "fused"])
+@pytest.mark.parametrize("picked", [None, 2])
+def test_without_shared_ones_experts_weigh_what_a_dense_layer_does(
+    experts: list[TensorSpec], picked: int | None
+) -> None:
+    found = weights(experts, picked)
+    for role in ROLES:
+        assert found["experts", role] == pytest.approx(DENSE["", role])
+    assert found["", "attention output"] == DENSE["", "attention output"]
+
+
+def test_gate_and_up_in_one_matrix_weigh_what_both_do() -> None:
+    both = weights([spec("0.mlp.gate_up_proj.weight", 1024, HIDDEN), spec("0.mlp.down_proj.weight", HIDDEN, 512)], None)
+    assert both == DENSE
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_experts_per_tok": 8}, 8),
+        ({"num_experts_per_tok": 8, "text_config": {"num_experts_per_tok": 2}}, 2),
+        ({"moe_topk": 4, "text_config": None}, 4),
+        ({"num_experts_per_tok": None}, None),
+        ({"num_experts_per_tok": [8]}, None),
+        ({"num_experts_per_tok": True}, None),
+        ({"num_experts_per_tok": 0}, None),
+        ({}, None),
+    ],
+)
+def test_what_configs_say(config: dict[str, object], expected: int | None) -> None:
+    assert experts_a_token(config) == expected
+
+
+def test_what_the_config_says_is_in_the_choice_and_in_the_plan(tmp_path: Path) -> None:
+    """The more experts a token uses, the less of what is lost is the shared one's."""
+    shared_at_8bit: list[int] = []
+    for picked in (1, 4):
+        folder = build_checkpoint(tmp_path / str(picked), "deepseek_v3", dtype=torch.bfloat16)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["n_shared_experts"]
+        (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": picked}))
+        allowed = int(sum(path.stat().st_size for path in folder.glob("*.safetensors")) * 0.72)
+        told = rabbitllm.plan(folder, compression="auto", max_disk=allowed, device="cpu", min_free_disk=0)
+        (mixture,) = [one.mixture for one in told.outlooks if one.compression == "auto"]
+        assert mixture is not None
+        made = Call(str(folder), compression="auto", sequential=False, max_disk=allowed).make()
+        again = rabbitllm.plan(folder, compression="auto", max_disk=allowed, device="cpu", min_free_disk=0)
+        (finished,) = [one for one in again.outlooks if one.compression == "auto"]
+        assert finished.finished
+        assert finished.mixture is not None
+        assert (finished.mixture.shares, finished.mixture.loss) == (mixture.shares, mixture.loss)
+        manifest = read_manifest(made)
+        assert manifest is not None
+        assert manifest.chosen is not None
+        used = [*manifest.chosen.schemes.values()]
+        shares = {share.scheme: 0 for share in mixture.shares}
+        for share in mixture.shares:
+            shares[share.scheme] += share.tensors
+        assert {scheme: used.count(scheme) for scheme in set(used)} == {s: n for s, n in shares.items() if s}
+        schemes = manifest.chosen.schemes.items()
+        shared_at_8bit.append(sum(scheme == "8bit" and "shared" in name for name, scheme in schemes))
+    assert shared_at_8bit[0] > shared_at_8bit[1] > 0
+
+
+# Bytes shared out among items: within the budget, never worse with more, as good as every combination tried.
+
+
+OFFERS = st.builds(Offer, st.integers(0, 30), st.integers(0, 40).map(float))
+ITEMS = st.lists(st.lists(OFFERS, min_size=1, max_size=4), max_size=5)
+BUDGETS = st.integers(0, 160)
+
+
+def taken(items: list[list[Offer]], budget: int) -> list[Offer] | None:
+    found = allocate(items, budget)
+    return None if found is None else [offers[number] for offers, number in zip(items, found, strict=True)]
+
+
+def loss(offers: list[Offer]) -> float:
+    return sum(offer.loss for offer in offers)
+
+
+def nbytes(offers: list[Offer]) -> int:
+    return sum(offer.nbytes for offer in offers)
+
+
+def best(items: list[list[Offer]], budget: int) -> float | None:
+    """The least loss of all combinations that fit."""
+    fitting = [loss([*one]) for one in itertools.product(*items) if nbytes([*one]) <= budget]
+    return min(fitting, default=None)
+
+
+@given(ITEMS, BUDGETS)
+@settings(max_examples=300, deadline=None)
+def test_never_over_budget_and_refused_only_where_nothing_fits(items: list[list[Offer]], budget: int) -> None:
+    found = taken(items, budget)
+    if found is None:
+        assert best(items, budget) is None
+    else:
+        assert nbytes(found) <= budget
+
+
+@given(ITEMS, BUDGETS, BUDGETS)
+@settings(max_examples=500, deadline=None)
+def test_more_bytes_are_never_worse(items: list[list[Offer]], one: int, other: int) -> None:
+    less, more = taken(items, min(one, other)), taken(items, max(one, other))
+    if less is not None:
+        assert more is not None
+        assert loss(more) <= loss(less)
+
+
+@given(ITEMS, BUDGETS)
+@settings(max_examples=300, deadline=None)
+def test_what_is_used_up_could_not_be_used_better(items: list[list[Offer]], budget: int) -> None:
+    """Where no step was passed over, nothing with as many bytes loses less."""
+    found = taken(items, budget)
+    if found is None:
+        return
+    at_most = taken(items, nbytes(found))
+    assert at_most is not None
+    assert loss(at_most) == loss(found)
+    dearest = max((max(o.loss for o in offers) - min(o.loss for o in offers) for offers in items), default=0)
+    least = best(items, budget)
+    assert least is not None
+    assert least <= loss(found) <= least + dearest
+
+
+@given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(0, 24))
+@settings(max_examples=300, deadline=None)
+def test_exact_where_each_step_takes_the_same(losses: list[list[int]], budget: int) -> None:
+    """Steps of one byte, each gaining no more than the one before: then the order of gain is the best there is."""
+    items = []
+    for gains in losses:
+        at, offers = float(sum(gains)), [Offer(0, float(sum(gains)))]
+        for number, gain in enumerate(sorted(gains, reverse=True)):
+            at -= gain
+            offers.append(Offer(number + 1, at))
+        items.append(offers)
+    found = taken(items, budget)
+    assert found is not None
+    assert loss(found) == best(items, budget)
+
+
+def test_equal_items_are_served_in_their_order() -> None:
+    items = [[Offer(0, 5.0), Offer(10, 1.0)]] * 4
+    assert allocate(items, 25) == (1, 1, 0, 0)
+
+
+def test_an_offer_above_the_hull_is_not_taken() -> None:
+    """The middle one costs 8 bytes for a gain of 1; the step past it gains more a byte, and others come first."""
+    one = [Offer(0, 10.0), Offer(8, 9.0), Offer(10, 0.0)]
+    assert allocate([one, one], 18) == (2, 0)
+    assert allocate([one, one], 20) == (2, 2)
+
+
+def test_a_step_that_does_not_fit_lets_later_ones_pass() -> None:
+    large, small = [Offer(0, 100.0), Offer(50, 0.0)], [Offer(0, 1.0), Offer(5, 0.0)]
+    assert allocate([large, small], 20) == (0, 1)
+    assert allocate([large], 49) == (0,)
+    assert allocate([[Offer(3, 0.0)]], 2) is None
+    assert allocate([], 0) == ()
+
+
+# Bits by budget: what is chosen keeps the limits to the byte, and gains with each byte.
+
 
 Usage = namedtuple("Usage", "total used free")
 FREE = 10**15
