@@ -10,9 +10,10 @@ from transformers import PretrainedConfig
 
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.weight_tensors import AbsentWeight
-from rabbitllm.estimate import overheads
-from rabbitllm.estimate.overheads import LayerSizes, _in_small, _weightless, binding_seconds, overhead, sizes_of
-from tests.estimate.test_work import drawn
+from rabbitllm.estimate import machine, module_calls
+from rabbitllm.estimate.machine import LayerSizes, _weightless, overhead, sizes_of
+from rabbitllm.estimate.module_calls import _in_small, binding_seconds
+from tests.estimate.test_cost_model import drawn
 
 SIZES = LayerSizes(100, 64, 128, 4, 2, 16)
 
@@ -35,7 +36,7 @@ def test_sizes_of_a_config() -> None:
     ],
 )
 def test_a_model_is_run_whatever_a_config_says(said: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overheads, "TOKENS", 4)
+    monkeypatch.setattr(machine, "TOKENS", 4)
     found = overhead(sizes_of(PretrainedConfig(**said)), torch.bfloat16, CpuDevice())
     assert found.a_pass >= 0
     assert found.a_module >= 0
@@ -65,7 +66,7 @@ def test_of_many_experts_a_few_are_made(tmp_path: Path, monkeypatch: pytest.Monk
     found = drawn(tmp_path / "m", "qwen3_moe", room=0)
     source = next(source for name, source in found.sources.items() if ".layers.1" in name)
     assert [times for _, times in _in_small(source)] == [1] * len(source.jobs)
-    monkeypatch.setattr(overheads, "MADE_BYTES", 25_000)
+    monkeypatch.setattr(module_calls, "MADE_BYTES", 25_000)
     fused = [(job, times) for job, times in _in_small(source) if job.recipe.converter is not None]
     assert {times for _, times in fused} <= {2, 4}
     for job, times in fused:

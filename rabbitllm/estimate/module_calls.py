@@ -1,19 +1,16 @@
-"""Measures how long a routed module takes per pass, on the model's own module and with the code that a pass runs.
+"""Measures calls of the model's own modules: the binding of streamed weights, and modules with experts.
 
-The module gets made-up experts: as many as fit into `SET_BYTES`, or all of them overlapping in that memory, so that
-few are found in the processor's caches. They come from a real pool, which reads missing ones from existing files. So
-the calls include all costs of a token: products with small matrices, Python, lookup and reading. The experts that a
-call uses are drawn uniformly.
+Both run the code that a pass runs, on made-up bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,19 +21,100 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_pool import HALF_LIVES, ExpertPool, Numbers, PooledExperts
 from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf
 from rabbitllm.engine.experts import ExpertStack, MappedExperts, Supply
+from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
-from rabbitllm.estimate import products
-from rabbitllm.estimate.products import small_pages
-from rabbitllm.estimate.reading import FileSample
+from rabbitllm.engine.units import PartReader, Place, UnitJob, UnitSource, typed
+from rabbitllm.estimate import measure
+from rabbitllm.estimate.measure import FileSample, small_pages
+from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression import NESTED_BLOCK, code_values
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import Profiler
 
+MADE_BYTES = 64 << 20
+"""Bytes of a conversion of many tensors (experts) that are carried out; the whole is extrapolated from these."""
+_STATE = ".quant_state.bitsandbytes__"
+"""In the names of stored parts that are bitsandbytes' metadata of a tensor."""
+
+
+def binding_seconds(plan: LoadPlan, unit: str, device: Device) -> float:
+    """Measure the seconds to make and bind a unit's parameters from its stored bytes, and to free them."""
+    source = plan.sources[unit]
+    part = _made_up(source, device)
+    total = 0.0
+    for job, times in _in_small(source):
+        few = dataclasses.replace(source, jobs=(job,))
+        total += times * min(_seconds(few, plan.model, part, device) for _ in range(3 if times == 1 else 2))
+    absent = [(place, place.placeholder(device.torch_device, _never_read)) for place in source.places]
+    start = time.perf_counter()
+    for place, placeholder in absent:
+        place.bind(placeholder)
+    return total + time.perf_counter() - start
+
+
+def _never_read(place: Place) -> torch.Tensor:
+    raise AssertionError(place.target)
+
+
+def _seconds(source: UnitSource, model: Any, part: PartReader, device: Device) -> float:
+    start = time.perf_counter()
+    with torch.no_grad():
+        source.make(model, part)
+    device.synchronise()
+    return time.perf_counter() - start
+
+
+def _in_small(source: UnitSource) -> Iterator[tuple[UnitJob, float]]:
+    """Yield each job, or one like it with fewer sources, and the factor from its time to that of the whole job."""
+    for job in source.jobs:
+        of_pattern: dict[str, list[tuple[str, str]]] = {}
+        for pattern, name in job.recipe.sources:
+            of_pattern.setdefault(pattern, []).append((pattern, name))
+        made = sum(place.shape.numel() * place.dtype.itemsize for _, place in job.places)
+        count = min(map(len, of_pattern.values()))
+        few = max(count * MADE_BYTES // max(made, 1), 1)
+        if job.recipe.converter is None or few >= count:
+            yield job, 1
+            continue
+        kept = tuple(entry for entries in of_pattern.values() for entry in entries[:few])
+        yield dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, sources=kept)), count / few
+
+
+def _made_up(source: UnitSource, device: Device) -> PartReader:
+    """Return a reader of parts that all have the same bytes, on the device."""
+    largest = max((part.nbytes for tensor in source.stored.values() for part in tensor.parts), default=0)
+    make = device.host_buffer if device.shares_host_memory else device.device_buffer
+    buffer = make(max(largest, 1))
+    if any(job.places and (job.recipe.converter or not source.is_view) for job in source.jobs):
+        buffer.fill_(0)  # untouched memory is read at no cost
+
+    def read(spec: TensorSpec) -> torch.Tensor:
+        if _STATE not in spec.name:
+            return typed(buffer[: spec.nbytes], spec)
+        state = {
+            "quant_type": spec.name.rpartition("__")[2],
+            "blocksize": 64,
+            "dtype": "float32",
+            "shape": [1, 1],
+            "nested_blocksize": 256,
+            "nested_dtype": "float32",
+            "nested_offset": 0.0,
+        }
+        return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8).to(device.torch_device)
+
+    return read
+
+
+# A routed module gets made-up experts: as many as fit into `measure.SET_BYTES`, or all of them overlapping in that
+# memory, so that few are found in the processor's caches. They come from a real pool, which reads missing ones from
+# existing files. So the calls include all costs of a token: products with small matrices, Python, lookup and reading.
+# The experts that a call uses are drawn uniformly.
+
 BETWEEN_BYTES = 64 << 20
 """Bytes used between two calls, after which no processor's caches contain earlier data."""
 _BYTE = 0x3C
-"""Byte that experts are filled with: see `products`."""
+"""Byte that experts are filled with: see `measure`."""
 
 _Call = Callable[[torch.Tensor], None]
 """The module's forward, for tokens with this routing."""
@@ -63,7 +141,7 @@ class ExpertCalls:
         self._sample = sample
         self._between = torch.ones(min(between, BETWEEN_BYTES) // 4 if device.shares_host_memory else 0)
         self._random = np.random.default_rng(0)
-        self._some = max(min(products.set_bytes() // source.nbytes, source.experts), source.used)
+        self._some = max(min(measure.set_bytes() // source.nbytes, source.experts), source.used)
 
     def mapped(self, tokens: int, *, for_good: bool) -> float:
         """Measure the seconds of a call whose experts are all in mapped files, or converted once (`for_good`)."""
@@ -72,13 +150,15 @@ class ExpertCalls:
 
     def found(self, tokens: int) -> float:
         """Measure the seconds of a call whose experts are all in slots of a pool."""
-        with self._pool(self._some, 0, _Filling()) as pool, self._pooled(pool) as call:
-            _bring_all(pool, self._some)
-            return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
+        return self._kept(tokens, self._some, 0)
 
     def near(self, tokens: int) -> float:
         """Measure the seconds of a call whose experts are all in pinned memory, and copied from there."""
-        with self._pool(0, self._some, _Filling()) as pool, self._pooled(pool) as call:
+        return self._kept(tokens, 0, self._some)
+
+    def _kept(self, tokens: int, slots: int, host_slots: int) -> float:
+        filling = _Filling(self._sample, THROUGH_THE_CACHE)
+        with self._pool(slots, host_slots, filling) as pool, self._pooled(pool) as call:
             _bring_all(pool, self._some)
             return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
@@ -127,7 +207,7 @@ class ExpertCalls:
         call()
         taken: list[float] = []
         begun = time.perf_counter()
-        while not taken or time.perf_counter() - begun < products.SECONDS:
+        while not taken or time.perf_counter() - begun < measure.SECONDS:
             self._between.sum()
             start = time.perf_counter()
             call()
@@ -197,19 +277,9 @@ class ExpertCalls:
 class _Filling(SpanReader):
     """A reader that reads nothing and fills memory with made-up weights."""
 
-    def __init__(self) -> None:
-        super().__init__(_Nowhere(), THROUGH_THE_CACHE)
-
     def read(self, spans: Any, buffer: memoryview) -> None:
         """Fill all of it."""
         np.frombuffer(buffer, np.uint8)[:] = _BYTE
-
-
-@dataclass(frozen=True)
-class _Nowhere:
-    def path(self, file: str) -> Any:
-        """Always raise, since no file exists."""
-        raise FileNotFoundError(file)
 
 
 def _width(source: ExpertSource) -> int:
@@ -263,7 +333,7 @@ def _with_parts(source: ExpertSource, part: Callable[[ExpertPart], ExpertPart], 
 def _laid_over_each_other(model: Any, source: ExpertSource, for_good: bool) -> dict[str, torch.Tensor]:
     """Lay all experts over small pages of `SET_BYTES` in all; as ordinary tensors where the model will have such."""
     largest = max(source.nbytes, *(leaf.ready_bytes // source.experts for leaf in source.leaves.values()))
-    memory = small_pages(max(products.set_bytes(), 2 * largest)).fill_(_BYTE)
+    memory = small_pages(max(measure.set_bytes(), 2 * largest)).fill_(_BYTE)
     step = (len(memory) - largest) // source.experts // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT
     supply = MappedExperts(model, _overlapping(source, step), lambda file: memory)
     real = MappedExperts(model, source, lambda file: torch.empty(_NO_FILE, dtype=torch.uint8, device="meta"))

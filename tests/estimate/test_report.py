@@ -1,4 +1,4 @@
-"""What generating will take, as text: within 80 columns, every fact in words."""
+"""The generation estimate as text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rabbitllm.estimate.generation import Experts, GenerationEstimate, Plan, Speed, TierContent
-from rabbitllm.estimate.generation_report import generation_basis, moment, show_generations
+from rabbitllm.estimate.cost_model import Experts, GenerationEstimate, Speed, TierContent
+from rabbitllm.estimate.plan import Plan
+from rabbitllm.estimate.report import generation_basis, moment, show_generations
 from rabbitllm.splitter.split_estimate import Rates
 
 GIB = 1 << 30

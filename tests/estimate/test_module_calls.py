@@ -1,4 +1,4 @@
-"""Calls of routed modules that are measured: the model's own, on as many bytes as it would read."""
+"""Calls that are measured: of routed modules, on as many bytes as they would read, and of binding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
-from rabbitllm.estimate import expert_calls
-from rabbitllm.estimate.expert_calls import ExpertCalls, _laid_over_each_other
-from rabbitllm.estimate.expert_times import CallTimes
-from rabbitllm.estimate.reading import FileSample
-from rabbitllm.estimate.routing import RoutedWork
-from tests.estimate.test_work import drawn
+from rabbitllm.estimate import module_calls
+from rabbitllm.estimate.cost_model import RoutedWork
+from rabbitllm.estimate.measure import FileSample
+from rabbitllm.estimate.module_calls import ExpertCalls, _laid_over_each_other
+from rabbitllm.estimate.predict import CallTimes
+from tests.estimate.test_cost_model import drawn
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
 from tests.support.tiny_models import one_thread, split  # noqa: F401  one applies by itself
@@ -83,7 +83,7 @@ def test_experts_are_read_in_as_many_pieces_as_they_lie_in(tmp_path: Path, way: 
         found = drawn(tmp_path / family, family, room=0)
         source = found.experts[0]
         places = FileSample(list((tmp_path / family).glob("*.safetensors")), 1 << 20).spans
-        moved = expert_calls._moved(source, places, torch.device("cpu"))
+        moved = module_calls._moved(source, places, torch.device("cpu"))
         for expert in range(source.experts):
             assert [span.nbytes for span in moved.spans(expert)] == [span.nbytes for span in source.spans(expert)]
             assert [span.at for span in moved.spans(expert)] == [span.at for span in source.spans(expert)]
