@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.options import StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.base.options import RunOptions, expand, parse_max_memory, parse_size
 from rabbitllm.batch_jobs.installed import check_installed
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling
 from rabbitllm.batch_jobs.lines import pooling_of
@@ -92,7 +92,7 @@ def batch(
         from rabbitllm.models.pull import shard_policy
 
         name = str(model)
-        run = StreamOptions(
+        run = RunOptions(
             device=device, dtype=dtype, max_memory=parse_max_memory(max_memory), trust_remote_code=trust_remote_code
         )
         spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))

@@ -79,7 +79,7 @@ def pull_command(
 
     from rabbitllm import prepare
     from rabbitllm.auto_model import LoadRequest
-    from rabbitllm.base.options import StreamOptions, expand, parse_max_memory
+    from rabbitllm.base.options import RunOptions, expand, parse_max_memory
     from rabbitllm.checkpoints.hub import HubAccess
     from rabbitllm.display.pictures import pictured
     from rabbitllm.display.split_display import shown
@@ -99,7 +99,7 @@ def pull_command(
         verify_source=verify_source,
     )
     limits = parse_max_memory(limits_of(max_memory))
-    run = StreamOptions(device=device, max_memory=limits, trust_remote_code=trust_remote_code)
+    run = RunOptions(device=device, max_memory=limits, trust_remote_code=trust_remote_code)
     request = LoadRequest(spec, split, run)
     console = Console(highlight=False)
     if dry_run:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand, parse_max_memory, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 from rabbitllm.checkpoints.hub import HubAccess
@@ -330,8 +330,8 @@ def plan(
         RabbitLLMError: an invalid argument, no such source, or a malformed one.
     """
     options = prepare.split_options(compression, max_disk=max_disk, min_free_disk=min_free_disk, fit_scales=fit_scales)
-    stream_options = StreamOptions(device=device, max_memory=parse_max_memory(max_memory))
-    options = prepare.with_memory(options, stream_options)
+    run_options = RunOptions(device=device, max_memory=parse_max_memory(max_memory))
+    options = prepare.with_memory(options, run_options)
     said = None if bandwidth is None else _said_rate(bandwidth)
     saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
@@ -341,7 +341,7 @@ def plan(
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
-    devices, predicted = generations(scan, stream_options, options.min_free)
+    devices, predicted = generations(scan, run_options, options.min_free)
     scan.refused |= {one.compression: one.obstacle for one in predicted if one.refused and one.obstacle}
     measured = _measure(scan, said)
     outlooks = tuple(outlook_at(scan, choice, measured) for choice in scan.folders)

@@ -21,9 +21,9 @@ from rabbitllm import auto_model, prepare
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base import progress
 from rabbitllm.base.options import (
+    RunOptions,
     ShardPolicy,
     SplitOptions,
-    StreamOptions,
 )
 from rabbitllm.base.terminal import counted, put, put_fact, size, size_rounded_up
 from rabbitllm.display.split_display import shown
@@ -156,7 +156,7 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
 def _split(
     source: prepare.Source,
     options: SplitOptions,
-    run: StreamOptions,
+    run: RunOptions,
     executor: ShardExecutor | None,
     too_little: TooLittle,
 ) -> None:
