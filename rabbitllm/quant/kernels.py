@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import Workers
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 CODES, PANELS = "codes", "panels"
 """Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs."""
+PAIRS = 32
+"""Value of `width` for kernels that multiply pairs of bfloat16."""
 BFLOAT16 = "bfloat16"
 """The scheme of a plain matrix of bfloat16, whose codes are its values."""
 WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14}
@@ -114,36 +117,32 @@ def run(method: str, scheme: str, width: int, work: Sequence[tuple[int, ...]], n
     """
     import torch
 
-    kernels = _product_kernels()
-    function, tile = kernels.address(method, scheme, width), kernels.ROWS
+    function, call, tile = _kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
-    share = -(-rows // (threads * tile)) * tile  # no tile is divided
-    given = (share, len(work), *(value for piece in work for value in piece))
-
-    def data_of(*head: int) -> Any:
-        return (ctypes.c_int64 * (len(head) + len(given)))(*head, *given)
-
-    if threads > 1 and (team := torchs_team()) is not None:
-        data = data_of(team.thread_number, team.thread_count)
-        team.run(function, ctypes.addressof(data), threads)
+    given = [value for piece in work for value in piece]
+    if threads == 1:
+        data = array("q", [0, 0, rows, len(work), *given])
+        call(data.buffer_info()[0])
         return
-    call = _callable(function)
-    others = [_threads().submit(call, data_of(0, number)) for number in range(1, -(-rows // share))]
-    call(data_of(0, 0))
+    share = -(-rows // (threads * tile)) * tile  # no tile is divided
+    if (team := torchs_team()) is not None:
+        data = array("q", [team.thread_number, team.thread_count, share, len(work), *given])
+        team.run(function, data.buffer_info()[0], threads)
+        return
+    parts = [array("q", [0, number, share, len(work), *given]) for number in range(-(-rows // share))]
+    others = [_threads().submit(call, part.buffer_info()[0]) for part in parts[1:]]
+    call(parts[0].buffer_info()[0])
     for other in others:
         other.result()
 
 
 @functools.cache
-def _product_kernels() -> Any:
+def _kernel(method: str, scheme: str, width: int) -> tuple[int, Callable[[int], None], int]:
+    """The address of a kernel, a function of Python that calls it, and the rows that it computes together."""
     from rabbitllm.quant import product_kernels  # takes a second
 
-    return product_kernels
-
-
-@functools.cache
-def _callable(function: int) -> Callable[[Any], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+    function = product_kernels.address(method, scheme, width)
+    return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), product_kernels.ROWS
 
 
 @functools.cache

@@ -31,13 +31,12 @@ from numba.core import cgutils
 from numba.core.extending import intrinsic
 
 from rabbitllm.quant.compiling import c_function
-from rabbitllm.quant.kernels import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, PANELS
+from rabbitllm.quant.kernels import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, PAIRS, PANELS
 from rabbitllm.quant.vectors import (
     F32,
     FOR_A_THREAD,
     HALF_BYTES,
     I8,
-    PAIRS,
     SEGMENT,
     Emitter,
     Pairs,

@@ -154,7 +154,7 @@ class _Inputs:
         self._step, self._odd = columns * 2, 0  # bytes of a row's even inputs in float32, or of all in bfloat16
         if method is ProductMethod.PANELS:
             self._ready, self._step = kernels.interleaved(width, x), columns * 4
-        elif width == _vectors().PAIRS:
+        elif width == kernels.PAIRS:
             self._ready = x.contiguous()
         else:
             self._ready = torch.empty(2, count, columns // 2)  # even and odd inputs
@@ -258,7 +258,7 @@ def method_for(matrix: Matrix, width: int, count: int) -> ProductMethod:
         ProductMethod.PANELS, matrix.form.scheme, width
     ):
         return ProductMethod.PANELS
-    most = MAX_INPUTS_IN_PAIRS if width == _vectors().PAIRS else MAX_INPUTS
+    most = MAX_INPUTS_IN_PAIRS if width == kernels.PAIRS else MAX_INPUTS
     return ProductMethod.CODES if count <= most else ProductMethod.DEQUANTIZED
 
 
@@ -296,8 +296,8 @@ def kernel_for(scheme: str, dtype: torch.dtype) -> int:
     import torch
 
     vectors = _vectors()
-    if dtype == torch.bfloat16 and vectors.multiplies_pairs() and _agrees(ProductMethod.CODES, scheme, vectors.PAIRS):
-        return int(vectors.PAIRS)
+    if dtype == torch.bfloat16 and vectors.multiplies_pairs() and _agrees(ProductMethod.CODES, scheme, kernels.PAIRS):
+        return kernels.PAIRS
     return int(vectors.lanes())
 
 
@@ -320,7 +320,7 @@ def _agrees(method: ProductMethod, scheme: str, width: int) -> bool:
     def product(form: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor) -> torch.Tensor:
         return Matrix(form, payload, absmax, table).times_by(method, width, x)
 
-    dtype = torch.bfloat16 if width == _vectors().PAIRS else torch.float32
+    dtype = torch.bfloat16 if width == kernels.PAIRS else torch.float32
     shapes, problem = _TRIALS[method]
     off = kernels.first_error(kernels.of_codes(scheme, dtype, shapes, product))
     if off is not None:

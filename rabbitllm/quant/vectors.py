@@ -27,8 +27,8 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.core.extending import intrinsic
 
-PAIRS = 32
-"""Value of `width` for kernels that multiply pairs of bfloat16."""
+from rabbitllm.quant.kernels import PAIRS
+
 ZERO_CODE = 127
 """The 8bit code of 0: lower codes are negative values, higher codes positive ones."""
 RAMP_BYTES = 64

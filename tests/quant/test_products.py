@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.quant import bfloat_products, kernels, product_kernels, products, vectors
-from rabbitllm.quant.kernels import CODES, PANELS
+from rabbitllm.quant.kernels import CODES, PAIRS, PANELS
 from rabbitllm.quant.library import functional as functions
 from rabbitllm.quant.product_kernels import KERNELS
 from rabbitllm.quant.products import (
@@ -34,7 +34,7 @@ from rabbitllm.quant.products import (
 from rabbitllm.quant.quantize import dequantize
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
 from rabbitllm.quant.schemes import Quantized
-from rabbitllm.quant.vectors import PAIRS, table_of
+from rabbitllm.quant.vectors import table_of
 from tests.support.rounding import assert_products
 
 SCHEMES = ("4bit", "8bit")
