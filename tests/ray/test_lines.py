@@ -9,8 +9,8 @@ import pytest
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import OptionError
 from rabbitllm.ray.answerer import WorkerInfo
-from rabbitllm.ray.chunks import PASSFULS, WorkerPool, in_chunks, staff_of
 from rabbitllm.ray.cluster import Node
+from rabbitllm.ray.lines import PASSFULS, WorkerPool, in_chunks, worker_pool
 from rabbitllm.store.manifest import BitAllocation
 
 
@@ -20,16 +20,16 @@ def nodes(*sizes: tuple[int, int]) -> list[Node]:
 
 
 def test_a_worker_for_each_gpu_else_for_each_machine() -> None:
-    assert staff_of(nodes((16, 4), (16, 4), (8, 0))) == WorkerPool(8, 1, 1, 4)
-    assert staff_of(nodes((16, 0), (8, 0))) == WorkerPool(2, 8, 0, 1)
-    assert staff_of(nodes((8, 0)), 4) == WorkerPool(4, 2, 0, 4)
-    assert staff_of(nodes((16, 0), (8, 0)), 3) == WorkerPool(3, 4, 0, 2)
+    assert worker_pool(nodes((16, 4), (16, 4), (8, 0))) == WorkerPool(8, 1, 1, 4)
+    assert worker_pool(nodes((16, 0), (8, 0))) == WorkerPool(2, 8, 0, 1)
+    assert worker_pool(nodes((8, 0)), 4) == WorkerPool(4, 2, 0, 4)
+    assert worker_pool(nodes((16, 0), (8, 0)), 3) == WorkerPool(3, 4, 0, 2)
 
 
 @pytest.mark.parametrize(("machines", "wanted"), [(nodes((8, 0)), 0), (nodes((8, 0)), 9), (nodes((8, 2)), 3)])
 def test_more_workers_than_there_is_room_for_are_refused(machines: list[Node], wanted: int) -> None:
     with pytest.raises(OptionError, match=f"--ray-workers {wanted} does not suit"):
-        staff_of(machines, wanted)
+        worker_pool(machines, wanted)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 100, 1001])

@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.batch_jobs.items import BatchCall, Choose, Defaults, Embed, Generate, Refused, ScoreItem
-from rabbitllm.batch_jobs.lines import LineError, asked_of, key_of, pooling_of
+from rabbitllm.batch_jobs.items import (
+    BatchCall,
+    Choose,
+    Defaults,
+    Embed,
+    Generate,
+    LineError,
+    Refused,
+    ScoreItem,
+    asked_of,
+    key_of,
+    pooling_of,
+)
 from rabbitllm.errors import OptionError
 
 DEFAULTS = Defaults(max_new_tokens=9, temperature=0.5, seed=100, stop=("END",))

@@ -1,8 +1,10 @@
-"""Lines of a batch, answered by actors of a Ray cluster, each with a model loaded once.
+"""`rabbitllm batch --ray`: unanswered lines of a journal, answered by actors of a Ray cluster.
 
-Each answer reaches this process as soon as it is complete, and is the only one for its line. A line is assigned to
-one worker; only if that worker is lost, its unanswered lines are assigned to another one. Why actors and not Ray
-Data, whose unit is a block of rows, is in docs/CLUSTER.md.
+The input is read and the results are written here, by one process, as without a cluster: so the order is kept, each
+line gets one answer, and a batch begun on a cluster can be finished without it. Each answer reaches this process as
+soon as it is complete. A line is assigned to one worker, which has loaded its model once; only if that worker is lost,
+its unanswered lines are assigned to another one. Why actors and not Ray Data, whose unit is a block of rows, is in
+docs/CLUSTER.md.
 """
 
 from __future__ import annotations
@@ -14,12 +16,114 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.terminal import counted
-from rabbitllm.batch_jobs.items import BatchAnswer, Item
-from rabbitllm.errors import ClusterError, RabbitLLMError
+from rabbitllm.batch_jobs.inputs import InputScan
+from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
+from rabbitllm.batch_jobs.job import digest_of
+from rabbitllm.batch_jobs.journal import BatchJournal
+from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
 from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
-from rabbitllm.ray.chunks import WorkerPool
-from rabbitllm.ray.cluster import say
+from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
+
+
+def answering_on(
+    address: str, request: LoadRequest, name: str, limits: JobLimits, workers: int | None = None
+) -> Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]]:
+    """A function that provides the answers missing in a journal.
+
+    Args:
+        address: see `cluster.connected`.
+        request: the model, its split and its run.
+        name: the model's name as the user gave it.
+        limits: limits of the batch of one worker.
+        workers: see `worker_pool`.
+
+    Raises:
+        ClusterError, OptionError: see `connected`, `check_machines`, `worker_pool`, `RayAnswers`; raised on first use.
+        ResultsError: the journal was begun with other weights.
+    """
+
+    def elsewhere(scan: InputScan, journal: BatchJournal) -> Generator[list[BatchAnswer]]:
+        order = [int(index) for index in scan.ordered(journal.missing())]
+        with connected(address) as nodes:
+            pool = worker_pool(nodes, workers)
+            check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
+            say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; they get the model ready …")
+            job = WorkerJob(everywhere(request), name, limits, _longest(scan, limits.sequences), pool.share)
+            chunks = in_chunks(order, pool.workers, limits.sequences)
+
+            def check(about: WorkerInfo) -> None:
+                if (weights := digest_of(about.source)) is not None:
+                    journal.check_weights(weights)
+
+            yield from RayAnswers(pool, job, check=check).answered(chunks, scan.item)
+
+    return elsewhere
+
+
+def _longest(scan: InputScan, count: int) -> tuple[tuple[int, int], ...]:
+    found = sorted(zip(scan.lengths, scan.kinds, strict=True), reverse=True)
+    return tuple((int(length), int(kind)) for length, kind in found[:count])
+
+
+PASSFULS = 4
+"""Limit of a chunk, in full passes: the last passes of each chunk are not full."""
+TURNS = 2
+"""Minimum of chunks per worker, if there are enough lines: a slow worker then delays the end less."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPool:
+    """The workers of a batch.
+
+    Attributes:
+        workers: number of workers.
+        cpus, gpus: reserved by Ray for each.
+        share: limit of workers on one machine.
+    """
+
+    workers: int
+    cpus: int
+    gpus: int
+    share: int
+
+
+def worker_pool(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool:
+    """A worker for each GPU; where there is none, one for each machine.
+
+    Args:
+        nodes: the machines.
+        workers: number wanted by the user; None for the default.
+
+    Raises:
+        OptionError: the number is below 1, or above the number of processors or GPUs.
+    """
+    gpus, cpus = sum(node.gpus for node in nodes), sum(node.cpus for node in nodes)
+    count = (gpus or len(nodes)) if workers is None else workers
+    most = gpus or cpus
+    if not 1 <= count <= most:
+        kind = "GPUs" if gpus else "processors"
+        raise OptionError(
+            f"--ray-workers {count} does not suit a cluster of {most} {kind}.", f"Say 1 to {most}, or leave it out."
+        )
+    if gpus:
+        return WorkerPool(count, 1, 1, min(count, max(node.gpus for node in nodes)))
+    share = -(-count // len(nodes))
+    return WorkerPool(count, max(1, min(node.cpus for node in nodes) // share), 0, share)
+
+
+def in_chunks(order: Sequence[int], workers: int, sequences: int) -> list[list[int]]:
+    """Split lines, in the given order, into chunks of equal length; the last one may be shorter.
+
+    Args:
+        order: indices of lines.
+        workers: number of workers, each of which answers one chunk after the other.
+        sequences: limit of lines in one pass.
+    """
+    size = max(1, min(PASSFULS * sequences, -(-len(order) // (workers * TURNS))))
+    return [list(order[at : at + size]) for at in range(0, len(order), size)]
+
 
 POLL_SECONDS = 0.5
 PLACE_SECONDS, SAY_AGAIN_SECONDS = 10.0, 60.0
@@ -52,7 +156,7 @@ class RayAnswers:
     """The workers of one batch. The process must be connected to the cluster.
 
     Args:
-        staff: number of workers, and the resources of each.
+        pool: number of workers, and the resources of each.
         job: job of every worker.
         worker: the actor class.
         check: called with the first ready worker, before any answer; may raise to stop.
@@ -61,13 +165,13 @@ class RayAnswers:
 
     def __init__(
         self,
-        staff: WorkerPool,
+        pool: WorkerPool,
         job: WorkerJob,
         worker: type[Any] = Answerer,
         check: Callable[[WorkerInfo], None] = lambda about: None,
         tell: Callable[[str], None] = say,
     ) -> None:
-        self._staff = staff
+        self._pool = pool
         self._job = job
         self._class = worker
         self._check = check
@@ -92,7 +196,7 @@ class RayAnswers:
 
         waiting = deque(list(chunk) for chunk in chunks)
         try:
-            for _ in range(min(self._staff.workers, len(waiting))):
+            for _ in range(min(self._pool.workers, len(waiting))):
                 self._workers.append(self._started())
             while waiting or any(worker.left for worker in self._workers):
                 for worker in self._workers:
@@ -113,7 +217,7 @@ class RayAnswers:
     def _started(self) -> _Worker:
         import ray
 
-        options = {"num_cpus": self._staff.cpus, "num_gpus": self._staff.gpus, "scheduling_strategy": "SPREAD"}
+        options = {"num_cpus": self._pool.cpus, "num_gpus": self._pool.gpus, "scheduling_strategy": "SPREAD"}
         actor = ray.remote(self._class).options(max_restarts=0, **options).remote(self._job)
         return _Worker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
 
@@ -131,7 +235,7 @@ class RayAnswers:
         if late and now - self._told >= SAY_AGAIN_SECONDS:
             self._told = now
             cluster: Any = ray  # its functions are untyped
-            self._tell(wanting(self._staff, len(late), cluster.cluster_resources(), cluster.available_resources()))
+            self._tell(wanting(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
     def _give(self, worker: _Worker, items: list[Item]) -> None:
         worker.left = {one.index: one for one in items}
@@ -192,20 +296,20 @@ class RayAnswers:
             )
 
 
-def wanting(staff: WorkerPool, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
+def wanting(pool: WorkerPool, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
     """The message about workers that have not started.
 
     Args:
-        staff: the resources of each worker.
+        pool: the resources of each worker.
         late: their number.
         there, free: resources of the cluster, as Ray counts them.
     """
-    kinds = [("processor", "CPU", staff.cpus), ("GPU", "GPU", staff.gpus)]
+    kinds = [("processor", "CPU", pool.cpus), ("GPU", "GPU", pool.gpus)]
     wanted = " and ".join(counted(count, kind) for kind, _, count in kinds if count)
     found = ", ".join(
         f"{free.get(name, 0):g} of {there.get(name, 0):g} {kind}s" for kind, name, count in kinds if count
     )
-    who = f"{late} of {counted(staff.workers, 'worker')} {'has' if late == 1 else 'have'}"
+    who = f"{late} of {counted(pool.workers, 'worker')} {'has' if late == 1 else 'have'}"
     return (
         f"{who} no place on the cluster yet: each wants {wanted} of one machine; free in all: {found}. "
         "`ray status` says what has them. Waiting …"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from rabbitllm.batch_jobs.loading import good_pass_bytes, left_of, needed_bytes
+from rabbitllm.batch_jobs.job import good_pass_bytes, left_of, needed_bytes
 from tests.support.builders import FAMILIES
 
 
