@@ -62,11 +62,11 @@ def chat_command(
 
     from rabbitllm.chat.conversation import Conversation
     from rabbitllm.chat.loop import ChatLoop, standard_surface
-    from rabbitllm.generation.session import ChatOptions, Session
+    from rabbitllm.generation.session import Session
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     chat = ChatLoop(
-        Session(loaded, ChatOptions(max_new_tokens, sampling)),
+        Session(loaded, max_new_tokens, sampling),
         standard_surface(),
         model,
         Conversation().with_system(system),
