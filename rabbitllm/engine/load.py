@@ -31,7 +31,7 @@ from rabbitllm.engine.load_plan import (
     refuse_too_little_memory,
 )
 from rabbitllm.engine.pass_line import PassLine
-from rabbitllm.engine.placement import READY, Placement, Tier
+from rabbitllm.engine.placement import READY, Placement, Tier, enclosing
 from rabbitllm.engine.prefetch import keep_units
 from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_way
@@ -214,18 +214,18 @@ def load_model(
         check_compression(scheme)  # fails now rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
-    drawn = make_load_plan(store, options, home, chosen)
+    plan = make_load_plan(store, options, home, chosen)
     if share is not None:
-        drawn = only_a_part(drawn, share, store, chosen, options)
-    refuse_too_little_memory(drawn, chosen)
-    model, weights, sources, placement = drawn.model, drawn.weights, drawn.sources, drawn.placement
+        plan = only_a_part(plan, share, store, chosen, options)
+    refuse_too_little_memory(plan, chosen)
+    model, weights, sources, placement = plan.model, plan.weights, plan.sources, plan.placement
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
     way = _way(sources, placement, by_name, store)
-    ways = _expert_ways(drawn.experts, placement, by_name, store)
+    ways = _expert_ways(plan.experts, placement, by_name, store)
     placement, kept = keep_units(placement, sources, by_name, store)
-    experts: Sequence[ExpertSource] = drawn.experts
+    experts: Sequence[ExpertSource] = plan.experts
     if not options.exact:
         choice = FusedChoice()
         sources = {**sources, **fused_units(sources, placement, by_name, weights, store, choice)}
@@ -258,8 +258,8 @@ def load_model(
             check_unused(model, weights, store)
         except IncompleteSplitError as error:
             logger.warning("%s The config and the weights may be of different models.", error.problem)
-    published.finish(model, drawn.quantizer)
-    published.say_how(drawn.quantizer, folder, model.dtype, chosen)
+    published.finish(model, plan.quantizer)
+    published.say_how(plan.quantizer, folder, model.dtype, chosen)
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)
@@ -346,12 +346,4 @@ def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:
     """Module path -> the torch device of the unit around it, else of the first unit."""
     owners = {placed.unit: devices[placed.device].torch_device for placed in placement.units}
     home = devices[placement.home].torch_device
-
-    def find(path: str) -> torch.device:
-        while path:
-            if path in owners:
-                return owners[path]
-            path = path.rpartition(".")[0]
-        return home
-
-    return find
+    return lambda path: owners.get(enclosing(path, owners) or "", home)

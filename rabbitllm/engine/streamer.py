@@ -34,7 +34,7 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
-from rabbitllm.engine.prefetch import FilledSlot, Loader, PinnedUnits, Uploader, largest
+from rabbitllm.engine.prefetch import FilledSlot, Loader, PinnedUnits, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.engine.units import Memo, PartReader, Place, UnitSource, mapped_part
 from rabbitllm.engine.weight_tensors import called_by, untrainable
@@ -171,7 +171,7 @@ class Streamer:
         self._brought: dict[str, dict[str, torch.Tensor]] = {}
         self._brought_memos: dict[str, Memo] = {name: {} for name in devices}
         self.embedding_rows: EmbeddingRows | None = None
-        self._letting_go: dict[str, Callable[[], None]] = {}
+        self._letting_go: dict[str, Callable[[], object]] = {}
         self.lanes: dict[str, DeviceExecutor] = {}
         for name, device in devices.items():
             moving = {
@@ -348,22 +348,20 @@ class Streamer:
             unit.module.register_forward_hook(rows.after, always_call=True)
         elif tier is Tier.PACKED:
             part = self._packed[unit.name] = self._part(source, device)
-            self._hook(source, device, _Packed(part), unbind)
+            self._hook(source, device, lambda: part, unbind)
         else:
-            self._hook(source, device, _Streamed(source, lane, self._prefetching), unbind)
+            streamed = _Streamed(source, lane, self._prefetching)
+            self._hook(source, device, streamed.bring, lambda: (unbind(), streamed.let_go()))
 
     def _hook(
-        self, source: UnitSource, device: Device, supply: _Packed | _Streamed, unbind: Callable[[], None]
+        self, source: UnitSource, device: Device, bring: Callable[[], PartReader], let_go: Callable[[], object]
     ) -> None:
+        """Bind a unit's weights before it computes, from the stored bytes that `bring` returns; `let_go` frees them."""
         name, module = source.unit.name, source.unit.module
-
-        def let_go() -> None:
-            unbind()
-            supply.let_go()
 
         def before(module: nn.Module, args: Any) -> None:
             self._letting_go[name] = let_go
-            part = supply.bring()
+            part = bring()
             if is_plain := not source.dequantizes:
                 self._start(name)  # binding is counted with computing
             # a parameter made in a caller's inference mode does not show that it requires a gradient: see Place.bind
@@ -470,7 +468,7 @@ class Streamer:
         if host is None:
             host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
             reader = SpanReader(self._store, THROUGH_THE_CACHE, self._store.checks)
-            reader.read(source.spans, host.numpy().data.cast("B"))
+            reader.read(source.spans, bytes_of(host))
         ticket = device.upload(host, buffer, device.leave())
         device.landed(ticket)
         device.arrive(ticket)
@@ -480,19 +478,6 @@ class Streamer:
 def _around(path: str) -> Iterator[str]:
     """The paths of the modules that a module is in, without the model's own."""
     return (path[:at] for at, letter in enumerate(path) if letter == ".")
-
-
-class _Packed:
-    """Supply of a unit whose stored bytes are on its device."""
-
-    def __init__(self, part: PartReader) -> None:
-        self._part = part
-
-    def bring(self) -> PartReader:
-        return self._part
-
-    def let_go(self) -> None:
-        pass
 
 
 class _Streamed:

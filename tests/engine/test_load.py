@@ -1,20 +1,37 @@
-"""The trial of a device's 4bit kernel: what decides, what is remembered, and what makes it a no."""
+"""A load builds one skeleton. The trial of a device's 4bit kernel: what decides, and what makes it a no."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rabbitllm.engine import load
+from rabbitllm import AutoModel
+from rabbitllm.engine import load, skeleton
 from rabbitllm.engine.load import MAX_ROWS, FusedChoice, is_near, is_sooner
 from rabbitllm.quant import fused_products
 from rabbitllm.quant.compression import Quantized
+from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 
 FORM = Quantized("4bit", (96, 128), "bfloat16")
+
+
+def test_a_load_builds_the_skeleton_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, built = build_checkpoint(tmp_path / "model", "llama"), []
+    build_skeleton = skeleton.build_skeleton
+
+    def count(*given: Any) -> Any:
+        built.append(given)
+        return build_skeleton(*given)
+
+    AutoModel.from_pretrained(str(folder), device="cpu")
+    monkeypatch.setattr(skeleton, "build_skeleton", count)
+    AutoModel.from_pretrained(str(folder), device="cpu")
+    assert len(built) == 1
 
 
 def test_codes_must_be_clearly_sooner() -> None:
