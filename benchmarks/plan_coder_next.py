@@ -42,9 +42,8 @@ from rabbitllm.estimate.predict import experts_of
 from rabbitllm.estimate.routing import RoutedWork, routed_work
 from rabbitllm.estimate.work import UnitWork, work_of
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
-from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.disk_budget import ShardTransfer, disk_use
+from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, make_plan
 
 GIB = 1 << 30
 VRAM_BYTES = int(15 * GIB * 0.9) - 15 * GIB // 16

@@ -35,7 +35,6 @@ from benchmarks.peers import PeerError
 from benchmarks.scatter import Point, draw
 from benchmarks.work_folder import fresh_folder
 from rabbitllm import AutoModel
-from rabbitllm.demo.prose import held_out_prose
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.evaluation.compare import compare
@@ -43,6 +42,7 @@ from rabbitllm.evaluation.divergence import Summary, at_positions, summary_of
 from rabbitllm.evaluation.quality import answers_of, text_of, windows
 from rabbitllm.evaluation.report import number
 from rabbitllm.generation.scoring import ScoredText
+from tools.demo_prose import held_out_prose
 
 WINDOW, TOKENS, PROBLEMS = 128, 4096, 400
 ASKED = 32

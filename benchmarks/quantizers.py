@@ -21,7 +21,7 @@ from benchmarks import command_line, report
 from benchmarks.measure import spread
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.quant.compression import quantize
-from rabbitllm.splitter.moves import CHUNK_BYTES
+from rabbitllm.splitter.plan import CHUNK_BYTES
 
 DTYPES = ("BF16", "F16", "F32")
 SLOW_PART = 8

@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.hub_process import HubProcess
 from benchmarks.published import Checkpoint
 from benchmarks.sampler import INTERVAL_SECONDS, Sample, SeriesSampler, cpu_seconds, peak_of
-from rabbitllm.splitter.finish import STAGING_NAME
+from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.store.manifest import directory_name
 
 _POLL_SECONDS = 0.005

@@ -33,7 +33,7 @@ from rabbitllm.estimate.routing import RoutedWork, by_unit, routed_work
 from rabbitllm.estimate.stretched import stretched
 from rabbitllm.estimate.work import Product, UnitWork, work_of
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.plan import PlannedFiles
 
 DENSE, MIXTURE = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen3-Coder-Next"
 MODELS = (DENSE, MIXTURE)

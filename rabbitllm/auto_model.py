@@ -29,7 +29,7 @@ from rabbitllm.store.manifest import check_split
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
-    from rabbitllm.prepare.acceptance import TooLittle
+    from rabbitllm.prepare.make import TooLittle
     from rabbitllm.store.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)

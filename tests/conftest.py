@@ -117,7 +117,7 @@ FIRST = (
     "evaluation/test_quality.py",
     "ray/test_on_a_cluster.py",
     "examples/test_kaggle_70b.py",
-    "demo/test_train.py",
+    "test_train_demo.py",
     "cli/test_serve.py",
     "cli/test_bench.py",
     "benchmarks/test_scale_model.py",

@@ -59,10 +59,6 @@ def python(code: str) -> str:
 def test_few_modules_name_bitsandbytes() -> None:
     naming = set()
     for name, path in modules().items():
-        if name.startswith(
-            "rabbitllm.demo."
-        ):  # the script that trains the bundled model compares with bitsandbytes itself
-            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Import) and any(a.name.startswith("bitsandbytes") for a in node.names):

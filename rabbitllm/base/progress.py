@@ -1,11 +1,14 @@
-"""Events of a split, as records for listeners.
+"""Events of a split, as records for listeners, and the statistics that accumulate from them.
 
-The splitter sends them; a progress bar, a log, the demo or a test listens. Independent of both sides.
-"""
+The splitter sends them; a progress bar, a log, the demo or a test listens. Independent of both sides, and of
+terminals; the clock is a parameter. Rates are those of the last seconds. Work of an earlier run counts as done, but in
+no rate."""
 
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -206,3 +209,249 @@ def tell(event: Event) -> None:
 def is_shown() -> bool:
     """Whether a listener displays the events to a user; if none does, a default display may be created."""
     return bool(_showing)
+
+
+RATE_SECONDS = 10.0
+"""Period over which rates are estimated."""
+SAMPLE_SECONDS = 0.25
+"""Minimum time between two points that rates are estimated from, however many events arrive."""
+FIRST_SECONDS = 0.5
+"""Minimum period for a rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentRates:
+    """Bytes per second over the last seconds; None if there is no such stage, or the period is too short.
+
+    Attributes:
+        done: source bytes that got into layer files; during a download, bytes that arrived.
+        fetch: bytes that arrived from the hub.
+        quantize: source bytes that were quantized.
+        write: bytes that were written to layer files.
+    """
+
+    done: float | None = None
+    fetch: float | None = None
+    quantize: float | None = None
+    write: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStats:
+    """The state of a split, or of the download before it, at a moment.
+
+    Attributes:
+        doing: "downloading" or "splitting".
+        label: the source.
+        done_bytes: source bytes in layer files (during a download, bytes here), including earlier runs.
+        total_bytes: of the source (or of the download).
+        rates: see there.
+        seconds_left: by the slower of fetching and splitting, at their present rates; None if neither is in progress.
+            A fetch that waits for room on the disk counts with its rate before.
+        disk_bytes: bytes that the split occupies; None while it is not known.
+        limit_bytes: bytes that it may occupy.
+        source_left_bytes: of the source's shards that are on this disk.
+        shard: number of the current one, from 1; 0 before the first.
+        shards: number of all shards.
+        shard_here: fraction of the current one that arrived; 1 if it is here, or not fetched.
+        layer: layer of the last bytes.
+        layers_done: finished, in this run or before.
+        layers: number of all layers.
+        seconds: since it began.
+    """
+
+    doing: str = "splitting"
+    label: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    rates: CurrentRates = CurrentRates()
+    seconds_left: float | None = None
+    disk_bytes: int | None = None
+    limit_bytes: int | None = None
+    source_left_bytes: int = 0
+    shard: int = 0
+    shards: int = 0
+    shard_here: float = 1.0
+    layer: str = ""
+    layers_done: int = 0
+    layers: int = 0
+    seconds: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Done share of all bytes, from 0 to 1."""
+        return min(self.done_bytes / self.total_bytes, 1.0) if self.total_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Bytes since this run began; differences of two of them, divided by seconds, are rates.
+
+    During `idle` seconds nothing was fetched because there was no room for another shard.
+    """
+
+    at: float
+    done: int = 0
+    fetched: int = 0
+    quantized: int = 0
+    written: int = 0
+    idle: float = 0.0
+
+
+class SplitLedger:
+    """Derives statistics from events. Not thread-safe: a caller with several threads must lock.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begin("splitting", "", 0)
+
+    def _begin(self, doing: str, label: str, total: int) -> None:
+        self._doing, self._label, self._total = doing, label, total
+        self._start = self._clock()
+        self._before = 0
+        self._started: SplitStarted | None = None
+        self._sizes: dict[str, int] = {}
+        self._shard_done: dict[str, int] = {}
+        self._shard_fetched: dict[str, int] = {}
+        self._current = ""
+        self._number = self._of = 0
+        self._disk: int | None = None
+        self._limit: int | None = None
+        self._source_left = 0
+        self._layer = ""
+        self._layers: set[str] = set()
+        self._idle, self._idle_since = 0.0, None if doing == "downloading" else self._start
+        self._pace: float | None = None
+        self._counts = _Counts(self._start)
+        self._points: deque[_Counts] = deque([self._counts])
+
+    def hear(self, event: Event) -> None:
+        """Process an event."""
+        match event:
+            case BytesDone():
+                known = self._shard_done
+                known[event.shard] = known.get(event.shard, 0) + event.nbytes
+                self._layer = event.layer or self._layer
+                self._count(event.nbytes, 0, event.quantized, event.written)
+            case BytesFetched():
+                self._fetched(event)
+            case DiskSampled():
+                self._disk, self._limit = event.disk_bytes, event.limit_bytes
+            case ShardStarted():
+                self._current, self._number, self._of = event.shard, event.number, event.of
+            case ShardDone():
+                self._shard_done[event.shard] = self._sizes.get(event.shard, self._shard_done.get(event.shard, 0))
+                self._disk, self._source_left = event.disk_bytes, event.source_left_bytes
+            case LayerDone():
+                self._layers.add(event.layer)
+            case SplitStarted():
+                self._take_up(event)
+            case DownloadStarted():
+                self._begin("downloading", event.label, event.nbytes)
+            case SplitDone():
+                pass
+
+    def _fetched(self, event: BytesFetched) -> None:
+        here = self._shard_fetched
+        here[event.shard] = here.get(event.shard, 0) + event.nbytes
+        if self._idle_since is not None:
+            self._idle, self._idle_since = self._idle_now(), None
+        if not event.earlier:
+            self._count(0, max(event.nbytes, 0), 0, 0)
+        if self._sizes and here[event.shard] >= self._sizes.get(event.shard, 0):  # until the next one begins
+            self._idle_since = self._clock()
+
+    def _idle_now(self) -> float:
+        return self._idle + (self._clock() - self._idle_since if self._idle_since is not None else 0.0)
+
+    def _take_up(self, event: SplitStarted) -> None:
+        disk, limit = self._disk, self._limit  # the disk is sampled before the split's first own event
+        self._begin("splitting", event.label, event.source_bytes)
+        self._disk, self._limit = disk, limit
+        self._started = event
+        self._sizes = dict(zip(event.shards, event.shard_bytes, strict=False))
+        self._before = event.source_bytes - sum(event.shard_bytes) if event.shard_bytes else 0
+        self._number, self._of = event.resumed, event.resumed + len(event.shards)
+        self._source_left = event.source_left_bytes
+
+    def _count(self, done: int, fetched: int, quantized: int, written: int) -> None:
+        now, last = self._clock(), self._counts
+        self._counts = _Counts(
+            now,
+            last.done + done,
+            last.fetched + fetched,
+            last.quantized + quantized,
+            last.written + written,
+            self._idle_now(),
+        )
+        if now - self._points[-1].at >= SAMPLE_SECONDS:
+            self._points.append(self._counts)
+        while len(self._points) > 1 and self._points[1].at <= now - RATE_SECONDS:
+            self._points.popleft()
+
+    def facts(self) -> SplitStats:
+        """Return the present statistics."""
+        now = self._clock()
+        rates, done, started = self._rates(now), self._done(), self._started
+        return SplitStats(
+            self._doing,
+            self._label,
+            done,
+            self._total,
+            rates,
+            self._seconds_left(rates, done),
+            self._disk,
+            self._limit,
+            self._source_left,
+            self._number,
+            self._of,
+            self._here(),
+            self._layer,
+            len(self._layers) + (started.layers_before if started is not None else 0),
+            started.layers if started is not None else 0,
+            now - self._start,
+        )
+
+    def _done(self) -> int:
+        if self._doing == "downloading":
+            return min(max(sum(self._shard_fetched.values()), 0), self._total)
+        sizes = self._sizes
+        return self._before + sum(min(done, sizes.get(shard, done)) for shard, done in self._shard_done.items())
+
+    def _here(self) -> float:
+        size, fetched = self._sizes.get(self._current, 0), self._shard_fetched.get(self._current)
+        return 1.0 if fetched is None or not size else min(max(fetched / size, 0.0), 1.0)
+
+    def _rates(self, now: float) -> CurrentRates:
+        while len(self._points) > 1 and self._points[1].at <= now - RATE_SECONDS:
+            self._points.popleft()
+        first, last, started = self._points[0], self._counts, self._started
+        seconds = now - max(first.at, now - RATE_SECONDS)
+        if seconds < FIRST_SECONDS:
+            return CurrentRates()
+        fetch = (last.fetched - first.fetched) / seconds
+        if self._doing == "downloading":
+            return CurrentRates(fetch, fetch)
+        active = seconds - (self._idle_now() - first.idle)
+        if active >= FIRST_SECONDS:
+            self._pace = (last.fetched - first.fetched) / active
+        return CurrentRates(
+            (last.done - first.done) / seconds,
+            fetch if started is not None and started.fetches else None,
+            (last.quantized - first.quantized) / seconds if started is not None and started.quantizes else None,
+            (last.written - first.written) / seconds,
+        )
+
+    def _seconds_left(self, rates: CurrentRates, done: int) -> float | None:
+        """Return the longer of the time left to split, at the rate of splitting, and the time left to fetch."""
+        found = []
+        if rates.done:
+            found.append((self._total - done) / rates.done)
+        if self._pace and self._started is not None and self._started.fetches:
+            here = sum(min(max(n, 0), self._sizes.get(s, n)) for s, n in self._shard_fetched.items())
+            found.append(max(sum(self._sizes.values()) - here, 0) / self._pace)
+        return max(found, default=None)

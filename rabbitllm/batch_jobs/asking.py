@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Defaults, Generate, Item
+from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item
 from rabbitllm.errors import MissingPackageError
 from rabbitllm.generation.request import (
     Delta,
@@ -141,53 +141,39 @@ class RequestBuilder:
 
     def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
         try:
-            from rabbitllm.server.chat_answers import ChatChoices
-            from rabbitllm.server.chat_requests import chat_asked
-            from rabbitllm.server.completion_answers import CompletionChoices
-            from rabbitllm.server.completion_requests import completion_asked
+            from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope, Spelling
+            from rabbitllm.server.requests import chat_asked, completion_asked
             from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
         except ImportError as error:
             raise missing_pydantic(error) from None
-        from rabbitllm.server.answers import Envelope
-        from rabbitllm.server.spelling import Spelling
 
-        settings, facts = self._settings(asked.defaults), self._facts(asked.defaults)
-        body = _with_defaults(asked, item.index)
+        defaults = asked.defaults
+        most = defaults.max_new_tokens
+        settings = Settings(self.name, most_new_tokens=most, completion_new_tokens=most)
+        limits = ModelLimits(self.context, self.vocabulary, defaults.temperature or 0.0, defaults.top_p)
+        given, spelling = _with_defaults(asked, item.index), Spelling(self.tokenizer)
+        body: ChatBody | CompletionBody
         choices: ChatChoices | CompletionChoices
         if asked.url == "/v1/chat/completions":
-            chat = parsed(ChatBody, body)
-            chat_wanted = chat_asked(chat, self.template, facts, settings)
-            choices = ChatChoices(chat_wanted, Spelling(self.tokenizer), self.ends, lambda: _new("call_"))
-            kinds, lead, n = ("chat.completion", ""), "chatcmpl-", chat.n or 1
-            requests, likeliest, text_of = chat_wanted.requests, chat_wanted.likeliest, choices.text_of
+            body = parsed(ChatBody, given)
+            checked = chat_asked(body, self.template, limits, settings)
+            choices = ChatChoices(checked, spelling, self.ends, lambda: _new("call_"))
+            kind, lead = "chat.completion", "chatcmpl-"
         else:
-            completion = parsed(CompletionBody, body)
-            completion_wanted = completion_asked(completion, self.tokenizer, facts, settings)
-            choices = CompletionChoices(completion_wanted, Spelling(self.tokenizer), self.ends)
-            kinds, lead, n = ("text_completion", ""), "cmpl-", completion.n or 1
-            requests, likeliest, text_of = completion_wanted.requests, completion_wanted.likeliest, _text_of
+            body = parsed(CompletionBody, given)
+            checked = completion_asked(body, self.tokenizer, limits, settings)
+            choices = CompletionChoices(checked, spelling, self.ends)
+            kind, lead = "text_completion", "cmpl-"
+        n = body.n or 1
 
         def answer(answered: Sequence[Answered]) -> Mapping[str, Any]:
-            envelope = Envelope(_new(lead), int(time.time()), self.name, *kinds)
+            envelope = Envelope(_new(lead), int(time.time()), self.name, kind, n=n)
             made = [
                 choices.whole(number, Delta(one.text, one.tokens), one.finished) for number, one in enumerate(answered)
             ]
-            from rabbitllm.server.answers import usage_of
+            return call_line(item, 200, envelope.whole(made, [one.finished for one in answered]))
 
-            return call_line(item, 200, envelope.whole(made, usage_of([one.finished for one in answered], n)))
-
-        return PreparedItem(item, requests, answer, likeliest is not None, text_of)
-
-    def _settings(self, defaults: Defaults) -> Settings:
-        most = defaults.max_new_tokens
-        return Settings(self.name, most_new_tokens=most, completion_new_tokens=most)
-
-    def _facts(self, defaults: Defaults) -> ModelLimits:
-        return ModelLimits(self.context, self.vocabulary, defaults.temperature or 0.0, defaults.top_p)
-
-
-def _text_of(piece: Delta) -> str:
-    return piece.text
+        return PreparedItem(item, checked.requests, answer, checked.likeliest is not None, choices.text_of)
 
 
 def _with_defaults(asked: BatchCall, index: int) -> dict[str, Any]:

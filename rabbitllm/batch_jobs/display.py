@@ -11,8 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rabbitllm.base.terminal import counted, put_fact, shortened
-from rabbitllm.base.words import LinePiece, Row, bar, duration, fitting, text_of
+from rabbitllm.base.terminal import LinePiece, Row, bar, counted, duration, fitting, put_fact, shortened, text_of
 from rabbitllm.batch_jobs.run import Progress
 from rabbitllm.generation.request import BatchStats
 

@@ -130,8 +130,8 @@ def _pair(desk: RequestBuilder, context: str, continuation: str) -> tuple[tuple[
 
 def _embedding_call(asked: BatchCall, desk: RequestBuilder) -> Any:
     try:
-        from rabbitllm.server.completion_requests import listed
         from rabbitllm.server.embeddings import EmbeddingAsked
+        from rabbitllm.server.requests import listed
         from rabbitllm.server.schemas import Embedding, parsed
     except ImportError as error:
         raise missing_pydantic(error) from None

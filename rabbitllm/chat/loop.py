@@ -11,8 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,16 +24,10 @@ from rich.text import Text
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_chat, write_chat
 from rabbitllm.errors import ChatError, RabbitLLMError
-from rabbitllm.generation.session import (
-    BY_THE_CONTEXT,
-    BY_THE_LIMIT,
-    BY_THE_USER,
-    PLACES,
-    AnswerWork,
-    ChatAnswer,
-    Session,
-)
+from rabbitllm.generation.request import Answer, AnswerWork, FinishReason
+from rabbitllm.generation.session import Session
 from rabbitllm.generation.streams import print_text
+from rabbitllm.telemetry.totals import PINNED_UPLOAD, READ, UPLOAD
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "/system": ("[TEXT]", "set the system prompt; without a text show it, with - remove it"),
@@ -44,6 +40,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "/exit": ("", "leave; Ctrl-D does it too"),
 }
 """Command -> its argument, in brackets if optional, and its help text."""
+_PLACES = {
+    READ: "from the disk",
+    UPLOAD: "of that copied to the device",
+    PINNED_UPLOAD: "from page-locked RAM to the device",
+}
+"""Stage -> source of its bytes, in words."""
 QUOTES = '"""'
 """Mark at the beginning and end of a message of several lines."""
 
@@ -94,95 +96,46 @@ def count_of(argument: str) -> int:
 # The output of /stats.
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Totals of all answers.
-
-    Attributes:
-        answers: number of answers.
-        tokens, prompt_tokens, kept_tokens, seconds, work: sums of the attributes of `ChatAnswer`.
-        further_tokens, further_seconds: number of tokens after each first one, and their time.
-    """
-
-    answers: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    kept_tokens: int = 0
-    seconds: float = 0.0
-    further_tokens: int = 0
-    further_seconds: float = 0.0
-    work: AnswerWork = field(default_factory=AnswerWork)
-
-    def plus(self, answer: ChatAnswer) -> Totals:
-        """The totals with one more answer."""
-        return Totals(
-            self.answers + 1,
-            self.tokens + answer.tokens,
-            self.prompt_tokens + answer.prompt_tokens,
-            self.kept_tokens + answer.kept_tokens,
-            self.seconds + answer.seconds,
-            self.further_tokens + max(answer.tokens - 1, 0),
-            self.further_seconds + (answer.seconds - answer.first if answer.tokens > 1 else 0.0),
-            self.work.plus(answer.work),
-        )
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens per second after the first of each answer; None if there were no further ones."""
-        return self.further_tokens / self.further_seconds if self.further_tokens and self.further_seconds else None
-
-
-@dataclass(frozen=True, slots=True)
-class CacheState:
-    """The current state of the KV cache.
-
-    Attributes:
-        kept: whether it is kept between answers.
-        tokens: number of tokens in it.
-        nbytes: its size in bytes.
-        context: tokens that the model has room for; None without a limit.
-    """
-
-    kept: bool
-    tokens: int
-    nbytes: int
-    context: int | None
-
-
-def show_stats(
-    console: Console, last: ChatAnswer | None, totals: Totals, cache: CacheState, in_place: Mapping[str, int]
-) -> None:
+def show_stats(console: Console, answers: Sequence[Answer], session: Session, in_place: Mapping[str, int]) -> None:
     """Print the output of /stats.
 
     Args:
         console: console to print to.
-        last: the last answer; None before the first.
-        totals: totals of all answers.
-        cache: current state of the KV cache.
+        answers: all answers so far.
+        session: the session, for the state of its KV cache.
         in_place: "device tier" -> bytes of weights that each pass uses without copying them.
     """
-    if last is None:
+    if not answers:
         put_fact(console, "answers", "none yet")
     else:
+        last = answers[-1]
         console.print(Text("last answer", "bold"))
-        put_fact(console, "  first token", _duration(last.first))
-        _show(console, last.tokens, last.rate, last.prompt_tokens, last.kept_tokens, last.work)
-        if totals.answers > 1:
-            console.print(Text(f"all {totals.answers:,} answers", "bold"))
-            put_fact(console, "  time", _duration(totals.seconds))
-            _show(console, totals.tokens, totals.rate, totals.prompt_tokens, totals.kept_tokens, totals.work)
+        first = last.seconds if last.first_seconds is None else last.first_seconds
+        put_fact(console, "  first token", _duration(first))
+        _show(console, [last])
+        if len(answers) > 1:
+            console.print(Text(f"all {len(answers):,} answers", "bold"))
+            put_fact(console, "  time", _duration(sum(answer.seconds for answer in answers)))
+            _show(console, answers)
     for place, nbytes in in_place.items():
         put_fact(console, "in place", f"{size(nbytes)} {place}, used by each pass without being moved")
-    of = f" of {cache.context:,}" if cache.context is not None else ""
-    held = f"{cache.tokens:,}{of} tokens, {size(cache.nbytes)}"
-    put_fact(console, "KV cache", held if cache.kept else "not kept: of this kind of model it cannot go on exactly")
+    of = f" of {session.context:,}" if session.context is not None else ""
+    held = f"{session.cached_tokens:,}{of} tokens, {size(session.cache_bytes)}"
+    is_kept = session.kept is not None
+    put_fact(console, "KV cache", held if is_kept else "not kept: of this kind of model it cannot go on exactly")
 
 
-def _show(console: Console, tokens: int, rate: float | None, prompt: int, kept: int, work: AnswerWork) -> None:
-    put_fact(console, "  generated", counted(tokens, "token") + (f", {rate:,.2f} a second" if rate else ""))
+def _show(console: Console, answers: Sequence[Answer]) -> None:
+    tokens = sum(len(answer.tokens) for answer in answers)
+    prompt, kept = (sum(map(attrgetter(name), answers)) for name in ("prompt_tokens", "kept_tokens"))
+    further = sum(max(len(answer.tokens) - 1, 0) for answer in answers)
+    seconds = sum(answer.seconds - answer.first_seconds for answer in answers if answer.first_seconds is not None)
+    rate = f", {further / seconds:,.2f} a second" if further and seconds else ""
+    work = reduce(AnswerWork.plus, (answer.work for answer in answers))
+    put_fact(console, "  generated", counted(tokens, "token") + rate)
     put_fact(console, "  prompt", f"{counted(prompt, 'token')}: {kept:,} kept in the cache, {prompt - kept:,} computed")
     put_fact(console, "  passes", f"{work.passes:,}, with {counted(work.tokens, 'token')} altogether")
-    moved = [f"{size(work.moved[stage])} {where}" for stage, where in PLACES.items() if stage in work.moved]
+    moved = [f"{size(work.moved[stage])} {where}" for stage, where in _PLACES.items() if stage in work.moved]
     put_fact(console, "  moved", ", ".join(moved) if moved else "nothing: all weights stay where they are used")
     if work.experts:
         found = ", ".join(f"{count:,} {where.removeprefix('experts ')}" for where, count in work.experts.items())
@@ -284,8 +237,7 @@ class ChatLoop:
         self._session = session
         self._surface = surface
         self._model = model
-        self._last: ChatAnswer | None = None
-        self._totals = Totals()
+        self._answers: list[Answer] = []
         self._failed = False
         self.conversation = conversation
 
@@ -355,36 +307,36 @@ class ChatLoop:
 
             answer = self._session.answer(self.conversation.messages(question), write, stopped=stopped, at_unit=at_unit)
         self._put("\n" if answer.text or not self._surface.interactive else "")
-        self._last, self._totals = answer, self._totals.plus(answer)
-        if answer.ended == BY_THE_USER and not answer.text:
+        self._answers.append(answer)
+        is_stopped = answer.finish is FinishReason.CANCELLED
+        if is_stopped and not answer.text:
             self._note("stopped before anything came; the question was taken back")
             return
-        stopped_early = answer.ended == BY_THE_USER
-        self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, stopped_early))
-        if stopped_early:
+        self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, is_stopped))
+        if is_stopped:
             self._note("stopped; what came so far stays in the conversation")
-        elif answer.ended == BY_THE_CONTEXT:
+        elif answer.finish is FinishReason.LENGTH and self._is_full(answer):
             self._note(
                 f"the context of {self._session.context:,} tokens is full: /drop forgets the oldest exchange, "
                 "/reset all of them"
             )
-        elif answer.ended == BY_THE_LIMIT:
-            self._note(f"ended after {counted(answer.tokens, 'token')}; --max-new-tokens sets that limit")
+        elif answer.finish is FinishReason.LENGTH:
+            self._note(f"ended after {counted(len(answer.tokens), 'token')}; --max-new-tokens sets that limit")
         elif not answer.text:
             self._note("the model ended its answer at once")
         if self._surface.interactive:
             self._put("\n")
+
+    def _is_full(self, answer: Answer) -> bool:
+        context = self._session.context
+        return context is not None and answer.prompt_tokens + len(answer.tokens) >= context
 
     def _carry_out(self, command: Command) -> None:
         match command.name:
             case "/help":
                 self._help()
             case "/stats":
-                session = self._session
-                state = CacheState(
-                    session.kept is not None, session.cached_tokens, session.cache_bytes, session.context
-                )
-                show_stats(self._surface.notes, self._last, self._totals, state, self._in_place)
+                show_stats(self._surface.notes, self._answers, self._session, self._in_place)
             case "/reset":
                 self.conversation = self.conversation.emptied()
                 self._session.forget()

@@ -84,7 +84,7 @@ def run_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.generation.request import INTERRUPTED, Sampling, most_new_tokens
+    from rabbitllm.generation.request import FinishReason, Sampling, most_new_tokens
     from rabbitllm.generation.session import answer
     from rabbitllm.generation.streams import print_text
     from rabbitllm.generation.template import has_template
@@ -131,7 +131,7 @@ def run_command(
         errors.print(ended)
     if verbose:
         put_statistics(errors, found, load_seconds, loaded.profiler.sums)
-    if found.finish == INTERRUPTED:
+    if found.finish is FinishReason.CANCELLED:
         raise typer.Exit(exit_codes.INTERRUPTED)
 
 

@@ -92,11 +92,11 @@ def serve_command(
 
     Example: rabbitllm serve Qwen/Qwen2.5-7B-Instruct --compression 4bit --port 8000
     """
-    from rabbitllm.server.installed import check_installed
+    from rabbitllm.server.settings import check_installed
 
     check_installed()
 
-    from rabbitllm.server.address import bound, check_guarded, hosts_of
+    from rabbitllm.server.settings import bound, check_guarded, hosts_of
 
     listening = bound(host, port)  # now, not after an hour of splitting
     check_guarded(listening, api_key, insecure=insecure)

@@ -85,7 +85,7 @@ def _report(found: Verification, seconds: float) -> str:
 
 def _advice(found: Verification) -> str:
     from rabbitllm.prepare import original_around
-    from rabbitllm.splitter.repair import shards_for
+    from rabbitllm.splitter.split import shards_for
 
     if found.manifest is None:
         return "To repair: split the model again, into another folder."

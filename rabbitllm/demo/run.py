@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rabbitllm.base import progress
-from rabbitllm.base.words import amount
+from rabbitllm.base.terminal import amount
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out
 from rabbitllm.display.disk_picture import pictured
-from rabbitllm.splitter.interrupted import starting_afresh
+from rabbitllm.splitter.journal import starting_afresh
 
 COMPRESSION = "4bit"
 ALLOWED_DROP = 0.02

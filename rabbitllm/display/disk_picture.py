@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base import progress
-from rabbitllm.base.terminal import unit_of
-from rabbitllm.base.words import amount, duration
+from rabbitllm.base.terminal import amount, duration, unit_of
 from rabbitllm.display.figure import blank, check_picture, unframed, write
 
 MAX_POINTS = 4_000

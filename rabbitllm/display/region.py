@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rabbitllm.base.forks import in_child
-from rabbitllm.base.words import Row, text_of
+from rabbitllm.base.terminal import Row, text_of
 from rabbitllm.display.form import DisplayForm, form_of, size_of
 from rabbitllm.display.terminal import Terminal
 

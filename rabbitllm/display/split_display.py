@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rabbitllm.base import progress
-from rabbitllm.base.split_stats import SplitLedger, SplitStats
-from rabbitllm.base.words import LinePiece, Row, amount, bar, duration, fitting, part, speed
+from rabbitllm.base.progress import SplitLedger, SplitStats
+from rabbitllm.base.terminal import LinePiece, Row, amount, bar, duration, fitting, part, speed
 from rabbitllm.display.region import THE_REGION, Claim
 
 TOGETHER = 90

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from rabbitllm.base.words import PLAIN_LETTERS, STYLES, Row
+from rabbitllm.base.terminal import PLAIN_LETTERS, STYLES, Row
 from rabbitllm.display.form import size_of
 from rabbitllm.display.nested_bars import NestedBars
 

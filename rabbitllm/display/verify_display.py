@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from rabbitllm.base.words import LinePiece, Row, bar, duration, fitting, part, speed, text_of
+from rabbitllm.base.terminal import LinePiece, Row, bar, duration, fitting, part, speed, text_of
 from rabbitllm.display.region import THE_REGION
 
 BAR = 24

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from rabbitllm.base.words import LinePiece, Row, duration, fitting
+from rabbitllm.base.terminal import LinePiece, Row, duration, fitting
 from rabbitllm.display.region import THE_REGION, Claim, LinePace
 from rabbitllm.telemetry.passes import PROMPT, PassInput
 

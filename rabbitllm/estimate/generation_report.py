@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.base.terminal import put, size
-from rabbitllm.base.words import speed
+from rabbitllm.base.terminal import put, size, speed
 from rabbitllm.engine.placement import Tier
 from rabbitllm.estimate.generation import Experts, GenerationEstimate, Plan
 

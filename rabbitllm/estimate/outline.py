@@ -18,7 +18,7 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression import COMPRESSIONS
-from rabbitllm.splitter.disk_use import on_disk
+from rabbitllm.splitter.disk_budget import on_disk
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed
 
 SHARD = "outline.safetensors"

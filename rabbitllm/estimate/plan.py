@@ -20,9 +20,8 @@ from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.source_scan import SourceScan
 from rabbitllm.quant.compression import CODES, check_fitting
-from rabbitllm.splitter import rates, split_estimate
-from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
-from rabbitllm.splitter.choosing import AllocationSummary, allocation_of
+from rabbitllm.splitter import split_estimate
+from rabbitllm.splitter.bit_allocation import AllocationSummary, allocation_of
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.disk_sampler import existing
 from rabbitllm.splitter.plan import SplitPlan
@@ -36,6 +35,9 @@ from rabbitllm.splitter.split_estimate import (
     Rates,
     Recommendation,
     Route,
+    anatomy_of,
+    big_layers,
+    commonest_dtype,
 )
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.manifest import MANIFEST_NAME, check_split
@@ -163,9 +165,9 @@ def _measure(survey: SourceScan, said: Rate | None) -> Rates:
     if not can_measure():
         return Rates(fetch, read, {}, threads, device)
     if staged and fetch is None and survey.source.repository is not None:
-        fetch = rates.fetch_rate(survey.source.repository, staged[0])
+        fetch = split_estimate.fetch_rate(survey.source.repository, staged[0])
     if here and read is None and survey.checkpoint is not None:
-        read = rates.read_rate([survey.checkpoint.acquire(shard) for shard in here])
+        read = split_estimate.read_rate([survey.checkpoint.acquire(shard) for shard in here])
     quantize: dict[str, Rate] = {}
     fitted = survey.options.fit_scales
     for scheme, codes in CODES.items():
@@ -174,7 +176,7 @@ def _measure(survey: SourceScan, said: Rate | None) -> Rates:
         same = scheme if fitted else codes
         if dtype is None or same in quantize:
             continue
-        if (rate := rates.quantize_rate(same, dtype, threads, device, fitted=fitted)) is not None:
+        if (rate := split_estimate.quantize_rate(same, dtype, threads, device, fitted=fitted)) is not None:
             quantize[same] = rate
     return Rates(fetch, read, quantize, threads, device)
 

@@ -24,7 +24,7 @@ from rabbitllm.estimate.products import can_measure
 from rabbitllm.estimate.routing import RoutedWork, routed_work
 from rabbitllm.estimate.source_scan import SourceScan
 from rabbitllm.estimate.work import work_of
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 

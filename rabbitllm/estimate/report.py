@@ -12,20 +12,20 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.options import BIG_LAYER_BYTES
-from rabbitllm.base.terminal import counted, large, put, put_fact, size, size_rounded_up
-from rabbitllm.base.words import speed
+from rabbitllm.base.terminal import counted, large, put, put_fact, size, size_rounded_up, speed
 from rabbitllm.engine.tier_picture import draw_placement
 from rabbitllm.errors import OptionError
 from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.generation_report import generation_basis, moment, show_generations
 from rabbitllm.quant.compression import COMPRESSIONS
-from rabbitllm.splitter.anatomy import Anatomy, TensorGroup
-from rabbitllm.splitter.choosing import AllocationSummary
+from rabbitllm.splitter.bit_allocation import AllocationSummary
 from rabbitllm.splitter.split_estimate import (
+    Anatomy,
     CompressionEstimate,
     Rate,
     Route,
     SplitEstimate,
+    TensorGroup,
     best,
     least,
     missing_bytes,

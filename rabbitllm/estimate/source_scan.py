@@ -20,7 +20,7 @@ from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.choosing import with_choice
+from rabbitllm.splitter.bit_allocation import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split
 from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, Manifest, is_finished, is_fitted, read_manifest

@@ -18,7 +18,7 @@ from rabbitllm.estimate.generation import GenerationEstimate
 from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.outline import Outline
 from rabbitllm.estimate.predict import foretell
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.plan import PlannedFiles
 
 
 def predict_outline(

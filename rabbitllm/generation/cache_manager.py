@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,38 +30,33 @@ from transformers.cache_utils import DynamicCache
 from rabbitllm.engine.forwards import make_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.placement import Placement
-from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile, goes_to_a_file
-from rabbitllm.generation.kv_cache import WORTH_TOKENS, PrefixCache, beginning, copied, keeps, usable
+from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile
+from rabbitllm.generation.kv_cache import (
+    WORTH_TOKENS,
+    PrefixCache,
+    common_prefix,
+    copied,
+    keeps,
+    keeps_every_token,
+    usable,
+)
 from rabbitllm.generation.memory import CacheMemory
 from rabbitllm.generation.packed_batch import can_be_packed, shares_keys
 from rabbitllm.generation.request import Limits
-from rabbitllm.generation.scheduler import TokenBudget, fits
-from rabbitllm.generation.sequence import Generation, RequestHandle, SequenceMemory
+from rabbitllm.generation.sequence import Sequence, SequenceLength
 from rabbitllm.generation.swap import SwapSpace, usual_folder
 
 FILE_SHARE = 4
 """By default the file may take 1 / `FILE_SHARE` of the free space on the disk."""
 WORTH = 2
 """A sequence goes to the file only if its memory is more than so many times the memory of a sequence in the file."""
-
-
-def file_for(model: Any, memory: CacheMemory, folder: Path | None, limit: int | None) -> CacheFile | None:
-    """A file for KV caches of running sequences; None if it would not pay or the model does not allow it.
-
-    Args:
-        model: as `AutoModel.from_pretrained` returns it.
-        memory: the memory limit of KV caches.
-        folder: folder of the file; None for no file.
-        limit: maximum size of the file in bytes; None for a part of the free space, 0 for no file.
-    """
-    if limit == 0 or folder is None or read_in_a_pass(model.placement) <= memory.limit:
-        return None
-    if not can_be_packed(model) or shares_keys(model):
-        return None
-    if not goes_to_a_file(DynamicCache(config=model.config.get_text_config(decoder=True)).layers):
-        return None
-    most = usual_bytes(folder) if limit is None else limit
-    return CacheFile(folder, most, memory.ahead(), read_in_a_pass(model.placement))
+WORTH_WAITING = 64
+"""A request waits for a shared prefix of at least so many tokens that another request is computing."""
+ASIDE_SHARE = 4
+"""By default KV caches of so many times the memory limit may be swapped out. This suffices for up to 80 sequences that
+grow at the same rate and are preempted until one of them is left."""
+GIVING_BACK_SECONDS = 1.0
+"""In bulk, the minimum time between two returns of free memory to the system."""
 
 
 def read_in_a_pass(placement: Placement) -> int:
@@ -76,140 +73,86 @@ def usual_bytes(folder: Path | None) -> int:
     return shutil.disk_usage(folder).free // FILE_SHARE if folder is not None else 0
 
 
+class CachePlace(Enum):
+    """The place of the KV cache of a sequence that begins; nowhere if it has to wait."""
+
+    MEMORY = "in memory"
+    FILE = "in a file"
+    NOWHERE = "nowhere yet"
+
+
 @dataclass(frozen=True, slots=True)
-class Running:
-    """The running sequences.
+class RunningLengths:
+    """The lengths of the running sequences.
 
     Attributes:
-        near: sequences with their KV cache in memory.
-        filed: sequences with their KV cache in the file.
+        near: of sequences with their KV cache in memory.
+        filed: of sequences with their KV cache in the file.
         most: maximum size of the file in bytes.
     """
 
-    near: Sequence[SequenceMemory]
-    filed: Sequence[SequenceMemory]
+    near: abc.Sequence[SequenceLength]
+    filed: abc.Sequence[SequenceLength]
     most: int
 
     def soon(self, memory: CacheMemory) -> int:
-        """Bytes of memory that they take after the next tokens; see `SequenceMemory.soon`."""
+        """Bytes of memory that they take after the next tokens; see `SequenceLength.soon`."""
         in_file = len(self.filed) * memory.beside_file() + memory.ahead() if self.filed else 0
         return memory.soon(self.near) + in_file
 
-    def has_place(self, text: SequenceMemory, memory: CacheMemory) -> bool:
+    def file_has_room(self, length: SequenceLength, memory: CacheMemory) -> bool:
         """Whether the file has room for one more sequence, and saves enough memory by it; see `WORTH`."""
-        in_file = sum(memory.bytes_for(one.tokens + one.room + TAIL_TOKENS) for one in (*self.filed, text))
-        return in_file <= self.most and memory.soon([text]) > WORTH * memory.beside_file()
+        in_file = sum(memory.bytes_for(one.tokens + one.room + TAIL_TOKENS) for one in (*self.filed, length))
+        return in_file <= self.most and memory.soon([length]) > WORTH * memory.beside_file()
 
-    def fits(self, text: SequenceMemory, memory: CacheMemory) -> bool:
-        """Whether memory has room for the KV cache of one more sequence; see `scheduler.fits`."""
-        if not self.filed:
-            return fits(text, self.near, memory.bytes_for, memory.limit)
-        return replace(self, near=[*self.near, text]).soon(memory) <= memory.limit
+    def fits(self, length: SequenceLength, memory: CacheMemory) -> bool:
+        """Whether memory has room for the KV cache of one more sequence; a single one always may begin."""
+        only = not self.near and not self.filed
+        return only or replace(self, near=[*self.near, length]).soon(memory) <= memory.limit
 
+    def place(self, length: SequenceLength, others: int, memory: CacheMemory) -> CachePlace:
+        """Whether a sequence may begin, and where its KV cache is.
 
-class Begins(Enum):
-    """The place of the KV cache of a sequence that begins: memory, the file, or neither because it has to wait."""
-
-    NEAR = "in memory"
-    FILED = "in a file"
-    LATER = "nowhere yet"
-
-
-def begins(text: SequenceMemory, running: Running, others: int, memory: CacheMemory) -> Begins:
-    """Whether a sequence may begin, and where its KV cache is.
-
-    Args:
-        text: the waiting sequence.
-        running: the running sequences.
-        others: number of sequences that wait behind it and should run with it.
-        memory: the memory limit of KV caches.
-    """
-    near = [*running.near, text]
-    if not running.has_place(text, memory):
-        return Begins.NEAR if running.fits(text, memory) else Begins.LATER
-    if not running.filed and memory.soon([*near, *[text] * others]) <= memory.limit:
-        return Begins.NEAR
-    # the sequences behind it need some memory too
-    reserved = (len(running.filed) + others) * memory.beside_file() + memory.ahead()
-    if memory.soon(near) + reserved <= memory.limit:
-        return Begins.NEAR
-    if replace(running, filed=[*running.filed, text]).soon(memory) <= memory.limit:
-        return Begins.FILED
-    return Begins.NEAR if not running.near and not running.filed else Begins.LATER
+        Args:
+            length: length of the waiting sequence.
+            others: number of sequences that wait behind it and should run with it.
+            memory: the memory limit of KV caches.
+        """
+        near = [*self.near, length]
+        if not self.file_has_room(length, memory):
+            return CachePlace.MEMORY if self.fits(length, memory) else CachePlace.NOWHERE
+        if not self.filed and memory.soon([*near, *[length] * others]) <= memory.limit:
+            return CachePlace.MEMORY
+        # the sequences behind it need some memory too
+        reserved = (len(self.filed) + others) * memory.beside_file() + memory.ahead()
+        if memory.soon(near) + reserved <= memory.limit:
+            return CachePlace.MEMORY
+        if replace(self, filed=[*self.filed, length]).soon(memory) <= memory.limit:
+            return CachePlace.FILE
+        return CachePlace.MEMORY if not self.near and not self.filed else CachePlace.NOWHERE
 
 
-# Finds the KV cache whose prefix a new request can reuse, and decides whether to wait for a longer one.
-
-WORTH_WAITING = 64
-"""A request waits for a shared prefix of at least so many tokens that another request is computing."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixSource:
-    """A sequence that shares a prefix with another one.
-
-    Attributes:
-        ids: ids of the tokens in its cache.
-        cache: its KV cache.
-        tokens: number of its first tokens that can be reused.
-    """
-
-    ids: Sequence[int]
-    cache: Any
-    tokens: int
-
-
-def best_source(wanted: Sequence[int], texts: Iterable[tuple[Sequence[int], Any]]) -> PrefixSource | None:
-    """The source with the longest usable prefix; None if there is none.
-
-    Args:
-        wanted: ids of the new request.
-        texts: ids and KV cache of each candidate.
-    """
-    found = (PrefixSource(ids, cache, usable(wanted, ids, cache)) for ids, cache in texts)
-    best = max(found, key=lambda source: source.tokens, default=None)
-    return best if best is not None and best.tokens else None
-
-
-def should_wait(wanted: Sequence[int], tokens: int, computed: Iterable[Sequence[int]]) -> bool:
-    """Whether a request should wait until another one has computed their shared prefix.
-
-    Args:
-        wanted: ids of the new request.
-        tokens: length of the prefix that is cached already.
-        computed: prompts in prefill.
-    """
-    worth = max(tokens + WORTH_TOKENS, WORTH_WAITING)
-    return any(beginning(wanted, prompt) >= worth for prompt in computed)
-
-
-ASIDE_SHARE = 4
-"""By default KV caches of so many times the memory limit may be swapped out. This suffices for up to 80 sequences that
-grow at the same rate and are preempted until one of them is left."""
-
-GIVING_BACK_SECONDS = 1.0
-"""In bulk, the minimum time between two returns of free memory to the system."""
-
-
-class TextCaches:
+class CacheManager:
     """The KV caches of a batch's sequences.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it.
         limits: limits of the batch.
+        running: the running sequences, as the scheduler changes them.
 
     Attributes:
         memory: the memory limit of KV caches, and the bytes of a token.
         chunk: maximum tokens of a prompt in one pass.
+        prompt_chunk: the same; None if a prompt goes through the model as a whole.
         resumed: how often a sequence was swapped in.
-        file: file for KV caches of running sequences, or None.
-        aside: KV caches of preempted sequences, swapped out.
+        file: KV caches of running sequences in a file; its limit is 0 if that would not pay.
+        swap: KV caches of preempted sequences, swapped out.
 
     Raises:
         OptionError: there is no memory left.
     """
 
-    def __init__(self, model: Any, limits: Limits) -> None:
+    def __init__(self, model: Any, limits: Limits, running: abc.Sequence[Sequence]) -> None:
         if not limits.exact:
             make_kernels(model)
         self.memory = CacheMemory(model, limits.cache_bytes, in_bulk=limits.in_bulk, running=limits.running)
@@ -217,215 +160,197 @@ class TextCaches:
             keep_large_apart()
         self.chunk = min(limits.chunk, self.memory.part or self.memory.max_tokens)
         self.resumed = 0
+        self._running = running
         self._gives_back = trimming() if limits.in_bulk else None
         self._gave_back = time.monotonic()
         self._config = model.config.get_text_config(decoder=True)
         self._exact = limits.exact
         self._keeps = keeps(model)
         self._shares = self._keeps and not limits.exact
+        self.prompt_chunk = self.chunk if self._shares else None
         self._kept = PrefixCache()
-        aside_bytes = limits.aside_bytes if limits.aside_bytes is not None else ASIDE_SHARE * self.memory.limit
+        swap_bytes = limits.aside_bytes if limits.aside_bytes is not None else ASIDE_SHARE * self.memory.limit
         folder = limits.aside_folder or usual_folder()
         if folder is None and all(lane.device.shares_host_memory for lane in model.streamer.lanes.values()):
-            aside_bytes = 0  # neither other memory nor a disk to swap out to
-        self.aside = SwapSpace(aside_bytes, folder)
-        file_bytes = limits.file_bytes if self._shares else 0
-        self.file = file_for(model, self.memory, folder, file_bytes)
+            swap_bytes = 0  # neither other memory nor a disk to swap out to
+        self.swap = SwapSpace(swap_bytes, folder)
+        self.file = self._file_for(model, folder, limits.file_bytes if self._shares else 0)
+
+    def _file_for(self, model: Any, folder: Path | None, limit: int | None) -> CacheFile:
+        """The file for KV caches of running sequences; with limit 0 where it does not pay or the model forbids it."""
+        weight_bytes = read_in_a_pass(model.placement)
+        pays = limit != 0 and weight_bytes > self.memory.limit
+        can = any(map(keeps_every_token, DynamicCache(config=self._config).layers)) and not shares_keys(model)
+        if folder is None or not pays or not can or not can_be_packed(model):
+            return CacheFile(folder, 0, 0)
+        return CacheFile(folder, usual_bytes(folder) if limit is None else limit, self.memory.ahead(), weight_bytes)
 
     def close(self) -> None:
         """Close the file."""
-        if self.file is not None:
-            self.file.close()
+        self.file.close()
 
-    @property
-    def prompt_chunk(self) -> int | None:
-        """Tokens of a prompt in one pass; None if a prompt goes through the model as a whole."""
-        return self.chunk if self._shares else None
-
-    def nbytes(self, running: Iterable[RequestHandle]) -> int:
+    def nbytes(self) -> int:
         """Bytes of KV caches in memory; may be called from any thread."""
-        return self._kept.nbytes + self._held_by(running)
+        return self._kept.nbytes + self._running_bytes()
 
-    def shrink(self, running: Sequence[RequestHandle]) -> None:
-        """Evict finished sequences as far as the running ones need their memory in the next pass."""
-        near, filed = self._parted(running)
-        self._kept.shrink(self.left_to_near(filed) - self.memory.now(handle.text for handle in near))
+    # places ----------------------------------------------------------------------------------------------------------
 
-    def where(self, handle: RequestHandle, running: Sequence[RequestHandle], others: int) -> Begins:
+    def parted(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences with their KV cache in memory, and those with it in the file."""
+        near: list[Sequence] = []
+        filed: list[Sequence] = []
+        for one in self._running:
+            (filed if self.file.keeps(one.cache) else near).append(one)
+        return near, filed
+
+    def place(self, sequence: Sequence, others: int) -> CachePlace:
         """Whether a sequence may begin, and where its KV cache is then.
 
         Args:
-            handle: the waiting request.
-            running: the running requests.
-            others: number of requests that wait behind it and should run with it.
+            sequence: the waiting sequence.
+            others: number of sequences that wait behind it and should run with it.
         """
-        return begins(handle.text, self._running(running), others, self.memory)
+        return self._lengths().place(sequence.length, others, self.memory)
 
-    def near(self, running: Sequence[RequestHandle]) -> Sequence[RequestHandle]:
-        """The requests with their KV cache in memory."""
-        return self._parted(running)[0]
-
-    def left_to_near(self, filed: Sequence[RequestHandle]) -> int:
+    def left_to_near(self, filed: abc.Sequence[Sequence]) -> int:
         """Bytes that sequences with their KV cache in a file leave to those with it in memory."""
-        running = self._running(filed)
-        return self.memory.limit - (running.soon(self.memory) if running.filed else 0)
+        return self.memory.limit - RunningLengths([], [one.length for one in filed], 0).soon(self.memory)
 
-    def to_file(self, handle: RequestHandle, running: Sequence[RequestHandle]) -> bool:
+    def to_file(self, sequence: Sequence) -> bool:
         """Move the KV cache of a running sequence to the file in the next pass; False if that is not possible."""
-        cache = handle.generation.cache
-        if self.file is None or cache is None or not self._running(running).has_place(handle.text, self.memory):
+        if sequence.cache is None or not self._lengths().file_has_room(sequence.length, self.memory):
             return False
-        self.file.add(cache)
+        self.file.add(sequence.cache)
         return True
 
-    def from_file(self, running: Sequence[RequestHandle]) -> None:
+    def from_file(self) -> None:
         """Move KV caches from the file to memory as far as there is room; called when the request queue is empty."""
-        for handle in self._parted(running)[1]:
-            others = [one for one in running if one is not handle]
-            assert self.file is not None
-            if not self._running(others).fits(handle.text, self.memory):
+        for sequence in self.parted()[1]:
+            if not self._lengths(without=sequence).fits(sequence.length, self.memory):
                 break  # the rest are about as long, and may be hundreds
-            self.file.let_return(handle.generation.cache)
-        self._kept.shrink(self.memory.limit - self._running(running).soon(self.memory))
+            self.file.let_return(sequence.cache)
+        self._kept.shrink(self.memory.limit - self._lengths().soon(self.memory))
 
-    def lost(self, running: Sequence[RequestHandle]) -> list[RequestHandle]:
-        """The requests whose KV cache could not be written to the file."""
-        file = self.file
-        return [one for one in running if file.is_lost(one.generation.cache)] if file is not None else []
+    def evict(self) -> None:
+        """Evict finished sequences as far as the running ones need their memory in the next pass."""
+        near, filed = self.parted()
+        self._kept.shrink(self.left_to_near(filed) - self.memory.now(one.length for one in near))
 
-    def measure(self, running: Iterable[RequestHandle]) -> None:
+    def lost(self) -> list[Sequence]:
+        """The sequences whose KV cache could not be written to the file."""
+        return [one for one in self._running if self.file.is_lost(one.cache)]
+
+    def measure(self) -> None:
         """Measure the bytes of a token after a pass; for unusual kinds of caches the config's estimate is kept.
 
         In bulk, free memory is returned to the system, at most once in `GIVING_BACK_SECONDS`.
         """
         if self._keeps:
-            self.memory.measure(handle.whole_cache(continues=True) for handle in running)
+            self.memory.measure(one.resumable_cache(continues=True) for one in self._running)
         if self._gives_back is not None and time.monotonic() - self._gave_back > GIVING_BACK_SECONDS:
             self._gives_back()
             self._gave_back = time.monotonic()
 
-    def give(self, handle: RequestHandle, running: Sequence[RequestHandle], *, in_file: bool = False) -> bool:
+    # the life of a sequence ------------------------------------------------------------------------------------------
+
+    def allocate(self, sequence: Sequence, *, in_file: bool = False) -> bool:
         """Give a sequence that begins its KV cache; False if another one is computing a prefix that both share.
 
         Args:
-            handle: the request that begins.
-            running: the running requests.
+            sequence: the sequence that begins.
             in_file: whether its KV cache goes into the file.
         """
-        left = self.memory.limit - self._running(running).soon(self.memory)
-        left -= self.memory.beside_file() if in_file else self.memory.soon([handle.text])
-        if handle.held is not None:
+        left = self.memory.limit - self._lengths().soon(self.memory)
+        left -= self.memory.beside_file() if in_file else self.memory.soon([sequence.length])
+        if sequence.swapped_out is not None:
             self._kept.shrink(left)
-            handle.generation.cache = self.aside.take(handle.held)
-            handle.held = None
-            if handle.generation.cache is not None:
+            sequence.cache = self.swap.take(sequence.swapped_out)
+            sequence.swapped_out = None
+            if sequence.cache is not None:
                 self.resumed += 1
                 if in_file:
-                    self._put(handle.generation)
+                    self._put(sequence)
                 return True
         if not self._shares:
             return True
-        generation = handle.generation
-        source = best_source(generation.ids, self._sources(running))
-        tokens = source.tokens if source is not None else 0
-        if should_wait(generation.ids, tokens, _computed_prompts(running)):
+        ids = sequence.ids
+        candidates = ((usable(ids, known, cache), known, cache) for known, cache in self._sources())
+        tokens, known, cache = max(candidates, key=itemgetter(0), default=(0, (), None))
+        worth = max(tokens + WORTH_TOKENS, WORTH_WAITING)
+        if any(common_prefix(ids, prompt) >= worth for prompt in self._prefilling()):
             return False
-        if source is not None:
-            generation.cache = copied(self._in_memory(source.cache), tokens)
-            self._kept.used(source.ids)
+        if tokens:
+            sequence.cache = copied(self.file.whole_copy(cache), tokens)
+            self._kept.used(known)
         else:
-            generation.cache = DynamicCache(config=self._config)
-        if in_file and not self._put(generation):
+            sequence.cache = DynamicCache(config=self._config)
+        if in_file and not self._put(sequence):
             tokens = 0
-        generation.kept_tokens = max(generation.kept_tokens, min(tokens, len(generation.request.prompt)))
+        sequence.kept_tokens = max(sequence.kept_tokens, min(tokens, len(sequence.request.prompt)))
         self._kept.shrink(left)
         return True
 
-    def set_aside(self, handle: RequestHandle, cache: Any, pace: TokenBudget) -> None:
-        """Swap out the KV cache of a preempted sequence.
+    def resumable(self, sequence: Sequence) -> Any:
+        """The KV cache to continue a sequence from, see `Sequence.resumable_cache`; None if it is in the file."""
+        return None if self.file.holds(sequence.cache) else sequence.resumable_cache(continues=self._shares)
+
+    def swap_out(self, sequence: Sequence, cache: Any, recompute_seconds: Callable[[int, int], float | None]) -> None:
+        """Swap out the KV cache of a preempted sequence, if that is faster than recomputing it.
 
         Args:
-            handle: the preempted request.
+            sequence: the preempted sequence.
             cache: KV cache of all its computed tokens; None if there is none to continue from.
-            pace: measured time of passes.
+            recompute_seconds: estimates the time from a number of tokens, and those of one pass.
         """
-        handle.generation.cache = None
-        if cache is None:
-            return
-        tokens = cache.get_seq_length()
-        # recomputed values could differ in their bits
-        recompute_seconds = None if self._exact else pace.recompute_seconds(tokens, self.prompt_chunk or tokens)
-        handle.held = self.aside.put(cache, recompute_seconds)
+        self.drop(sequence)
+        sequence.cache = None
+        if cache is not None:
+            tokens = cache.get_seq_length()
+            # recomputed values could differ in their bits
+            seconds = None if self._exact else recompute_seconds(tokens, self.prompt_chunk or tokens)
+            sequence.swapped_out = self.swap.put(cache, seconds)
 
-    def whole_cache(self, handle: RequestHandle) -> Any:
-        """The KV cache to continue a sequence from, see `RequestHandle.whole_cache`; None if it is in the file."""
-        if self.file is not None and self.file.holds(handle.generation.cache):
-            return None
-        return handle.whole_cache(continues=self._shares)
-
-    def keep(self, handle: RequestHandle, running: Iterable[RequestHandle]) -> None:
+    def keep(self, sequence: Sequence) -> None:
         """Put the KV cache of a finished sequence into the prefix cache."""
-        cache, handle.generation.cache = handle.generation.cache, None
+        cache, sequence.cache = sequence.cache, None
         if self._shares and cache is not None and (tokens := cache.get_seq_length()):
-            self._kept.put(handle.generation.ids[:tokens], cache)
-            self._kept.shrink(self.memory.limit - self._held_by(running))
+            self._kept.put(sequence.ids[:tokens], cache)
+            self._kept.shrink(self.memory.limit - self._running_bytes())
 
-    def drop(self, handle: RequestHandle) -> None:
+    def drop(self, sequence: Sequence) -> None:
         """Drop the KV cache, swapped out or in the file, of a sequence that has ended or is preempted."""
-        if self.file is not None and self.file.holds(handle.generation.cache):
-            self.file.drop(handle.generation.cache)
-            handle.generation.cache = None
-        if handle.held is not None:
-            self.aside.drop(handle.held)
-            handle.held = None
+        if self.file.holds(sequence.cache):
+            self.file.drop(sequence.cache)
+            sequence.cache = None
+        if sequence.swapped_out is not None:
+            self.swap.drop(sequence.swapped_out)
+            sequence.swapped_out = None
 
-    def _sources(self, running: Iterable[RequestHandle]) -> Iterable[tuple[Sequence[int], Any]]:
+    def _sources(self) -> Iterator[tuple[abc.Sequence[int], Any]]:
         """Ids and KV cache of each sequence whose prefix can be reused."""
         yield from self._kept.texts()
-        for handle in running:
-            if tokens := handle.cached_tokens:
-                yield handle.generation.ids[:tokens], handle.generation.cache
+        for one in self._running:
+            if tokens := one.cached_tokens:
+                yield one.ids[:tokens], one.cache
 
-    def _put(self, generation: Generation) -> bool:
+    def _prefilling(self) -> Iterable[abc.Sequence[int]]:
+        return (prompt for one in self._running if (prompt := one.prefilling) is not None)
+
+    def _put(self, sequence: Sequence) -> bool:
         """Put the cache of a sequence that begins into the file; if that fails, give it an empty one in memory."""
-        assert self.file is not None
-        self.file.put(generation.cache)
-        if not self.file.is_lost(generation.cache):
+        self.file.put(sequence.cache)
+        if not self.file.is_lost(sequence.cache):
             return True
-        self.file.drop(generation.cache)
-        generation.cache = DynamicCache(config=self._config)
+        self.file.drop(sequence.cache)
+        sequence.cache = DynamicCache(config=self._config)
         return False
 
-    def _in_memory(self, cache: Any) -> Any:
-        file = self.file
-        return file.whole_copy(cache) if file is not None and file.holds(cache) else cache
+    def _lengths(self, without: Sequence | None = None) -> RunningLengths:
+        near, filed = ([one.length for one in part if one is not without] for part in self.parted())
+        return RunningLengths(near, filed, self.file.images.limit)
 
-    def _parted(self, running: Iterable[RequestHandle]) -> tuple[list[RequestHandle], list[RequestHandle]]:
-        """The requests with their KV cache in memory, and those with it in the file."""
-        near: list[RequestHandle] = []
-        filed: list[RequestHandle] = []
-        for one in running:
-            is_filed = self.file is not None and self.file.keeps(one.generation.cache)
-            (filed if is_filed else near).append(one)
-        return near, filed
-
-    def _running(self, running: Iterable[RequestHandle]) -> Running:
-        near, filed = self._parted(running)
-        most = self.file.limit if self.file is not None else 0
-        return Running([one.text for one in near], [one.text for one in filed], most)
-
-    def _held_by(self, running: Iterable[RequestHandle]) -> int:
-        near, filed = self._parted(running)
+    def _running_bytes(self) -> int:
+        near, filed = self.parted()
         # computed from token counts, since the batch's thread may change the tensors meanwhile
-        counts = [
-            handle.cached_tokens if handle.generation.cache is not None else handle.text.tokens for handle in near
-        ]
+        counts = [one.cached_tokens if one.cache is not None else one.length.tokens for one in near]
         return sum(map(self.memory.bytes_for, counts)) + len(filed) * self.memory.beside_file()
-
-
-def _computed_prompts(running: Iterable[RequestHandle]) -> Iterable[Sequence[int]]:
-    """Prompts in prefill, which are not completely in their caches yet."""
-    for handle in running:
-        prompt = handle.generation.request.prompt
-        if handle.generation.cache is not None and handle.cached_tokens < len(prompt):
-            yield prompt

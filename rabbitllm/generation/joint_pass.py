@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -34,7 +33,7 @@ from rabbitllm.engine.forwards import RowProducts
 from rabbitllm.engine.pass_line import entry_of
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import CacheFile
-from rabbitllm.generation.packed_batch import NotPackable, PackedForward, PackedSequence, grouped
+from rabbitllm.generation.packed_batch import NotPackable, PackedForward, PackedSequence, can_be_packed, grouped
 from rabbitllm.telemetry.passes import PassInput
 
 
@@ -133,14 +132,12 @@ class MemberCall:
     kwargs: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class Alone:
     """Answer to a member that has to compute its call by itself, with these arguments."""
 
-    __slots__ = ("args", "kwargs")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class MeetingPoint:
@@ -254,69 +251,28 @@ class Carrier:
     Args:
         forward: computes the packed sequences.
         members: the members that are packed.
-        texts: the sequence of each member.
+        sequences: the sequence of each member.
 
     Attributes:
         members: see above.
-        caches: KV caches of the sequences.
+        sequences: see above.
         outputs: output of each sequence, once the forward has succeeded.
         error: the error that ended the forward, if any.
     """
 
-    def __init__(self, forward: PackedForward, members: Sequence[Member], texts: Sequence[PackedSequence]) -> None:
+    def __init__(self, forward: PackedForward, members: Sequence[Member], sequences: Sequence[PackedSequence]) -> None:
         self._forward = forward
-        self._texts = texts
         self.members = members
+        self.sequences = sequences
         self.outputs: list[Any] = []
         self.error: BaseException | None = None
-
-    @property
-    def caches(self) -> list[Any]:
-        return [text.cache for text in self._texts]
 
     def __call__(self) -> None:
         """Go through the model."""
         try:
-            self.outputs = self._forward(self._texts)
+            self.outputs = self._forward(self.sequences)
         except BaseException as error:
             self.error = error
-
-
-class Carrying:
-    """Finds carriers for the members of each pass, as long as the model allows it.
-
-    Args:
-        forward: computes packed sequences; None for a model that cannot pack any.
-        max_rows: maximum rows of a carrier with more than one sequence; None for no limit.
-    """
-
-    def __init__(self, forward: PackedForward | None, max_rows: int | None) -> None:
-        self._forward = forward
-        self._max_rows = max_rows
-
-    def carriers(self, members: Sequence[Member]) -> list[Carrier]:
-        """Carriers of the members whose calls can be packed, in their order; the other members are in none."""
-        if self._forward is None:
-            return []
-        calls = [(member, call_of(member)) for member in members]
-        read = [(member, self._forward.read(call.args, call.kwargs)) for member, call in calls]
-        known = [(member, text) for member, text in read if text is not None]
-        sound = self._forward.fitting([text for _, text in known]) if known else []
-        carried = [one for one, good in zip(known, sound, strict=True) if good]
-        groups = grouped([text.ids.shape[1] for _, text in carried], self._max_rows)
-        return [
-            Carrier(self._forward, [member for member, _ in carried[group]], [text for _, text in carried[group]])
-            for group in groups
-        ]
-
-    def attending(self, carriers: int) -> AbstractContextManager[None]:
-        """The context for the forwards of so many carriers, which take turns."""
-        return self._forward.attending() if self._forward is not None and carriers > 1 else nullcontext()
-
-    def end(self, why: NotPackable) -> None:
-        """Make no more carriers."""
-        logger.warning("From now on each text goes through the layers by itself: %s.", why)
-        self._forward = None
 
 
 class JointPasses:
@@ -350,7 +306,8 @@ class JointPasses:
         self._exact = exact
         self._hub: greenlet | None = None
         self.members: list[Member] = []
-        self._carrying = Carrying(PackedForward.of(model, file) if packing and not exact else None, max_rows)
+        self._max_rows = max_rows
+        self._packed = PackedForward(model, file) if packing and not exact and can_be_packed(model) else None
         self._file = file
         head = model.get_output_embeddings()
         self._products = RowProducts(model) if not exact else None
@@ -400,23 +357,37 @@ class JointPasses:
         if not inside:
             return
         with self._model.joint_pass(_entry(inside)):
-            carriers = self._carrying.carriers(inside)
+            carriers = self._carriers(inside)
             carried = {member for carrier in carriers for member in carrier.members}
             others = [member for member in inside if member not in carried]
             if self._file is not None:
-                caches = [cache for carrier in carriers for cache in carrier.caches]
+                caches = [sequence.cache for carrier in carriers for sequence in carrier.sequences]
                 self._file.begin(caches, [member.brings[1] for member in others])
             if len(carriers) == 1 and not others:
                 carriers[0]()
             else:
                 others += [Member(carrier, meets_inside=len(carriers) == 1) for carrier in carriers]
-            with self._carrying.attending(len(carriers)):
+            # forwards that take turns are left in any order
+            with self._packed.attending() if self._packed and len(carriers) > 1 else contextlib.nullcontext():
                 for member in others:
                     self._go_on(member, None)
                 while here := [member for member in others if member.waits is not None and not member.is_outside]:
                     self._meet(here)
             for carrier in carriers:
                 self._answer(carrier)
+
+    def _carriers(self, members: Sequence[Member]) -> list[Carrier]:
+        """Carriers of the members whose calls can be packed, in their order; the other members are in none."""
+        forward = self._packed
+        if forward is None:
+            return []
+        calls = [(member, call_of(member)) for member in members]
+        read = [(member, forward.read(call.args, call.kwargs)) for member, call in calls]
+        known = [(member, sequence) for member, sequence in read if sequence is not None]
+        sound = forward.fitting([sequence for _, sequence in known]) if known else []
+        packed = [one for one, good in zip(known, sound, strict=True) if good]
+        groups = (packed[group] for group in grouped([one.ids.shape[1] for _, one in packed], self._max_rows))
+        return [Carrier(forward, [one for one, _ in group], [one for _, one in group]) for group in groups]
 
     def _kind(self, module: nn.Module) -> RowKind | None:
         """How members' rows go through a module together; None if they do not."""
@@ -492,7 +463,8 @@ class JointPasses:
         if carrier.error is not None and not isinstance(carrier.error, Exception):
             raise carrier.error
         if isinstance(carrier.error, NotPackable):
-            self._carrying.end(carrier.error)
+            logger.warning("From now on each text goes through the layers by itself: %s.", carrier.error)
+            self._packed = None
         for number, member in enumerate(carrier.members):
             if carrier.error is None:
                 self._go_on(member, carrier.outputs[number])

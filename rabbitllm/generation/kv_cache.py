@@ -20,6 +20,53 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+# kinds of layers -----------------------------------------------------------------------------------------------------
+
+
+def keeps_every_token(layer: Any) -> bool:
+    """Whether a layer has the KV cache of every token and nothing else."""
+    return type(layer) is DynamicLayer
+
+
+def is_window(layer: Any) -> bool:
+    """Whether a layer has the KV cache of the last tokens and nothing else."""
+    return type(layer) is DynamicSlidingWindowLayer
+
+
+def is_nothing(layer: Any) -> bool:
+    """Whether a layer has no attention, or uses another layer's KV cache."""
+    return type(layer).__name__ == "DummyLayer"  # not in every version
+
+
+def can_be_cut(layer: Any) -> bool:
+    """Whether the layer in its current state can be cut at any length."""
+    if is_window(layer):
+        return bool(layer.get_seq_length() < layer.sliding_window)
+    return keeps_every_token(layer) or is_nothing(layer)
+
+
+def _grows(layer: Any) -> bool:
+    """Whether the layer keeps the KV cache of every token; it may also have a state."""
+    return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+
+
+def _cloned(value: Any) -> Any:
+    """A copy with tensors of its own; of a view only the viewed part."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return {name: _cloned(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+# growing in place ----------------------------------------------------------------------------------------------------
+
 WORTH_BYTES = 1 << 18
 """Bytes of keys; below this a copy is faster than making two views of larger tensors."""
 SPARE_SHARE, SPARE_TOKENS = 8, 32
@@ -40,9 +87,22 @@ class _Room:
         self.keys = _longer(keys, tokens)
         self.values = _longer(values, tokens)
 
+    def holds(self, layer: Any) -> bool:
+        """Whether the layer's tensors are views of these, up to the end of what is used."""
+        return bool(
+            layer.keys.shape[2] == self.used
+            and layer.keys.data_ptr() == self.keys.data_ptr()
+            and layer.values.data_ptr() == self.values.data_ptr()
+            and layer.keys.stride() == self.keys.stride()
+        )
+
 
 def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append to a layer; equivalent to `layer.update(keys, values)`.
+    """Append to a layer, with the values of `layer.update(keys, values)`.
+
+    transformers' `DynamicLayer` copies its whole tensors for every token. Here they are views of larger ones, up to an
+    eighth and 32 tokens longer. The layer can be cut, copied and put back as before, and then gets new room. Only room
+    that no other layer uses is written to: layers that share room are separated at the next token.
 
     Args:
         layer: layer of the KV cache of one sequence.
@@ -52,13 +112,13 @@ def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.
         The layer's whole key and value tensor.
     """
     before = layer.keys
-    if type(layer) is not DynamicLayer or before is None or before.nbytes < WORTH_BYTES:
+    if not keeps_every_token(layer) or before is None or before.nbytes < WORTH_BYTES:
         found: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
         return found
     begin = before.shape[2]
     end = begin + keys.shape[2]
     room = vars(layer).get("_room")
-    if room is None or room.used != begin or not _is_beginning(layer, room) or room.keys.shape[2] < end:
+    if room is None or not room.holds(layer) or room.keys.shape[2] < end:
         room = layer._room = _Room(before, layer.values, end + end // SPARE_SHARE + SPARE_TOKENS)
     room.keys[:, :, begin:end] = keys
     room.values[:, :, begin:end] = values
@@ -67,12 +127,10 @@ def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.
     return layer.keys, layer.values
 
 
-def _is_beginning(layer: Any, room: _Room) -> bool:
-    return bool(
-        layer.keys.data_ptr() == room.keys.data_ptr()
-        and layer.values.data_ptr() == room.values.data_ptr()
-        and layer.keys.stride() == room.keys.stride()
-    )
+def without_room(layer: Any) -> Any:
+    """The layer, with its tensors no longer views of room for more tokens; only for a copy, or before they go."""
+    vars(layer).pop("_room", None)
+    return layer
 
 
 def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -81,200 +139,14 @@ def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
     return made
 
 
-CONTINUING = frozenset(
-    {
-        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "inkling_text", "inkling2_text", "kimi_linear"),
-        *("lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-        *("zamba2", "zaya"),
-    }
-)
-"""Model types whose states continue with further prompts (transformers 5.23), tested in
-`tests/generation/test_kept_cache.py`."""
-MAX_MARKS = 2
-"""The most marks kept: the beginning of a turn and the end of its prompt."""
-
-
-def keeps(model: Any) -> bool:
-    """Whether a model's cache continues exactly, so that it can be kept."""
-    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
-        return False
-    config = model.config.get_text_config(decoder=True)
-    layers = DynamicCache(config=config).layers
-    plain = [layer for layer in layers if _holds_every_token(layer) or _is_window(layer) or _is_nothing(layer)]
-    if not any(isinstance(layer, DynamicLayer) for layer in layers):
-        return False  # the number of its tokens would be unknown
-    if getattr(model, "hosts", None) is not None and not all(map(_holds_every_token, layers)):
-        return False  # a mark restores the layers of this host only
-    states = [layer for layer in layers if hasattr(layer, "conv_states")]
-    return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
-
-
-def _holds_every_token(layer: Any) -> bool:
-    return type(layer) is DynamicLayer
-
-
-def _is_window(layer: Any) -> bool:
-    return type(layer) is DynamicSlidingWindowLayer
-
-
-def _is_nothing(layer: Any) -> bool:
-    """Whether a layer has no attention, or uses another layer's KV cache."""
-    return type(layer).__name__ == "DummyLayer"  # not in every version
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A length to which a cache can go back.
-
-    Attributes:
-        length: number of tokens.
-        layers: number of a layer -> its attributes to restore.
-    """
-
-    length: int
-    layers: Mapping[int, Mapping[str, Any]]
-
-
-class KeptCache:
-    """The KV cache of one conversation.
-
-    Args:
-        model: one for which `keeps` holds.
-
-    Attributes:
-        ids: ids of the tokens in the cache.
-        cache: the `past_key_values` for `generate`.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._config = model.config.get_text_config(decoder=True)
-        self.clear()
-
-    def clear(self) -> None:
-        """Empty the cache and drop its marks."""
-        self.ids: list[int] = []
-        self.cache = DynamicCache(config=self._config)
-        self._marks: list[Mark] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors of the cache and its marks."""
-        tensors = [tensor for layer in self.cache.layers for tensor in _tensors_of_mark(vars(layer))]
-        tensors += [
-            tensor for mark in self._marks for layer in mark.layers.values() for tensor in _tensors_of_mark(layer)
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def go_back(self, length: int) -> int:
-        """Shorten the cache to at most so many tokens, and return its new length.
-
-        Args:
-            length: number of tokens; no change if the cache has no more than that.
-        """
-        return len(self.ids) if length >= len(self.ids) else self._shorten(length)
-
-    def mark(self, ids: list[int]) -> None:
-        """Record that the cache holds exactly these tokens now, and keep a mark to go back here."""
-        self.ids = list(ids)
-        layers = {
-            number: _copied(_what_cutting_spoils(layer))
-            for number, layer in enumerate(self.cache.layers)
-            if not _holds_every_token(layer) and not _is_nothing(layer)
-        }
-        if layers and ids:
-            self._marks = [mark for mark in self._marks if mark.length < len(ids)][1 - MAX_MARKS :]
-            self._marks.append(Mark(len(ids), layers))
-
-    def hold(self, ids: list[int]) -> None:
-        """Record that the cache holds exactly these tokens now."""
-        self.ids = list(ids)
-
-    def recover(self, length: int, ids: list[int]) -> int:
-        """Make the cache consistent after an interrupted pass, in which some layers got further than others.
-
-        Args:
-            length: number of tokens in every layer before that pass.
-            ids: those tokens, and possibly more.
-
-        Returns:
-            The new length of the cache.
-        """
-        self.ids = ids[:length]
-        return self._shorten(length)
-
-    def _shorten(self, length: int) -> int:
-        if length and all(can_be_cut(layer) for layer in self.cache.layers):
-            return self._cut(length)
-        return self._put_back(length)
-
-    def _cut(self, length: int) -> int:
-        for layer in self.cache.layers:
-            if not _is_nothing(layer):
-                _cut_layer(layer, length)
-        self._marks = [mark for mark in self._marks if mark.length <= length]
-        self.ids = self.ids[:length]
-        return length
-
-    def _put_back(self, length: int) -> int:
-        self._marks = [mark for mark in self._marks if mark.length <= length]
-        if not self._marks:
-            self.clear()
-            return 0
-        mark = self._marks[-1]
-        for number, layer in enumerate(self.cache.layers):
-            if number in mark.layers:
-                if _grows(layer):
-                    _cut_layer(layer, mark.length)
-                vars(layer).update(_copied(mark.layers[number]))
-            elif not _is_nothing(layer):
-                _cut_layer(layer, mark.length)
-        self.ids = self.ids[: mark.length]
-        return mark.length
-
-
-def can_be_cut(layer: Any) -> bool:
-    """Whether the layer in its current state can be cut at any length."""
-    if _is_window(layer):
-        return bool(layer.get_seq_length() < layer.sliding_window)
-    return _holds_every_token(layer) or _is_nothing(layer)
-
-
-def _grows(layer: Any) -> bool:
-    """Whether the layer keeps the KV cache of every token; it may also have a state."""
-    return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
-
-
-def _cut_layer(layer: Any, length: int) -> None:
-    """Cut a layer's key and value tensor, (batch, heads, tokens, width), to so many tokens."""
-    if layer.is_initialized and layer.keys is not None:
-        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
-        if _is_window(layer):
-            layer.cumulative_length = min(layer.cumulative_length, length)
-
-
-def _what_cutting_spoils(layer: Any) -> dict[str, Any]:
-    own: dict[str, Any] = dict(vars(layer))
-    if _grows(layer):
-        del own["keys"], own["values"]
-    return own
-
-
-def _copied(value: Any) -> Any:
-    """A copy with tensors of its own; of a view only the viewed part."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return {name: _copied(one) for name, one in value.items()} if isinstance(value, dict) else value
-
-
-def _tensors_of_mark(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [found for one in value.values() for found in _tensors_of_mark(one)] if isinstance(value, Mapping) else []
+# sizes ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCost:
-    """The size of the KV cache of one sequence.
+    """The size of the KV cache of one sequence: measured for caches that exist, estimated for future tokens.
+
+    Layers that keep every token have spare room once they are large enough (`append`), which counts too.
 
     Attributes:
         every_token: bytes of a token in all layers that keep every token.
@@ -343,7 +215,7 @@ def cost_by_cache(cache: Any) -> CacheCost | None:
                 every_token += each
                 layers += 1
             tensors -= keys.nbytes + values.nbytes
-        elif tensors == 0 and getattr(layer, "is_initialized", True) and type(layer).__name__ != "DummyLayer":
+        elif tensors == 0 and getattr(layer, "is_initialized", True) and not is_nothing(layer):
             return None
         fixed += tensors
     return CacheCost(every_token, max(layers, 1), tuple(windows), fixed)
@@ -351,19 +223,11 @@ def cost_by_cache(cache: Any) -> CacheCost | None:
 
 def bytes_of(cache: Any) -> int:
     """Bytes that a cache holds now: each storage once, whole even if the cache has only a view of it."""
-    tensors = (tensor for layer in cache.layers for tensor in _tensors(vars(layer)))
-    return sum(
-        {found.data_ptr(): found.nbytes() for found in (tensor.untyped_storage() for tensor in tensors)}.values()
-    )
+    storages = (tensor.untyped_storage() for layer in cache.layers for tensor in _tensors(vars(layer)))
+    return sum({found.data_ptr(): found.nbytes() for found in storages}.values())
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-
+# prefixes ------------------------------------------------------------------------------------------------------------
 
 WORTH_TOKENS = 16
 """Shorter prefixes are recomputed."""
@@ -372,8 +236,68 @@ MAX_TEXTS = 256
 (1,000 tokens, 80 layers)."""
 
 
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """The length of the common prefix; compares slices, which is a hundred times faster than single ids."""
+    low, high = 0, min(len(first), len(second))
+    one, other = tuple(first[:high]), tuple(second[:high])
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def usable(wanted: Sequence[int], ids: Sequence[int], cache: Any) -> int:
+    """How many tokens of a cache can be reused for a sequence.
+
+    At least one token is left to compute, since it yields the first generated one.
+
+    Args:
+        wanted: ids of the new sequence.
+        ids: ids of the tokens in the cache.
+        cache: the KV cache.
+    """
+    common = min(common_prefix(wanted, ids), len(wanted) - 1)
+    if common < WORTH_TOKENS:
+        return 0
+    return common if common == len(ids) or all(can_be_cut(layer) for layer in cache.layers) else 0
+
+
+def copied(cache: Any, tokens: int) -> Any:
+    """An independent copy of the first tokens of a cache.
+
+    Args:
+        cache: KV cache with at least so many tokens.
+        tokens: number of tokens, as `usable` returned it.
+    """
+    made = copy(cache)
+    made.layers = [_copied_layer(layer, tokens) for layer in cache.layers]
+    return made
+
+
+def _copied_layer(layer: Any, tokens: int) -> Any:
+    made = without_room(copy(layer))
+    if can_be_cut(layer):
+        _cut_layer(made, tokens)
+    vars(made).update(_cloned(vars(made)))
+    return made
+
+
+def _cut_layer(layer: Any, length: int) -> None:
+    """Cut a layer's key and value tensor, (batch, heads, tokens, width), to so many tokens."""
+    if not is_nothing(layer) and layer.is_initialized and layer.keys is not None:
+        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+        if is_window(layer):
+            layer.cumulative_length = min(layer.cumulative_length, length)
+
+
 class PrefixCache:
     """KV caches of up to `MAX_TEXTS` finished sequences; evicts the least recently used.
+
+    A system prompt that many requests share is computed once. A conversation with one more question continues from the
+    cache of its last answer. Requests get copies, so that no sequence can change the cache of another one.
 
     Attributes:
         nbytes: bytes of all of them.
@@ -417,61 +341,147 @@ class PrefixCache:
         self.nbytes -= self._texts.pop(ids)[1]
 
 
-def beginning(first: Sequence[int], second: Sequence[int]) -> int:
-    """The length of the common prefix; compares slices, which is a hundred times faster than single ids."""
-    low, high = 0, min(len(first), len(second))
-    one, other = tuple(first[:high]), tuple(second[:high])
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+# a conversation ------------------------------------------------------------------------------------------------------
+
+CONTINUING = frozenset(
+    {
+        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "inkling_text", "inkling2_text", "kimi_linear"),
+        *("lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        *("zamba2", "zaya"),
+    }
+)
+"""Model types whose states continue with further prompts (transformers 5.23), tested in
+`tests/generation/test_kept_cache.py`."""
+MAX_MARKS = 2
+"""The most marks kept: the beginning of a turn and the end of its prompt."""
 
 
-def usable(wanted: Sequence[int], ids: Sequence[int], cache: Any) -> int:
-    """How many tokens of a cache can be reused for a sequence.
+def keeps(model: Any) -> bool:
+    """Whether a model's cache continues exactly, so that it can be kept.
 
-    At least one token is left to compute, since it yields the first generated one.
+    The results for further tokens are then the same as for all tokens at once, except for rounding. This holds for full
+    attention and sliding windows. With states it depends on the model's own code, which in some models resets the state
+    at every prompt (Jamba, RecurrentGemma). `CONTINUING` names the models that continue, each with a test. For all
+    others nothing is kept, and each prompt is computed whole: other models with states, caches of other kinds (indexes
+    that choose tokens, where rounding changes the choice) and models without attention.
+    """
+    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        return False
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    plain = [layer for layer in layers if keeps_every_token(layer) or is_window(layer) or is_nothing(layer)]
+    if not any(isinstance(layer, DynamicLayer) for layer in layers):
+        return False  # the number of its tokens would be unknown
+    if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):
+        return False  # a mark restores the layers of this host only
+    states = [layer for layer in layers if hasattr(layer, "conv_states")]
+    return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A length to which a cache can go back.
+
+    Attributes:
+        length: number of tokens.
+        layers: number of a layer -> its attributes to restore.
+    """
+
+    length: int
+    layers: Mapping[int, Mapping[str, Any]]
+
+
+class KeptCache:
+    """The KV cache of one conversation, kept from one answer to the next.
+
+    The next prompt is seldom an exact continuation of the last one: a template strips the model's reasoning, and a
+    tokenizer may split the text of the answer differently from the model. So the cache goes back to their common
+    prefix. Windows and states are copied at the beginning of a turn and at the end of its prompt, and the cache goes
+    back to the longest copy that is short enough. A copy is as large as the window or the state, whatever the length of
+    the sequence.
 
     Args:
-        wanted: ids of the new sequence.
+        model: one for which `keeps` holds.
+
+    Attributes:
         ids: ids of the tokens in the cache.
-        cache: the KV cache.
+        cache: the `past_key_values` for `generate`.
     """
-    common = min(beginning(wanted, ids), len(wanted) - 1)
-    if common < WORTH_TOKENS:
-        return 0
-    if common == len(ids) or all(can_be_cut(layer) for layer in cache.layers):
-        return common
-    return 0
+
+    def __init__(self, model: Any) -> None:
+        self._config = model.config.get_text_config(decoder=True)
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty the cache and drop its marks."""
+        self.ids: list[int] = []
+        self.cache = DynamicCache(config=self._config)
+        self._marks: list[Mark] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of the cache and its marks."""
+        held = [vars(layer) for layer in self.cache.layers] + [
+            one for mark in self._marks for one in mark.layers.values()
+        ]
+        return sum(tensor.nbytes for one in held for tensor in _tensors(one))
+
+    def go_back(self, length: int) -> int:
+        """Shorten the cache to at most so many tokens, and return its new length.
+
+        Args:
+            length: number of tokens; no change if the cache has no more than that.
+        """
+        return len(self.ids) if length >= len(self.ids) else self._shorten(length)
+
+    def mark(self, ids: list[int]) -> None:
+        """Record that the cache holds exactly these tokens now, and keep a mark to go back here."""
+        self.ids = list(ids)
+        layers = {
+            number: _cloned(_what_cutting_spoils(layer))
+            for number, layer in enumerate(self.cache.layers)
+            if not keeps_every_token(layer) and not is_nothing(layer)
+        }
+        if layers and ids:
+            self._marks = [mark for mark in self._marks if mark.length < len(ids)][1 - MAX_MARKS :]
+            self._marks.append(Mark(len(ids), layers))
+
+    def hold(self, ids: list[int]) -> None:
+        """Record that the cache holds exactly these tokens now."""
+        self.ids = list(ids)
+
+    def recover(self, length: int, ids: list[int]) -> int:
+        """Make the cache consistent after an interrupted pass, in which some layers got further than others.
+
+        Args:
+            length: number of tokens in every layer before that pass.
+            ids: those tokens, and possibly more.
+
+        Returns:
+            The new length of the cache.
+        """
+        self.ids = ids[:length]
+        return self._shorten(length)
+
+    def _shorten(self, length: int) -> int:
+        layers = self.cache.layers
+        self._marks = [mark for mark in self._marks if mark.length <= length]
+        restored: Mapping[int, Mapping[str, Any]] = {}
+        if not length or not all(can_be_cut(layer) for layer in layers):
+            if not self._marks:
+                self.clear()
+                return 0
+            length, restored = self._marks[-1].length, self._marks[-1].layers
+        for number, layer in enumerate(layers):
+            if number not in restored or _grows(layer):
+                _cut_layer(layer, length)
+            vars(layer).update(_cloned(dict(restored.get(number, {}))))
+        self.ids = self.ids[:length]
+        return length
 
 
-def copied(cache: Any, tokens: int) -> Any:
-    """An independent copy of the first tokens of a cache.
-
-    Args:
-        cache: KV cache with at least so many tokens.
-        tokens: number of tokens, as `usable` returned it.
-    """
-    made = copy(cache)
-    made.layers = [_copied_layer(layer, tokens) for layer in cache.layers]
-    return made
-
-
-def _copied_layer(layer: Any, tokens: int) -> Any:
-    made = copy(layer)
-    vars(made).pop("_room", None)  # belongs to the original; see `append`
-    whole = not can_be_cut(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, torch.Tensor):
-            cut = name in ("keys", "values") and not whole and value.dim() == 4
-            vars(made)[name] = (value[..., :tokens, :] if cut else value).clone()
-        elif isinstance(value, dict):
-            vars(made)[name] = {
-                key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in value.items()
-            }
-    if not whole and hasattr(made, "cumulative_length") and made.is_initialized:
-        made.cumulative_length = min(made.cumulative_length, tokens)
-    return made
+def _what_cutting_spoils(layer: Any) -> dict[str, Any]:
+    own: dict[str, Any] = dict(vars(layer))
+    if _grows(layer):
+        del own["keys"], own["values"]
+    return own

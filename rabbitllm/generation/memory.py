@@ -25,7 +25,7 @@ from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import TAIL_TOKENS
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_cache, cost_by_config, layer_configs
-from rabbitllm.generation.sequence import SequenceMemory
+from rabbitllm.generation.sequence import SequenceLength
 from rabbitllm.quant.bfloat_products import CHUNK_ELEMENTS
 
 LEAST_TOKENS = 16
@@ -246,12 +246,12 @@ class CacheMemory:
         """Bytes that may be read from a file ahead of their use."""
         return self.limit // AHEAD_SHARE
 
-    def now(self, texts: Iterable[SequenceMemory]) -> int:
+    def now(self, texts: Iterable[SequenceLength]) -> int:
         """Bytes of the KV caches of these sequences after the next pass."""
         return sum(self.bytes_for(text.tokens + 1) for text in texts)
 
-    def soon(self, texts: Iterable[SequenceMemory]) -> int:
-        """Bytes of the KV caches of these sequences after the next tokens; see `SequenceMemory.soon`."""
+    def soon(self, texts: Iterable[SequenceLength]) -> int:
+        """Bytes of the KV caches of these sequences after the next tokens; see `SequenceLength.soon`."""
         return sum(self.bytes_for(text.soon) for text in texts)
 
     def measure(self, caches: Iterable[Any]) -> None:

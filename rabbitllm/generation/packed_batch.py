@@ -28,13 +28,13 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rabbitllm.generation.cache_file import CacheFile
-from rabbitllm.generation.kv_cache import append
+from rabbitllm.generation.kv_cache import append, is_nothing, is_window, keeps_every_token
 
 
 def grouped(sizes: Sequence[int], most: int | None) -> list[slice]:
@@ -252,25 +252,13 @@ _active: ContextVar[PackedCache | None] = ContextVar("packed pass", default=None
 
 
 @contextlib.contextmanager
-def packed_attention(configs: Iterable[Any], cache: PackedCache) -> Iterator[None]:
-    """Make the model attend by sequence inside the context.
-
-    Args:
-        configs: configs of the model and its modules, each once; their implementation is one of `OWN`.
-        cache: cache of the pass.
-    """
-    with attention_by_text(configs), texts_of(cache):
-        yield
-
-
-@contextlib.contextmanager
 def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
     """Make a model attend by sequence inside the context, for the sequences set by `texts_of`.
 
     Contexts may be nested; contexts that are closed in another order need one around all of them.
 
     Args:
-        configs: see `packed_attention`.
+        configs: configs of the model and its modules, each once; their implementation is one of `OWN`.
     """
     before = [(config, config._attn_implementation) for config in configs if config._attn_implementation in OWN]
     try:
@@ -450,7 +438,7 @@ def depends_on_longest(config: Any) -> bool:
 
 def shares_keys(model: Any) -> bool:
     """Whether layers use the KV cache of others."""
-    return any(_is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+    return any(is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
 
 
 def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
@@ -462,12 +450,7 @@ def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
 
 
 def _is_known(layer: Any) -> bool:
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or _is_nothing(layer)
-
-
-def _is_nothing(layer: Any) -> bool:
-    """Whether a layer has no attention, or uses another layer's KV cache."""
-    return type(layer).__name__ == "DummyLayer"  # not in every version
+    return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
 
 
 def _is_one_text(layer: Any) -> bool:
@@ -528,11 +511,6 @@ class PackedForward:
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
 
-    @staticmethod
-    def of(model: Any, file: CacheFile | None = None) -> PackedForward | None:
-        """A `PackedForward` for a model; None if the model cannot be packed."""
-        return PackedForward(model, file) if can_be_packed(model) else None
-
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedSequence | None:
         """The sequence in a call of the model's forward; None if the call cannot be packed.
 
@@ -579,7 +557,7 @@ class PackedForward:
         """
         lengths = [text.ids.shape[1] for text in texts]
         cache = PackedCache([text.cache for text in texts], lengths, self._shares, self._file)
-        with packed_attention(self._configs, cache):
+        with self.attending(), texts_of(cache):
             # bypasses the model's own call, which would wait for this very pass
             output = nn.Module.__call__(
                 self._model,

@@ -5,6 +5,8 @@ A request is answered by events, in this order: any number of `Delta`, then one 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -13,12 +15,21 @@ from typing import Any
 from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
 
-END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
-"""The finish reasons of an answer."""
-
-
 MAX_TOKENS = 512
 """Default number of tokens to generate."""
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """An end token or a stop string was generated."""
+    LENGTH = "length"
+    """The maximum number of tokens, or the model's context, is used up."""
+    CANCELLED = "cancelled"
+    """The client cancelled it, or the batch was closed."""
+    TIMEOUT = "timeout"
+    """Its deadline passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,102 +67,6 @@ class Sampling:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         given = {"temperature": self.temperature, "top_p": self.top_p}
         return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a prompt.
-
-    Attributes:
-        text: the generated text, without special tokens.
-        tokens: ids that were generated, special ones included.
-        prompt_tokens: number of tokens of the prompt.
-        finish: `END`, `LENGTH` or `INTERRUPTED`.
-        first_seconds: time to the first token; None if none was generated.
-        seconds: time to the last token.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    prompt_tokens: int
-    finish: str
-    first_seconds: float | None
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Decode rate after the first token; None for fewer than two tokens."""
-        if self.first_seconds is None or len(self.tokens) < 2 or self.seconds <= self.first_seconds:
-            return None
-        return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
-
-
-def check_generates(model: Any) -> None:
-    """Refuse a model of a class that generates no text: a base model, an encoder, a classifier.
-
-    Raises:
-        OptionError: the model is of such a class.
-    """
-    if not model.can_generate():
-        raise OptionError(
-            f"The model is a {type(model).__name__}, as its config.json says, and generates no text.",
-            "Call it for its outputs, or serve its embeddings. Text needs a checkpoint with a language-model head.",
-        )
-
-
-def end_tokens(model: Any) -> list[int]:
-    """The tokens that end a text: those of the model's generation config and of its tokenizer.
-
-    Raises:
-        OptionError: the model has no tokenizer, or none that could be read.
-    """
-    if model.tokenizer is None:
-        raise OptionError(
-            "This model has no tokenizer, so text cannot be made of it.",
-            "Put its tokenizer files into the folder that has its config.json.",
-        )
-    said = model.generation_config.eos_token_id if model.can_generate() else None
-    ends = [] if said is None else [said] if isinstance(said, int) else [*said]
-    own = model.tokenizer.eos_token_id
-    return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
-
-
-def context_of(model: Any) -> int | None:
-    """Tokens that a prompt and its answer may have together; None if the model sets no limit."""
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def most_new_tokens(model: Any, prompt_tokens: int, asked: int | None) -> int:
-    """How many tokens may follow a prompt: `asked`, by default `MAX_TOKENS` limited by the rest of the context.
-
-    Raises:
-        OptionError: prompt and answer exceed the model's context.
-    """
-    context = context_of(model)
-    if context is None:
-        return asked if asked is not None else MAX_TOKENS
-    left = context - prompt_tokens
-    if left < (asked or 1):
-        followed = f", with {asked:,} to follow" if asked is not None else ""
-        raise OptionError(
-            f"The prompt has {prompt_tokens:,} tokens{followed}; the model was made for {context:,} in all.",
-            "Shorten it." if left < 1 else f"Shorten it, or ask for at most {left:,}.",
-        )
-    return asked if asked is not None else min(MAX_TOKENS, left)
-
-
-class FinishReason(StrEnum):
-    """Why a generation ended."""
-
-    STOP = "stop"
-    """An end token or a stop string was generated."""
-    LENGTH = "length"
-    """The maximum number of tokens, or the model's context, is used up."""
-    CANCELLED = "cancelled"
-    """The client cancelled it, or the batch was closed."""
-    TIMEOUT = "timeout"
-    """Its deadline passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +162,69 @@ class Failed:
 
 
 Event = Delta | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerWork:
+    """The work of an answer.
+
+    Attributes:
+        passes: number of passes over all layers.
+        tokens: number of tokens in those passes.
+        moved: stage -> bytes moved.
+        experts: stage -> number of experts found there.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    moved: Mapping[str, int] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
+
+    def plus(self, other: AnswerWork) -> AnswerWork:
+        """The sum of both."""
+        return AnswerWork(
+            self.passes + other.passes,
+            self.tokens + other.tokens,
+            dict(Counter(self.moved) + Counter(other.moved)),
+            dict(Counter(self.experts) + Counter(other.experts)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The whole answer to a prompt.
+
+    Attributes:
+        text: the generated text, without special tokens.
+        tokens: ids that were generated, special ones included.
+        prompt_tokens: number of tokens of the prompt.
+        finish: why it ended.
+        first_seconds: time to the first token; None if none was generated.
+        seconds: time to the last token.
+        kept_tokens: how many tokens of the prompt were in the KV cache already.
+        work: passes and bytes; all zero for a model without a profiler.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    finish: FinishReason
+    first_seconds: float | None
+    seconds: float
+    kept_tokens: int = 0
+    work: AnswerWork = field(default_factory=AnswerWork)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Number of prompt tokens that were not in the cache."""
+        return self.prompt_tokens - self.kept_tokens
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decode rate after the first token; None for fewer than two tokens."""
+        if self.first_seconds is None or len(self.tokens) < 2 or self.seconds <= self.first_seconds:
+            return None
+        return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,3 +324,77 @@ class Limits:
                 f"No file can be made in {self.aside_folder}, where keys and values were to be set aside.",
                 "Name a folder that is there and can be written to.",
             )
+
+
+def check_generates(model: Any) -> None:
+    """Refuse a model of a class that generates no text: a base model, an encoder, a classifier.
+
+    Raises:
+        OptionError: the model is of such a class.
+    """
+    if not model.can_generate():
+        raise OptionError(
+            f"The model is a {type(model).__name__}, as its config.json says, and generates no text.",
+            "Call it for its outputs, or serve its embeddings. Text needs a checkpoint with a language-model head.",
+        )
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The tokens that end a text: those of the model's generation config and of its tokenizer.
+
+    Raises:
+        OptionError: the model has no tokenizer, or none that could be read.
+    """
+    if model.tokenizer is None:
+        raise OptionError(
+            "This model has no tokenizer, so text cannot be made of it.",
+            "Put its tokenizer files into the folder that has its config.json.",
+        )
+    said = model.generation_config.eos_token_id if model.can_generate() else None
+    ends = [] if said is None else [said] if isinstance(said, int) else [*said]
+    own = model.tokenizer.eos_token_id
+    return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
+
+
+def generate_arguments(model: Any, ends: list[int], sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+    """Arguments for `generate`, for one answer with the model's tokenizer.
+
+    Args:
+        model: a model with its `tokenizer`.
+        ends: see `end_tokens`.
+        sampling: how tokens are chosen.
+        max_new_tokens: maximum number of tokens to generate.
+    """
+    pad = model.tokenizer.pad_token_id
+    return {
+        "max_new_tokens": max_new_tokens,
+        "num_beams": 1,  # a checkpoint may recommend more, which cannot be streamed
+        "eos_token_id": ends or None,
+        "pad_token_id": pad if pad is not None else next(iter(ends), 0),
+        **sampling.arguments(),
+    }
+
+
+def context_of(model: Any) -> int | None:
+    """Tokens that a prompt and its answer may have together; None if the model sets no limit."""
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def most_new_tokens(model: Any, prompt_tokens: int, asked: int | None) -> int:
+    """How many tokens may follow a prompt: `asked`, by default `MAX_TOKENS` limited by the rest of the context.
+
+    Raises:
+        OptionError: prompt and answer exceed the model's context.
+    """
+    context = context_of(model)
+    if context is None:
+        return asked if asked is not None else MAX_TOKENS
+    left = context - prompt_tokens
+    if left < (asked or 1):
+        followed = f", with {asked:,} to follow" if asked is not None else ""
+        raise OptionError(
+            f"The prompt has {prompt_tokens:,} tokens{followed}; the model was made for {context:,} in all.",
+            "Shorten it." if left < 1 else f"Shorten it, or ask for at most {left:,}.",
+        )
+    return asked if asked is not None else min(MAX_TOKENS, left)

@@ -1,27 +1,38 @@
-"""The request queue, and the decisions which sequences take part in the next pass, are admitted, or are preempted.
+"""Decides which sequences take part in the next pass, are admitted, or are preempted, and keeps them in two queues.
 
     order      first come, first served; preempted sequences come first
-    a pass     every sequence in decode, and as many prompt tokens as keep the pass short
+    a pass     every sequence in decode, and as many prompt tokens as keep the pass short (chunked prefill)
     memory     a sequence is admitted if the running ones leave room for its KV cache and some more tokens;
                if the caches exceed the limit later, the sequence admitted last is preempted
 
-Any thread may add a request. Only the batch's thread starts and removes requests, so it may read `running` at any time.
+    waiting ── admitted ── running ── finished
+       └────── preempted ─────┘         its tokens are kept; its KV cache is swapped out or dropped
+
+Any thread may submit a request. Only the batch's thread moves sequences, so it may read `running` at any time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import abc, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from rabbitllm.base.forks import own_lock
-from rabbitllm.errors import BusyError, ClosedError
-from rabbitllm.generation.request import FinishReason
-from rabbitllm.generation.sequence import RequestHandle, SequenceMemory
+from rabbitllm.errors import BatchError, BusyError, ClosedError
+from rabbitllm.generation.cache_manager import CacheManager, CachePlace
+from rabbitllm.generation.joint_pass import JointPasses
+from rabbitllm.generation.request import FinishReason, Limits
+from rabbitllm.generation.sequence import Sequence, SequenceLength
 
+logger = logging.getLogger(__name__)
+
+FAILED = "failed"
+"""Key in `BatchTotals.ended` of requests that raised an error; the other keys are the values of `FinishReason`."""
 MANY_TOKENS = 64
 """The time of a pass with fewer tokens counts as the time to stream the weights."""
 FIRST_TOKENS = 1024
@@ -77,42 +88,31 @@ class TokenBudget:
         return min(max(chunk, int(self.least / max(self.each, 1e-9))), MAX_TOKENS)
 
 
-def take_part(tokens: Sequence[int], chunk: int) -> list[int]:
+def take_part(tokens: abc.Sequence[int], budget: int) -> list[int]:
     """Indices of the sequences that take part in the next pass, in ascending order.
 
     Args:
         tokens: number of tokens that each sequence brings; one for a sequence in decode.
-        chunk: maximum prompt tokens in a pass; the first prompt takes part in any case.
+        budget: maximum prompt tokens in a pass; the first prompt takes part in any case.
     """
     found = []
-    left = chunk
-    for place, count in enumerate(tokens):
+    left = budget
+    for index, count in enumerate(tokens):
         if count <= 1:
-            found.append(place)
-        elif left == chunk or count <= left:
-            found.append(place)
+            found.append(index)
+        elif left == budget or count <= left:
+            found.append(index)
             left -= count
     return found
 
 
-def fits(text: SequenceMemory, running: Sequence[SequenceMemory], cost: Callable[[int], int], limit: int) -> bool:
-    """Whether memory has room for one more sequence; with no others running it always may begin.
-
-    Args:
-        text: the waiting sequence.
-        running: the running sequences.
-        cost: function from tokens to bytes of the KV cache.
-        limit: limit in bytes.
-    """
-    return not running or cost(text.soon) + sum(cost(one.soon) for one in running) <= limit
-
-
-def too_many(running: Sequence[SequenceMemory], cost: Callable[[int], int], limit: int) -> int:
+def excess(running: abc.Sequence[SequenceLength], cost: Callable[[int], int], limit: int) -> int:
     """How many running sequences, counted from the last, are preempted before the next pass.
 
     Args:
         running: sequences in the order in which they were admitted.
-        cost, limit: see `fits`.
+        cost: function from tokens to bytes of the KV cache.
+        limit: limit in bytes.
     """
     needed = [cost(one.tokens + 1) for one in running]
     count = 0
@@ -121,33 +121,51 @@ def too_many(running: Sequence[SequenceMemory], cost: Callable[[int], int], limi
     return count
 
 
-def retry_after(waiting: int, places: int, seconds: float) -> float:
+def retry_after(waiting: int, most_running: int, seconds: float) -> float:
     """Estimated seconds until a new request can be accepted, from 1 to 600.
 
     Args:
         waiting: number of waiting requests.
-        places: maximum number of running requests.
+        most_running: maximum number of running requests.
         seconds: recent duration of a request.
     """
-    return min(max(1.0, seconds * max(waiting, 1) / max(places, 1)), 600.0)
+    return min(max(1.0, seconds * max(waiting, 1) / max(most_running, 1)), 600.0)
 
 
-class AdmissionQueue:
-    """Holds the waiting and the running requests.
+@dataclass
+class BatchTotals:
+    """Totals since the start; see `BatchStats`."""
+
+    passes: int = 0
+    prompt_tokens: int = 0
+    kept_tokens: int = 0
+    new_tokens: int = 0
+    pass_seconds: float = 0.0
+    preempted: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """The waiting and the running sequences of a batch, with their KV caches and their passes.
 
     Args:
-        most_running: maximum number of running requests.
-        most_waiting: maximum number of waiting requests; those that can begin at once do not count.
+        model: as `AutoModel.from_pretrained` returns it.
+        limits: see `Limits`; requests that can begin at once do not count as waiting.
 
     Attributes:
-        running: requests in the order in which they began.
+        running: sequences in the order in which they were admitted.
+        caches: their KV caches.
+        totals: totals since the start.
     """
 
-    def __init__(self, most_running: int, most_waiting: int) -> None:
-        self._most_running = most_running
-        self._most_waiting = most_waiting
-        self.running: list[RequestHandle] = []
-        self._waiting: deque[RequestHandle] = deque()
+    def __init__(self, model: Any, limits: Limits) -> None:
+        self.running: list[Sequence] = []
+        self.caches = CacheManager(model, limits, self.running)
+        self.totals = BatchTotals()
+        self._passes = JointPasses(model, exact=limits.exact, max_rows=self.caches.memory.rows, file=self.caches.file)
+        self._limits = limits
+        self._waiting: deque[Sequence] = deque()
+        self._budget = TokenBudget()
         self._lately = 1.0  # moving average of the seconds that a request took
         self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._holders = 0
@@ -155,8 +173,8 @@ class AdmissionQueue:
 
     # in any thread ---------------------------------------------------------------------------------------------------
 
-    def come_in(self, handle: RequestHandle) -> None:
-        """Append a request to the queue.
+    def submit(self, sequence: Sequence) -> None:
+        """Append a sequence to the queue.
 
         Raises:
             BusyError: the request queue is full.
@@ -165,15 +183,15 @@ class AdmissionQueue:
         with self._change:
             if self._closing is not None:
                 raise ClosedError("No more requests are taken on.", "Start the server again.")
-            free = max(self._most_running - len(self.running), 0)
-            if len(self._waiting) >= self._most_waiting + free:  # requests with a free slot begin at once
-                after = retry_after(len(self._waiting), self._most_running, self._lately)
+            free = max(self._limits.running - len(self.running), 0)
+            if len(self._waiting) >= self._limits.waiting + free:  # requests with a free slot begin at once
+                after = retry_after(len(self._waiting), self._limits.running, self._lately)
                 raise BusyError(
                     f"{len(self._waiting):,} requests wait already, as many as may.",
                     f"Try again in {after:.0f} s.",
                     after,
                 )
-            self._waiting.append(handle)
+            self._waiting.append(sequence)
             self._change.notify_all()
 
     def wake(self) -> None:
@@ -195,7 +213,7 @@ class AdmissionQueue:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Add and remove no request while the context is open."""
+        """Move no sequence while the context is open."""
         with self._change:
             yield
 
@@ -211,8 +229,8 @@ class AdmissionQueue:
             self._change.notify_all()
 
     @property
-    def waiting(self) -> list[RequestHandle]:
-        """The waiting requests, in their order."""
+    def waiting(self) -> list[Sequence]:
+        """The waiting sequences, in their order."""
         with self._change:
             return list(self._waiting)
 
@@ -227,37 +245,120 @@ class AdmissionQueue:
                 self._change.wait()
         return True
 
-    def unwanted(self) -> list[tuple[RequestHandle, FinishReason]]:
-        """Requests that are cancelled or past their deadline, each with its finish reason."""
+    def step(self) -> None:
+        """Run one pass, for the sequences that `schedule` chooses, and finish those that have ended."""
+        chosen = self.schedule()
+        if chosen:
+            made = sum(len(sequence.tokens) for sequence in self.running)
+            members = [sequence.member for sequence in chosen if sequence.member is not None]
+            tokens = sum(member.tokens for member in members)
+            start = time.perf_counter()
+            self._passes.run(members)
+            seconds = time.perf_counter() - start
+            self._budget = self._budget.after(tokens, seconds)
+            self.totals.passes += 1
+            self.totals.pass_seconds += seconds
+            self.totals.new_tokens += sum(len(sequence.tokens) for sequence in self.running) - made
+            self.caches.measure()
+            for sequence in reversed(self.caches.lost()):
+                if sequence.member is not None and not sequence.member.dead:
+                    self.preempt(sequence)
+        for sequence in [one for one in self.running if one.member is None or one.member.dead]:
+            error = sequence.member.error if sequence.member is not None else None
+            self.finish(sequence, error or sequence.finish_reason or FinishReason.LENGTH)
+
+    def schedule(self) -> list[Sequence]:
+        """Finish unwanted sequences, preempt and admit others, and choose those that take part in the next pass."""
+        for sequence, why in self.unwanted():
+            self.finish(sequence, why)
+        self._preempt_excess()
+        self._admit()
+        ready = [(one, one.member.tokens) for one in self.running if one.member is not None and one.member.is_outside]
+        budget = self.caches.memory.max_tokens
+        if not self._limits.in_bulk:
+            budget = min(self._budget.prompt_tokens(self.caches.chunk), budget)
+        return [ready[index][0] for index in take_part([tokens for _, tokens in ready], budget)]
+
+    def unwanted(self) -> list[tuple[Sequence, FinishReason]]:
+        """Sequences that are cancelled or past their deadline, each with its finish reason."""
         now = time.monotonic()
         with self._change:
             closing = self._closing is not None and now >= self._closing
             return [
-                (handle, FinishReason.CANCELLED if handle.is_cancelled or closing else FinishReason.TIMEOUT)
-                for handle in (*self.running, *self._waiting)
-                if handle.is_cancelled or closing or (handle.deadline is not None and now >= handle.deadline)
+                (one, FinishReason.CANCELLED if one.is_cancelled or closing else FinishReason.TIMEOUT)
+                for one in (*self.running, *self._waiting)
+                if one.is_cancelled or closing or (one.deadline is not None and now >= one.deadline)
             ]
 
-    def begin(self, handle: RequestHandle) -> None:
-        """Move a request from the queue to the running ones."""
-        with self._change:
-            self._waiting.remove(handle)
-            self.running.append(handle)
+    def _preempt_excess(self) -> None:
+        """Preempt sequences whose KV caches exceed the memory limit."""
+        memory = self.caches.memory
+        self.caches.evict()
+        near, filed = self.caches.parted()
+        count = excess([one.length for one in near], memory.bytes_for, self.caches.left_to_near(filed))
+        for sequence in reversed(near[len(near) - count :]):
+            if not self.caches.to_file(sequence):
+                self.preempt(sequence)
+        near, _ = self.caches.parted()
+        if len(self.running) == 1 and near and memory.now([near[0].length]) > memory.limit:
+            self.finish(self.running[0], FinishReason.LENGTH)  # no other request is left to preempt
 
-    def make_way(self, handle: RequestHandle) -> None:
-        """Move a preempted request to the front of the queue."""
-        with self._change:
-            self.running.remove(handle)
-            self._waiting.appendleft(handle)
+    def _admit(self) -> None:
+        """Start waiting sequences in their order, as far as memory allows."""
+        waiting = self.waiting
+        if not waiting:
+            self.caches.from_file()
+        for number, sequence in enumerate(waiting):
+            free = self.caches.memory.max_texts - len(self.running)
+            if free <= 0:
+                return
+            place = self.caches.place(sequence, min(free, len(waiting) - number) - 1)
+            if place is CachePlace.NOWHERE:
+                return  # admitting smaller requests behind it would keep it waiting for ever
+            if self.caches.allocate(sequence, in_file=place is CachePlace.FILE):
+                self.resume(sequence)
 
-    def leave(self, handle: RequestHandle) -> None:
-        """Remove a request that has ended, waiting or running."""
+    def resume(self, sequence: Sequence) -> None:
+        """Move a waiting sequence, which may have been preempted, to the running ones."""
+        sequence.start(self._passes, self.caches.prompt_chunk)
         with self._change:
-            if handle in self.running:
-                self.running.remove(handle)
-            else:
-                self._waiting.remove(handle)
+            self._waiting.remove(sequence)
+            self.running.append(sequence)
 
-    def took(self, seconds: float) -> None:
-        """Record the duration of a request, from which `BusyError` estimates when to try again."""
-        self._lately = 0.8 * self._lately + 0.2 * seconds
+    def preempt(self, sequence: Sequence) -> None:
+        """Move a running sequence to the front of the queue, and swap out its KV cache if that is worth it."""
+        cache = self.caches.resumable(sequence)
+        sequence.stop(self._passes)
+        self.caches.swap_out(sequence, cache, self._budget.recompute_seconds)
+        self.totals.preempted += 1
+        with self._change:
+            self.running.remove(sequence)
+            self._waiting.appendleft(sequence)
+
+    def finish(self, sequence: Sequence, how: BaseException | FinishReason) -> None:
+        """Remove a sequence, report its end, and keep its KV cache as a prefix cache."""
+        sequence.stop(self._passes)
+        with self._change:
+            (self.running if sequence in self.running else self._waiting).remove(sequence)
+        self.caches.drop(sequence)
+        if isinstance(how, BaseException):
+            if isinstance(how, Exception):
+                logger.info("a request has failed", exc_info=how)
+            sequence.fail(how if isinstance(how, Exception) else BatchError("The server has ended."))
+            reason = FAILED
+        else:
+            finished = sequence.finish(how)
+            reason = str(finished.ended)
+            self._lately = 0.8 * self._lately + 0.2 * finished.seconds
+            self.caches.keep(sequence)
+        self.totals.ended[reason] = self.totals.ended.get(reason, 0) + 1
+        self.totals.prompt_tokens += len(sequence.request.prompt)
+        self.totals.kept_tokens += sequence.kept_tokens
+
+    def end(self, how: BaseException | FinishReason) -> None:
+        """Finish all sequences, restore the model, and close the files."""
+        self.close(0.0)
+        for sequence in (*self.running, *self.waiting):
+            self.finish(sequence, how)
+        self._passes.close()
+        self.caches.close()

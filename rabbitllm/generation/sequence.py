@@ -1,13 +1,14 @@
-"""A request that is being generated: its `generate` with its own random numbers, its events and its KV cache.
+"""A request that is being generated: its tokens, its KV cache, its random numbers and its events.
 
-Runs in the batch's thread. A stopping criterion of `generate` receives every token as soon as it is chosen. A
-generation ends at the model's end tokens, at a stop string or at its maximum length. It leaves `generate` by an
-exception, which saves the pass for a token that is not needed.
+Runs in the batch's thread. A stopping criterion of `generate` receives every token as soon as it is chosen. A sequence
+ends at the model's end tokens, at a stop string or at its maximum length. It leaves `generate` by an exception, which
+saves the pass for a token that is not needed. Preempted, it keeps its tokens and continues behind them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from rabbitllm.generation.joint_pass import Member
+from rabbitllm.generation.joint_pass import JointPasses, Member
 from rabbitllm.generation.request import (
     Delta,
     Event,
@@ -28,16 +29,19 @@ from rabbitllm.generation.request import (
     Request,
     TokenLogprob,
     end_tokens,
+    generate_arguments,
 )
-from rabbitllm.generation.streams import StoppedText, TextStream
+from rabbitllm.generation.streams import TextStream
 from rabbitllm.generation.swap import SwappedOutCache
+
+logger = logging.getLogger(__name__)
 
 AHEAD_TOKENS = 64
 """Number of future tokens of every sequence for which room is reserved, so that it is not preempted at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceMemory:
+class SequenceLength:
     """The length of a sequence, which determines its memory.
 
     Attributes:
@@ -54,49 +58,58 @@ class SequenceMemory:
         return self.tokens + min(self.room, AHEAD_TOKENS)
 
 
-# Cuts text, which is added piece by piece, before the stop string that is complete first.
-
-
-def _tell_nobody(event: Event) -> None:
-    """Replaces the callback at the end, to break the reference cycle between the generation and its caller."""
-
-
 class _Over(Exception):
     """Raised after the last token, to leave `generate`."""
 
 
-class Generation:
-    """A request that has begun.
+class Sequence:
+    """A request that was submitted to a batch. Its caller uses only `cancel`, the batch the rest.
 
     Args:
         model: a causal language model with its `tokenizer`.
         request: the request.
-        notify: called with each event; an exception from it ends the generation.
-        submitted: `time.monotonic()` of the submission.
+        notify: called with each event; an exception from it cancels the request.
+        wake: wakes the batch after a change.
 
     Attributes:
-        cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
+        request: see above.
         tokens: ids generated so far.
         kept_tokens: number of prompt tokens taken from the prefix cache.
-        ended: the finish reason; None until it has ended.
+        cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
+        swapped_out: its KV cache, if it was preempted and the cache is swapped out.
+        member: its member of the joint passes, while it runs.
+        is_cancelled: whether it was cancelled.
+        deadline: deadline in `time.monotonic()`; None for no limit.
+        finish_reason: None until it has ended.
     """
 
-    def __init__(self, model: Any, request: Request, notify: Callable[[Event], None], submitted: float) -> None:
+    def __init__(
+        self, model: Any, request: Request, notify: Callable[[Event], object], wake: Callable[[], object]
+    ) -> None:
         self.request = request
-        self.cache: Any = None
         self.tokens: list[int] = []
         self.kept_tokens = 0
-        self.ended: FinishReason | None = None
-        self._notify = notify
-        self._submitted = submitted
-        self._first: float | None = None
+        self.cache: Any = None
+        self.swapped_out: SwappedOutCache | None = None
+        self.member: Member | None = None
+        self.is_cancelled = False
+        self._submitted = time.monotonic()
+        self.deadline = self._submitted + request.seconds if request.seconds is not None else None
+        self.finish_reason: FinishReason | None = None
         self._model = model
+        self._notify: Callable[[Event], object] | None = notify
+        self._wake = wake
+        self._first: float | None = None
         self._ends = end_tokens(model)
-        self._texts = StoppedText(request.stop)
-        self._stream = TextStream(model.tokenizer, self._texts.add)
-        self._stream.put(torch.empty(0, dtype=torch.long))  # the stream skips the prompt
-        self._likelihoods = _Likelihoods() if request.likeliest is not None else None
-        self._random = _beginning(request.sampling.seed, model.device) if request.sampling.samples else None
+        self._pieces: list[str] = []
+        self._stream = TextStream(model.tokenizer, self._pieces.append, stops=request.stop)
+        self._logprobs = _Logprobs() if request.likeliest is not None else None
+        self._random = _seeded(request.sampling.seed, model.device) if request.sampling.samples else None
+
+    def cancel(self) -> None:
+        """End it after the current pass; may be called from any thread, any number of times."""
+        self.is_cancelled = True
+        self._wake()
 
     @property
     def ids(self) -> list[int]:
@@ -104,110 +117,146 @@ class Generation:
         return [*self.request.prompt, *self.tokens]
 
     @property
-    def room(self) -> int:
-        """Tokens that may still be generated."""
-        return self.request.max_new_tokens - len(self.tokens)
+    def length(self) -> SequenceLength:
+        """Its current and maximum length."""
+        made = len(self.tokens)
+        return SequenceLength(len(self.request.prompt) + made, self.request.max_new_tokens - made)
 
-    def run(self, chunk: int | None) -> None:
-        """Generate to the end; after a preemption it continues behind the tokens of the earlier run.
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens its cache has; 0 without one."""
+        return self.cache.get_seq_length() if self.cache is not None else 0
+
+    @property
+    def prefilling(self) -> tuple[int, ...] | None:
+        """Its prompt, if that is not completely in its cache yet."""
+        prompt = self.request.prompt
+        return prompt if self.cache is not None and self.cached_tokens < len(prompt) else None
+
+    def resumable_cache(self, *, continues: bool) -> Any | None:
+        """The KV cache from which `generate` can continue: of all tokens except those of the next pass.
+
+        None if the request has just begun, or if its cache does not report its number of tokens.
 
         Args:
+            continues: whether the model can continue the cache with several tokens at once; otherwise the next pass
+                must have one token.
+        """
+        if self.member is None or not self.member.is_outside:
+            return None
+        entry, cache = self.member.brings
+        if not entry.past or entry.past >= self.length.tokens or not (continues or entry.length == 1):
+            return None
+        return cache
+
+    def start(self, passes: JointPasses, chunk: int | None) -> None:
+        """Begin to generate, or continue behind the tokens of an earlier run; it stops before its first pass.
+
+        Args:
+            passes: the passes to take part in.
             chunk: tokens of the prompt to prefill in one pass; None for all.
         """
-        ids = torch.tensor([self.ids], device=self._model.device)
-        pad = self._model.tokenizer.pad_token_id
-        given: dict[str, Any] = {
-            "max_new_tokens": self.room + 1,  # `made` ends it, not `generate`
-            "num_beams": 1,
-            "num_return_sequences": 1,
-            "use_cache": True,
-            "return_dict_in_generate": False,
-            "eos_token_id": sorted(self._ends) or None,
-            "pad_token_id": pad if pad is not None else next(iter(self._ends), 0),
-            "prefill_chunk_size": chunk,
-            **self.request.sampling.arguments(),
-        }
-        if self.cache is not None:
-            given |= {"past_key_values": self.cache, "cache_implementation": None}
-        if self._likelihoods is not None:
-            given["logits_processor"] = LogitsProcessorList([self._likelihoods])
-        given["stopping_criteria"] = StoppingCriteriaList([_Watch(self)])
-        with contextlib.suppress(_Over):
-            self._model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+        self.member = passes.add(lambda: self._generate(chunk), self._swap_random_state)
 
-    def made(self, token: int) -> None:
-        """Take a token, report the text that it completes, and leave `generate` if it was the last one."""
-        if self._first is None:
-            self._first = time.monotonic()
-        self.tokens.append(token)
-        chosen = self._chosen(token)
-        self._stream.put(torch.tensor([token]))
-        if self._texts.stop is not None or token in self._ends:
-            self.ended = FinishReason.STOP
-        elif self.room <= 0:
-            self.ended = FinishReason.LENGTH
-        if self.ended is not None:
-            self._stream.end()
-        self._notify(Delta(self._texts.take(last=self.ended is not None), (chosen,)))
-        if self.ended is not None:
-            raise _Over
+    def stop(self, passes: JointPasses) -> None:
+        """Leave the passes, between two of them."""
+        if self.member is not None and not self.member.dead:
+            passes.take_out(self.member)
+        self.member = None  # its stack holds much memory, and the caller may keep the sequence
 
-    def end(self, ended: FinishReason) -> Finished:
-        """End it: report the text that was held back, and the result."""
-        if self.ended is None:
-            self.ended = ended
+    def finish(self, reason: FinishReason) -> Finished:
+        """Report the text that was held back, and the result."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
             self._stream.end()
-            held = self._texts.take(last=True)
-            if held:
-                self._notify(Delta(held, ()))
+            if self._pieces:
+                self._tell(Delta("".join(self._pieces), ()))
         finished = Finished(
-            self.ended,
-            self._texts.stop,
+            self.finish_reason,
+            self._stream.stop,
             len(self.request.prompt),
             self.kept_tokens,
             len(self.tokens),
             time.monotonic() - self._submitted,
             None if self._first is None else self._first - self._submitted,
         )
-        self._notify(finished)
-        self._notify = _tell_nobody
+        self._tell(finished)
+        self._notify = None  # breaks the reference cycle with the caller
         return finished
 
     def fail(self, error: Exception) -> None:
         """Report that it has failed."""
-        self._notify(Failed(error))
-        self._notify = _tell_nobody
+        self._tell(Failed(error))
+        self._notify = None
 
-    def draw(self, begins: bool) -> None:
+    def _tell(self, event: Event) -> None:
+        try:
+            if self._notify is not None:
+                self._notify(event)
+        except Exception:
+            logger.debug("the client is gone", exc_info=True)
+            self.is_cancelled = True
+
+    def _generate(self, chunk: int | None) -> None:
+        room = self.length.room + 1  # `_take` ends it, not `generate`
+        given = generate_arguments(self._model, self._ends, self.request.sampling, room)
+        if self.cache is not None:
+            given |= {"past_key_values": self.cache, "cache_implementation": None}
+        if self._logprobs is not None:
+            given["logits_processor"] = LogitsProcessorList([self._logprobs])
+        given["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
+        ids = torch.tensor([self.ids], device=self._model.device)
+        with contextlib.suppress(_Over):
+            self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                num_return_sequences=1,
+                use_cache=True,
+                return_dict_in_generate=False,
+                prefill_chunk_size=chunk,
+                **given,
+            )
+
+    def _take(self, token: int) -> None:
+        """Take a token, report the text that it completes, and leave `generate` if it was the last one."""
+        if self._first is None:
+            self._first = time.monotonic()
+        self.tokens.append(token)
+        likeliest = self.request.likeliest
+        chosen = self._logprobs.of(token, likeliest or 0) if self._logprobs is not None else TokenLogprob(token)
+        self._stream.add([token])
+        if self._stream.stop is not None or token in self._ends:
+            self.finish_reason = FinishReason.STOP
+        elif self.length.room <= 0:
+            self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None:
+            self._stream.end()
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        self._tell(Delta(text, (chosen,)))
+        if self.finish_reason is not None:
+            raise _Over
+
+    def _swap_random_state(self, begins: bool) -> None:
         """Swap in the request's own random state around the choice of a token: called before it and after."""
-        if self._random is None:
-            return
-        if begins:
-            self._others = _random_state(self._model.device)
+        if self._random is not None:
+            other = _random_state(self._model.device)
             _set_random_state(self._random, self._model.device)
-        else:
-            self._random = _random_state(self._model.device)
-            _set_random_state(self._others, self._model.device)
-
-    def _chosen(self, token: int) -> TokenLogprob:
-        if self._likelihoods is None:
-            return TokenLogprob(token)
-        assert self.request.likeliest is not None
-        return self._likelihoods.of(token, self.request.likeliest)
+            self._random = other
 
 
-class _Watch(StoppingCriteria):  # type: ignore[misc]
-    """Passes every token to its generation."""
+class _EachToken(StoppingCriteria):  # type: ignore[misc]
+    """Passes every token on."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
+    def __init__(self, take: Callable[[int], None]) -> None:
+        self._take = take
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self._generation.made(int(input_ids[0, -1]))
+        self._take(int(input_ids[0, -1]))
         return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
 
 
-class _Likelihoods(LogitsProcessor):  # type: ignore[misc]
+class _Logprobs(LogitsProcessor):  # type: ignore[misc]
     """Keeps the log probabilities before temperature and the like; `generate` calls it first."""
 
     def __init__(self) -> None:
@@ -227,7 +276,7 @@ class _Likelihoods(LogitsProcessor):  # type: ignore[misc]
         )
 
 
-def _beginning(seed: int | None, device: torch.device) -> torch.Tensor:
+def _seeded(seed: int | None, device: torch.device) -> torch.Tensor:
     """The random state that `torch.manual_seed` would set; without a seed, a random one."""
     generator = torch.Generator(device="cuda" if device.type == "cuda" else "cpu")
     generator.manual_seed(seed if seed is not None else int.from_bytes(os.urandom(7), "little"))
@@ -243,57 +292,3 @@ def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
-
-
-@dataclass(eq=False, slots=True)
-class RequestHandle:
-    """A submitted request. Its caller uses only `cancel`, the batch the rest.
-
-    Attributes:
-        wake: wakes the batch after a change.
-        generation: its generation.
-        member: its member of the joint passes, while it runs.
-        is_cancelled: whether it was cancelled.
-        deadline: deadline in `time.monotonic()`; None for no limit.
-        held: its KV cache, if it was preempted and the cache is swapped out.
-    """
-
-    wake: Callable[[], None]
-    generation: Generation
-    member: Member | None = None
-    is_cancelled: bool = False
-    deadline: float | None = None
-    held: SwappedOutCache | None = None
-
-    def cancel(self) -> None:
-        """End it after the current pass; may be called from any thread, any number of times."""
-        self.is_cancelled = True
-        self.wake()
-
-    @property
-    def text(self) -> SequenceMemory:
-        """Its current and maximum length."""
-        generation = self.generation
-        return SequenceMemory(len(generation.request.prompt) + len(generation.tokens), generation.room)
-
-    @property
-    def cached_tokens(self) -> int:
-        """How many tokens its cache has; 0 without one."""
-        cache = self.generation.cache
-        return cache.get_seq_length() if cache is not None else 0
-
-    def whole_cache(self, continues: bool) -> Any | None:
-        """The KV cache from which `generate` can continue: of all tokens except those of the next pass.
-
-        None if the request has just begun, or if its cache does not report its number of tokens.
-
-        Args:
-            continues: whether the model can continue the cache with several tokens at once; otherwise the next pass
-                must have one token.
-        """
-        if self.member is None or not self.member.is_outside:
-            return None
-        entry, cache = self.member.brings
-        if not entry.past or entry.past >= self.text.tokens or not (continues or entry.length == 1):
-            return None
-        return cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,32 +18,42 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.errors import ChatError
-from rabbitllm.generation.kv_cache import KeptCache, keeps
+from rabbitllm.generation.kv_cache import KeptCache, common_prefix, keeps
 from rabbitllm.generation.request import (
-    END,
-    INTERRUPTED,
-    LENGTH,
     Answer,
+    AnswerWork,
+    FinishReason,
     Sampling,
     check_generates,
     context_of,
     end_tokens,
+    generate_arguments,
 )
-from rabbitllm.generation.streams import AnswerStream, TextStream
-from rabbitllm.generation.template import PLAIN_END, common_length, has_template, prompt_ids
+from rabbitllm.generation.streams import TextStream
+from rabbitllm.generation.template import PLAIN_END, has_template, prompt_ids
 from rabbitllm.telemetry.passes import PassSums
 from rabbitllm.telemetry.totals import EXPERT_TIERS, NOTHING, PINNED_UPLOAD, READ, UPLOAD
 
+MOVED = (READ, UPLOAD, PINNED_UPLOAD)
+"""Stages whose bytes are part of an answer's work."""
+WITHOUT_LIMIT = 32_768
+"""The most tokens of an answer if neither the caller nor the model's context sets a limit."""
 
-class EndOfText(StoppingCriteria):  # type: ignore[misc]
+
+class _Stopped(Exception):
+    """Raised between two layers to end the pass of an answer that was stopped."""
+
+
+class _EndOfText(StoppingCriteria):  # type: ignore[misc]
     """Stops a generation whose text was cut at a stop string."""
 
-    def __init__(self, stream: AnswerStream) -> None:
+    def __init__(self, stream: TextStream) -> None:
         self._stream = stream
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         # called before the streamer receives the token, so one more than needed is generated
-        return torch.full((input_ids.shape[0],), self._stream.cut, device=input_ids.device, dtype=torch.bool)
+        is_over = self._stream.stop is not None
+        return torch.full((input_ids.shape[0],), is_over, device=input_ids.device, dtype=torch.bool)
 
 
 def answer(
@@ -54,10 +64,10 @@ def answer(
     write: Callable[[str], object],
     first: Callable[[], object] = lambda: None,
 ) -> Answer:
-    """Generate an answer to a prompt.
+    """Generate an answer to a prompt. On an interrupt the answer is the text generated until then.
 
     Args:
-        model: a causal language model with its `tokenizer`.
+        model: a model with its `tokenizer`.
         ids: the prompt, int64 of shape (1, tokens).
         max_tokens: maximum number of tokens to generate.
         sampling: how tokens are chosen.
@@ -68,84 +78,52 @@ def answer(
         OptionError: the model generates no text.
         OSError: `write` raised it.
     """
-    import torch
-
     check_generates(model)
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
-    begun = False
-
-    def write_on(piece: str) -> None:
-        nonlocal begun
-        if not begun:
-            begun = True
-            first()
-        write(piece)
-
-    stream = TextStream(model.tokenizer, write_on)
     ends = end_tokens(model)
-    pad = model.tokenizer.pad_token_id if model.tokenizer.pad_token_id is not None else next(iter(ends), 0)
-    inputs = ids.to(model.device)
+    stream = TextStream(model.tokenizer, write, prompt_done=first)
     start = time.perf_counter()
-    interrupted = False
+    is_stopped = False
     try:
-        model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=max_tokens,
-            eos_token_id=ends or None,
-            pad_token_id=pad,
-            streamer=stream,
-            num_beams=1,  # a checkpoint may recommend more, which cannot be streamed
-            tokenizer=model.tokenizer,  # for stop strings in the checkpoint's generation config
-            **sampling.arguments(),
-        )
+        _generate(model, ids, stream, generate_arguments(model, ends, sampling, max_tokens))
     except KeyboardInterrupt:
-        interrupted = True
+        is_stopped = True
         stream.end()
-    ended = bool(stream.tokens) and stream.tokens[-1] in ends
+    return _answer(stream, ids.shape[-1], start, _finish_reason(stream, ends, is_stopped=is_stopped))
+
+
+def _generate(model: Any, ids: torch.Tensor, stream: TextStream, arguments: Mapping[str, Any]) -> None:
+    ids = ids.to(model.device)
+    # the tokenizer is for stop strings in the checkpoint's generation config
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, tokenizer=model.tokenizer, **arguments)
+
+
+def _finish_reason(stream: TextStream, ends: list[int], *, is_stopped: bool) -> FinishReason:
+    if is_stopped:
+        return FinishReason.CANCELLED
+    is_over = not stream.tokens or stream.tokens[-1] in ends or stream.stop is not None
+    return FinishReason.STOP if is_over else FinishReason.LENGTH
+
+
+def _answer(
+    stream: TextStream,
+    prompt_tokens: int,
+    start: float,
+    finish: FinishReason,
+    kept: int = 0,
+    work: AnswerWork | None = None,
+) -> Answer:
     return Answer(
         stream.text,
         tuple(stream.tokens),
-        ids.shape[-1],
-        INTERRUPTED if interrupted else END if ended else LENGTH,
+        prompt_tokens,
+        finish,
         stream.times[0] - start if stream.times else None,
         (stream.times[-1] if stream.times else time.perf_counter()) - start,
+        kept,
+        work or AnswerWork(),
     )
-
-
-PLACES: Mapping[str, str] = {
-    READ: "from the disk",
-    UPLOAD: "of that copied to the device",
-    PINNED_UPLOAD: "from page-locked RAM to the device",
-}
-"""Stage -> source of its bytes, in words."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerWork:
-    """The work of an answer.
-
-    Attributes:
-        passes: number of passes over all layers.
-        tokens: number of tokens in those passes.
-        moved: stage -> bytes moved.
-        experts: stage -> number of experts found there.
-    """
-
-    passes: int = 0
-    tokens: int = 0
-    moved: Mapping[str, int] = field(default_factory=dict)
-    experts: Mapping[str, int] = field(default_factory=dict)
-
-    def plus(self, other: AnswerWork) -> AnswerWork:
-        """The sum of both."""
-        return AnswerWork(
-            self.passes + other.passes,
-            self.tokens + other.tokens,
-            _sum(self.moved, other.moved),
-            _sum(self.experts, other.experts),
-        )
 
 
 def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> AnswerWork:
@@ -166,27 +144,11 @@ def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) 
             AnswerWork(
                 total.passes - earlier.passes,
                 total.tokens - earlier.tokens,
-                {stage: nbytes for stage, (nbytes, _) in since.items() if stage in PLACES and nbytes},
+                {stage: nbytes for stage, (nbytes, _) in since.items() if stage in MOVED and nbytes},
                 {stage: count for stage, (_, count) in since.items() if stage in EXPERT_TIERS and count},
             )
         )
     return found
-
-
-def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
-
-
-WITHOUT_LIMIT = 32_768
-"""The most tokens of an answer if neither the caller nor the model's context sets a limit."""
-BY_THE_MODEL = "end"
-BY_THE_USER = "stopped"
-BY_THE_CONTEXT = "context"
-BY_THE_LIMIT = "limit"
-
-
-class _Stopped(Exception):
-    """Raised between two layers to end the pass of an answer that was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,42 +162,6 @@ class ChatOptions:
 
     max_new_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatAnswer:
-    """The answer to a question.
-
-    Attributes:
-        text: text of the answer.
-        tokens: number of generated tokens, the last one included.
-        prompt_tokens: number of tokens of the conversation with the question.
-        kept_tokens: how many of these were in the cache.
-        ended: `BY_THE_MODEL`, `BY_THE_USER`, `BY_THE_CONTEXT` or `BY_THE_LIMIT`.
-        first: seconds to the first token, or to the end if it was stopped before.
-        seconds: total seconds.
-        work: passes and bytes; all zero for a model without a profiler.
-    """
-
-    text: str
-    tokens: int
-    prompt_tokens: int
-    kept_tokens: int
-    ended: str
-    first: float
-    seconds: float
-    work: AnswerWork
-
-    @property
-    def computed_tokens(self) -> int:
-        """Number of prompt tokens that were not in the cache."""
-        return self.prompt_tokens - self.kept_tokens
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens per second after the first token; None if there was no further one."""
-        further = self.seconds - self.first
-        return (self.tokens - 1) / further if self.tokens > 1 and further > 0 else None
 
 
 class Session:
@@ -311,7 +237,7 @@ class Session:
         *,
         stopped: Callable[[], bool] = lambda: False,
         at_unit: Callable[[int, int], object] = lambda done, units: None,
-    ) -> ChatAnswer:
+    ) -> Answer:
         """Generate an answer.
 
         Args:
@@ -324,39 +250,35 @@ class Session:
             ChatError: no room is left in the context, or the chat template refuses the messages.
         """
         ids = prompt_ids(self._tokenizer, messages)
-        room = self._room(len(ids))
+        arguments = generate_arguments(self._model, self._ends, self._choices.sampling, self._room(len(ids)))
+        arguments |= {"use_cache": True, "return_dict_in_generate": False}
         if not self._sound:
             self.forget()
-        start_of_cache = self._go_back(ids)
-        stream = AnswerStream(self._tokenizer, write, self._end_of_prompt(ids), ends=self._marks_of_the_end)
+        held = self._go_back(ids)
+        stops = () if has_template(self._tokenizer) else (PLAIN_END,)
+        stream = TextStream(self._tokenizer, write, stops=stops, prompt_done=lambda: self._mark(ids))
+        if self.kept is not None:
+            arguments |= {"past_key_values": self.kept.cache, "cache_implementation": None}
+        if stops:
+            arguments["stopping_criteria"] = StoppingCriteriaList([_EndOfText(stream)])
         before = self._model.profiler.sums
         start = time.perf_counter()
+        is_stopped = False
         self._sound = False
         try:
             with self._watched(stream, stopped, at_unit):
-                made = self._generate(ids, room, stream)
-            self._settle(made)
-            ended = self._limit(room, len(ids))
-            if not stream.tokens or stream.tokens[-1] in self._ends or stream.cut:
-                ended = BY_THE_MODEL
+                _generate(self._model, torch.tensor([ids]), stream, arguments)
+            if self.kept is not None:  # all tokens but the last, which was not fed to the model
+                self.kept.hold([*ids, *stream.tokens][: self.kept.cache.get_seq_length()])
         except (_Stopped, KeyboardInterrupt):
+            is_stopped = True
             stream.end()
             if self.kept is not None:
-                done = len(ids) + len(stream.tokens) - 1 if stream.tokens else start_of_cache
+                done = len(ids) + len(stream.tokens) - 1 if stream.tokens else held
                 self.kept.recover(done, [*ids, *stream.tokens])
-            ended = BY_THE_USER
         self._sound = True
-        seconds = time.perf_counter() - start
-        return ChatAnswer(
-            text=stream.answer,
-            tokens=len(stream.tokens),
-            prompt_tokens=len(ids),
-            kept_tokens=start_of_cache,
-            ended=ended,
-            first=stream.times[0] - start if stream.times else seconds,
-            seconds=seconds,
-            work=work_between(before, self._model.profiler.sums),
-        )
+        finish = _finish_reason(stream, self._ends, is_stopped=is_stopped)
+        return _answer(stream, len(ids), start, finish, held, work_between(before, self._model.profiler.sums))
 
     def _room(self, prompt: int) -> int:
         """Maximum tokens of the answer."""
@@ -369,54 +291,22 @@ class Session:
             )
         return min(limit for limit in (own, left, None if own or left else WITHOUT_LIMIT) if limit)
 
-    def _limit(self, room: int, prompt: int) -> str:
-        return BY_THE_CONTEXT if self.context is not None and prompt + room >= self.context else BY_THE_LIMIT
-
     def _go_back(self, ids: list[int]) -> int:
         """Cut the cache to the longest possible prefix of the prompt, and return its length."""
         if self.kept is None:
             return 0
         # at least one token is computed, since it yields the first one of the answer
-        length = self.kept.go_back(min(common_length(ids, self.kept.ids), len(ids) - 1))
+        length = self.kept.go_back(min(common_prefix(ids, self.kept.ids), len(ids) - 1))
         self.kept.mark(ids[:length])
         return length
 
-    def _end_of_prompt(self, ids: list[int]) -> Callable[[], None]:
-        return lambda: self.kept.mark(ids) if self.kept is not None else None
-
-    @property
-    def _marks_of_the_end(self) -> tuple[str, ...]:
-        return () if has_template(self._tokenizer) else (PLAIN_END,)
-
-    def _generate(self, ids: list[int], room: int, stream: AnswerStream) -> list[int]:
-        """Generate, and return the ids of prompt and answer."""
-        prompt = torch.tensor([ids], device=self._model.device)
-        pad = self._tokenizer.pad_token_id
-        given: dict[str, Any] = {
-            "max_new_tokens": room,
-            "num_beams": 1,
-            "tokenizer": self._tokenizer,
-            "use_cache": True,
-            "return_dict_in_generate": False,
-            "eos_token_id": self._ends or None,
-            "pad_token_id": pad if pad is not None else next(iter(self._ends), 0),
-            **self._choices.sampling.arguments(),
-        }
+    def _mark(self, ids: list[int]) -> None:
         if self.kept is not None:
-            given |= {"past_key_values": self.kept.cache, "cache_implementation": None}
-        if stream.ends:
-            given["stopping_criteria"] = StoppingCriteriaList([EndOfText(stream)])
-        made = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=stream, **given)
-        return [int(token) for token in made[0]]
-
-    def _settle(self, made: Sequence[int]) -> None:
-        """Record the contents of the cache after an answer: all tokens but the last, which was not fed to the model."""
-        if self.kept is not None:
-            self.kept.hold(list(made[: self.kept.cache.get_seq_length()]))
+            self.kept.mark(ids)
 
     @contextlib.contextmanager
     def _watched(
-        self, stream: AnswerStream, stopped: Callable[[], bool], at_unit: Callable[[int, int], object]
+        self, stream: TextStream, stopped: Callable[[], bool], at_unit: Callable[[int, int], object]
     ) -> Iterator[None]:
         """Call `stopped` and `at_unit` before each unit, before any of its weights are loaded."""
         names = [placed.unit for placed in self._model.placement.units]

@@ -1,7 +1,7 @@
-"""Text of tokens as they are generated: a streamer for `generate`, and the cut at stop strings.
+"""Text of tokens as they are generated: a streamer for `generate`, which can end its text before a stop string.
 
 Text is written with the token that completes it, never half a character of UTF-8. Written text is never changed
-afterwards, and all pieces together equal the tokenizer's decoding of all tokens.
+afterwards, and all pieces together equal the tokenizer's decoding of all tokens, up to the stop string.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from rabbitllm.base.terminal import disarmed
+
+UNFINISHED = "\ufffd"
+"""Tokenizers decode bytes of an incomplete character to this."""
 
 
 class StoppedText:
@@ -28,39 +31,26 @@ class StoppedText:
         self.stop: str | None = None
         self._stops = stops
         self._held = ""
-        self._free = ""
 
-    def add(self, text: str) -> None:
-        """Append text; after a stop string it is ignored."""
+    def add(self, text: str, *, last: bool = False) -> str:
+        """Append text, and return the text that became certain; after a stop string there is none.
+
+        Args:
+            text: the text.
+            last: whether no more text follows, so that nothing is held back.
+        """
         if self.stop is not None:
-            return
+            return ""
         text = self._held + text
         # the stop string that is complete first, as if text were added by the character; of several the longest
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             _, at, self.stop = min(found)
-            self._free += text[:at]
-            self._held = ""
-            return
-        keep = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        self._free += text[: len(text) - keep]
-        self._held = text[len(text) - keep :]
-
-    def take(self, *, last: bool = False) -> str:
-        """The text that became certain since the last call.
-
-        Args:
-            last: whether no more text follows, so that nothing is held back.
-        """
-        taken = self._free + (self._held if last else "")
-        self._free = ""
-        if last:
-            self._held = ""
-        return taken
-
-
-UNFINISHED = "\ufffd"
-"""Tokenizers decode bytes of an incomplete character to this."""
+            return text[:at]
+        parts = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        certain = len(text) - (0 if last else max(parts, default=0))
+        self._held = text[certain:]
+        return text[:certain]
 
 
 class TextStream:
@@ -73,6 +63,8 @@ class TextStream:
         tokenizer: tokenizer of the model.
         write: called with each piece of text; an exception from it (a broken pipe) ends the generation.
         skip_special_tokens: leave out tokens such as the end of the text.
+        stops: stop strings; text that could be the beginning of one is held back until more tokens decide it.
+        prompt_done: called before the first token is decoded.
 
     Attributes:
         tokens: ids generated so far.
@@ -81,7 +73,13 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Any, write: Callable[[str], object] | None = None, *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Any,
+        write: Callable[[str], object] | None = None,
+        *,
+        skip_special_tokens: bool = True,
+        stops: tuple[str, ...] = (),
+        prompt_done: Callable[[], object] = lambda: None,
     ) -> None:
         self.tokens: list[int] = []
         self.text = ""
@@ -89,11 +87,18 @@ class TextStream:
         self._tokenizer = tokenizer
         self._write = write if write is not None else print_text
         self._skip = skip_special_tokens
+        self._stops = StoppedText(stops)
+        self._prompt_done = prompt_done
         self._prompt_is_next = True
         # Tokens from `_from` on are decoded together, since the text of a token depends on those before it (a leading
         # space, bytes of one character); the text of those before `_to` has been written.
         self._from = 0
         self._to = 0
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was generated, or None."""
+        return self._stops.stop
 
     def put(self, value: Any) -> None:
         """Take the prompt or the tokens after it.
@@ -109,7 +114,12 @@ class TextStream:
         if self._prompt_is_next:
             self._prompt_is_next = False
             return
-        ids = value.flatten().tolist()
+        self.add(value.flatten().tolist())
+
+    def add(self, ids: list[int]) -> None:
+        """Take tokens after the prompt."""
+        if not self.tokens:
+            self._prompt_done()
         self.tokens += ids
         self.times += [time.perf_counter()] * len(ids)
         self._hand_on(finished=False)
@@ -123,12 +133,14 @@ class TextStream:
     def _hand_on(self, *, finished: bool) -> None:
         known = self._decode(self.tokens[self._from : self._to])
         both = self._decode(self.tokens[self._from :])
-        if len(both) <= len(known) or (both.endswith(UNFINISHED) and not finished):
+        text = both[len(known) :]
+        if both.endswith(UNFINISHED) and not finished:
             return
-        piece = both[len(known) :]
-        self._from, self._to = self._to, len(self.tokens)
-        self.text += piece
-        self._write(piece)
+        if text:
+            self._from, self._to = self._to, len(self.tokens)
+        if piece := self._stops.add(text, last=finished):
+            self.text += piece
+            self._write(piece)
 
     def _decode(self, ids: Sequence[int]) -> str:
         if not ids:
@@ -155,67 +167,3 @@ def print_text(text: str, out: TextIO | None = None) -> None:
     shown = disarmed(text) if out.isatty() else text
     out.write(shown.encode(encoding, "replace").decode(encoding))
     out.flush()
-
-
-class AnswerStream(TextStream):
-    """A text stream that reports when the prompt is in the cache, and ends its text before a stop string.
-
-    Args:
-        tokenizer, write: see `TextStream`.
-        prompt_done: called before the first token is decoded.
-        ends: stop strings; text that could be the beginning of one is held back until more tokens decide it.
-
-    Attributes:
-        answer: the text as it was written.
-        cut: whether one of `ends` was generated.
-    """
-
-    def __init__(
-        self, tokenizer: Any, write: Callable[[str], object], prompt_done: Callable[[], None], ends: tuple[str, ...]
-    ) -> None:
-        super().__init__(tokenizer, self._on_text)
-        self._give = write
-        self._prompt_done = prompt_done
-        self._begun = False
-        self._held = ""
-        self.ends = ends
-        self.answer = ""
-        self.cut = False
-
-    def put(self, value: Any) -> None:
-        """See `TextStream`."""
-        first = self._begun and not self.tokens
-        self._begun = True
-        if first:
-            self._prompt_done()
-        super().put(value)
-
-    def end(self) -> None:
-        """See `TextStream`; also writes the text that was held back."""
-        super().end()
-        if self._held and not self.cut:
-            self._pass_on(self._held)
-        self._held = ""
-
-    def _on_text(self, text: str) -> None:
-        if self.cut:
-            return
-        text = self._held + text
-        for end in self.ends:
-            if (at := text.find(end)) >= 0:
-                text, self.cut = text[:at], True
-        keep = 0 if self.cut else self._beginning_of_an_end(text)
-        self._held = text[len(text) - keep :]
-        self._pass_on(text[: len(text) - keep])
-
-    def _beginning_of_an_end(self, text: str) -> int:
-        """How many characters at the end of the text may become one of `ends`."""
-        return max(
-            (n for end in self.ends for n in range(1, len(end)) if text.endswith(end[:n])),
-            default=0,
-        )
-
-    def _pass_on(self, text: str) -> None:
-        if text:
-            self.answer += text
-            self._give(text)

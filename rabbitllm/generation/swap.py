@@ -12,11 +12,12 @@ them, and the system deletes them when the process ends, however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +27,16 @@ import torch
 from transformers import cache_utils
 
 from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.generation.kv_cache import without_room
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import folder_at
 
-# Takes a cache apart into a shell and tensors, and puts it together again, bitwise the same.
-#
-# Works for any cache of transformers: attention layers, sliding windows, states, and a family's own kinds of layers, as
-# long as they contain only tensors and plain values. A tensor that is a view is restored without its base.
+logger = logging.getLogger(__name__)
 
+SHARE = 4
+"""A swapped-out cache may take at most 1 / `SHARE` of the free memory or space."""
+FIRST_RATE = 200e6
+"""Assumed bytes per second to and from a file, before the first one was measured."""
 _HOLDERS = tuple(
     getattr(cache_utils, name)
     for name in ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
@@ -43,8 +46,8 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Placeholder of a tensor in the shell."""
+class _Index:
+    """Placeholder of a tensor in the shell of a cache."""
 
     number: int
 
@@ -53,51 +56,35 @@ class _Unknown(Exception):
     """The cache contains a value that is neither a tensor nor plain."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A cache that was taken apart.
+def taken_apart(cache: Any) -> tuple[Any, list[torch.Tensor]] | None:
+    """A copy of a cache with placeholders instead of tensors, and the tensors; None if it has an unknown kind of value.
 
-    Attributes:
-        shell: copy of the cache with placeholders instead of tensors.
-        tensors: the tensors, by the numbers of their placeholders.
+    Works for any cache of transformers: attention layers, sliding windows, states, and a family's own kinds of layers,
+    as long as they contain only tensors and plain values. A tensor that is a view is restored without its base.
     """
-
-    shell: Any
-    tensors: list[torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
-def taken_apart(cache: Any) -> Parts | None:
-    """The parts of a cache, which is not changed; None if it contains an unknown kind of value."""
     tensors: list[torch.Tensor] = []
-    places: dict[int, _Place] = {}
+    known: dict[int, _Index] = {}
 
-    def emptied(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            raise _Unknown
+    def emptied(value: Any) -> _Index:
         if type(value) is not torch.Tensor or value.layout is not torch.strided:
             raise _Unknown
-        if id(value) not in places:
-            places[id(value)] = _Place(len(tensors))
+        if id(value) not in known:
+            known[id(value)] = _Index(len(tensors))
             tensors.append(value)
-        return places[id(value)]
+        return known[id(value)]
 
     try:
-        return Parts(_walked(cache, emptied, {}), tensors)
+        return _walked(cache, emptied, {}), tensors
     except _Unknown:
         return None
 
 
 def put_together(shell: Any, tensors: list[torch.Tensor]) -> Any:
-    """Restore a cache from its parts.
+    """Restore a cache.
 
     Args:
-        shell: see `Parts`.
-        tensors: tensors with the values of `Parts.tensors`, in the same order.
+        shell: as `taken_apart` returned it.
+        tensors: tensors with the values of those that it returned, in the same order.
     """
     return _walked(shell, lambda value: tensors[value.number], {})
 
@@ -113,29 +100,10 @@ def _walked(value: Any, replaced: Callable[[Any], Any], seen: dict[int, Any]) ->
     if not isinstance(value, _HOLDERS):
         return replaced(value)
     if id(value) not in seen:
-        seen[id(value)] = made = copy(value)
-        vars(made).pop("_room", None)  # the base of the key and value views; see `kv_cache.append`
+        seen[id(value)] = made = without_room(copy(value))
         for name, one in vars(made).items():
             vars(made)[name] = _walked(one, replaced, seen)
     return seen[id(value)]
-
-
-logger = logging.getLogger(__name__)
-
-SHARE = 4
-"""A swapped-out cache may take at most 1 / `SHARE` of the free memory or space."""
-FIRST_RATE = 200e6
-"""Assumed bytes per second to and from a file, before the first one was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A tensor without its bytes."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(eq=False, slots=True)
@@ -143,18 +111,19 @@ class SwappedOutCache:
     """A KV cache that is swapped out.
 
     Attributes:
-        nbytes: bytes of its tensors.
-        shell: see `Parts`.
-        forms: form of each of its tensors.
-        tensors: its tensors in RAM; None if they are in a file.
-        file: the file with its tensors; None if they are in RAM.
+        shell: see `taken_apart`.
+        forms: of each of its tensors a tensor without memory, and the device.
+        held: its tensors in RAM, or the file with them; None once it is dropped.
     """
 
-    nbytes: int
     shell: Any
-    forms: list[_Form]
-    tensors: list[torch.Tensor] | None
-    file: durable.NamelessFile | None
+    forms: list[tuple[torch.Tensor, torch.device]]
+    held: list[torch.Tensor] | durable.NamelessFile | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(form.nbytes for form, _ in self.forms)
 
 
 class SwapSpace:
@@ -184,49 +153,43 @@ class SwapSpace:
             recompute_seconds: estimated time to recompute it; None to swap it out whenever that is possible.
         """
         parts = taken_apart(cache) if self.limit else None
-        if parts is None or self.nbytes + parts.nbytes > self.limit:
+        if parts is None:
             return None
-        forms = [_form(tensor) for tensor in parts.tensors]
-        held = SwappedOutCache(parts.nbytes, parts.shell, forms, None, None)
-        try:
-            if _leaves_a_device(forms) and parts.nbytes <= available_ram() // SHARE:
-                held.tensors = [_dense(tensor) for tensor in parts.tensors]
-            elif self._is_worth_a_file(parts.nbytes, recompute_seconds):
-                held.file = self._written(parts.tensors)
-            else:
-                return None
-        except (OSError, MemoryError, RuntimeError) as error:
-            self._complain(error)
+        shell, tensors = parts
+        made = SwappedOutCache(shell, [(_form(tensor), tensor.device) for tensor in tensors])
+        if self.nbytes + made.nbytes > self.limit:
             return None
-        self.nbytes += held.nbytes
-        return held
+        with self._recomputed_after_errors():
+            if _leaves_a_device(tensors) and made.nbytes <= available_ram() // SHARE:
+                made.held = [_dense(tensor) for tensor in tensors]
+            elif self._is_worth_a_file(made.nbytes, recompute_seconds):
+                made.held = self._written(tensors)
+        if made.held is None:
+            return None
+        self.nbytes += made.nbytes
+        return made
 
-    def take(self, held: SwappedOutCache) -> Any | None:
+    def take(self, swapped: SwappedOutCache) -> Any | None:
         """Swap a cache in; None if it is lost.
 
         Args:
-            held: as `put` returned it, once.
+            swapped: as `put` returned it, once.
         """
-        try:
-            if held.file is not None:
-                tensors = self._read(held.file, held.forms, held.nbytes)
-            else:
-                assert held.tensors is not None
-                tensors = [one.to(form.device) for one, form in zip(held.tensors, held.forms, strict=True)]
-        except (OSError, MemoryError, RuntimeError) as error:
-            self._complain(error)
-            return None
-        finally:
-            self.drop(held)
-        return put_together(held.shell, tensors)
+        tensors: list[torch.Tensor] | None = None
+        with self._recomputed_after_errors():
+            if isinstance(swapped.held, list):
+                tensors = [one.to(device) for one, (_, device) in zip(swapped.held, swapped.forms, strict=True)]
+            elif swapped.held is not None:
+                tensors = self._read(swapped.held, swapped.forms)
+        self.drop(swapped)
+        return put_together(swapped.shell, tensors) if tensors is not None else None
 
-    def drop(self, held: SwappedOutCache) -> None:
+    def drop(self, swapped: SwappedOutCache) -> None:
         """Drop a swapped-out cache."""
-        self.nbytes -= held.nbytes
-        held.tensors = None
-        if held.file is not None:
-            held.file.close()
-            held.file = None
+        self.nbytes -= swapped.nbytes
+        if isinstance(swapped.held, durable.NamelessFile):
+            swapped.held.close()
+        swapped.held = None
 
     def _is_worth_a_file(self, nbytes: int, recompute_seconds: float | None) -> bool:
         if self._folder is None or nbytes > shutil.disk_usage(self._folder).free // SHARE:
@@ -234,40 +197,41 @@ class SwapSpace:
         return recompute_seconds is None or 2 * nbytes / self._rate <= recompute_seconds
 
     def _written(self, tensors: list[torch.Tensor]) -> durable.NamelessFile:
-        assert self._folder is not None
-        start = time.perf_counter()
+        start, end = time.perf_counter(), 0
         file = durable.NamelessFile(self._folder)
         try:
-            at = 0
             for tensor in tensors:
-                file.write_at(_bytes_of(_dense(tensor)), at)
-                at += tensor.nbytes
+                file.write_at(_bytes_of(_dense(tensor)), end)
+                end += tensor.nbytes
         except BaseException:
             file.close()
             raise
-        self._learn(sum(tensor.nbytes for tensor in tensors), time.perf_counter() - start)
+        self._measure(end, start)
         return file
 
-    def _read(self, file: durable.NamelessFile, forms: list[_Form], nbytes: int) -> list[torch.Tensor]:
-        start = time.perf_counter()
+    def _read(self, file: durable.NamelessFile, forms: list[tuple[torch.Tensor, torch.device]]) -> list[torch.Tensor]:
+        start, end = time.perf_counter(), 0
         tensors = []
-        at = 0
-        for form in forms:
-            made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype)
-            file.read_at(_bytes_of(made), at)
-            at += made.nbytes
-            tensors.append(made.to(form.device))
-        self._learn(nbytes, time.perf_counter() - start)
+        for form, device in forms:
+            made = _empty(form)
+            file.read_at(_bytes_of(made), end)
+            end += made.nbytes
+            tensors.append(made.to(device))
+        self._measure(end, start)
         return tensors
 
-    def _learn(self, nbytes: int, seconds: float) -> None:
-        self._rate = 0.5 * (self._rate + nbytes / max(seconds, 1e-6))
+    def _measure(self, nbytes: int, start: float) -> None:
+        self._rate = 0.5 * (self._rate + nbytes / max(time.perf_counter() - start, 1e-6))
 
-    def _complain(self, error: Exception) -> None:
-        """Warn once, since a full disk remains full for a while."""
-        if not self._has_failed:
-            logger.warning("KV caches of preempted requests are computed again: %s", error)
-        self._has_failed = True
+    @contextlib.contextmanager
+    def _recomputed_after_errors(self) -> Iterator[None]:
+        """Suppress an error, and warn of the first one, since a full disk remains full for a while."""
+        try:
+            yield
+        except (OSError, MemoryError, RuntimeError) as error:
+            if not self._has_failed:
+                logger.warning("KV caches of preempted requests are computed again: %s", error)
+            self._has_failed = True
 
 
 def usual_folder() -> Path | None:
@@ -278,23 +242,26 @@ def usual_folder() -> Path | None:
     return None
 
 
-def _leaves_a_device(forms: list[_Form]) -> bool:
+def _leaves_a_device(tensors: list[torch.Tensor]) -> bool:
     """Whether any of the tensors is on another device than the CPU."""
-    return any(form.device.type != "cpu" for form in forms)
+    return any(tensor.device.type != "cpu" for tensor in tensors)
 
 
-def _form(tensor: torch.Tensor) -> _Form:
-    """The form of a tensor after it is restored: its axes in the same order in memory, without holes."""
-    dense = torch.empty_like(tensor, device="meta")
-    return _Form(tuple(dense.shape), dense.stride(), tensor.dtype, tensor.device)
+def _form(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor after it is restored, without memory: its axes in the same order, without holes."""
+    return torch.empty_like(tensor, device="meta")
+
+
+def _empty(form: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the host, in the memory layout of `_form`."""
     form = _form(tensor)
-    if tensor.device.type == "cpu" and tensor.stride() == form.strides:
+    if tensor.device.type == "cpu" and tensor.stride() == form.stride():
         return tensor
-    return torch.empty_strided(form.shape, form.strides, dtype=form.dtype).copy_(tensor)
+    return _empty(form).copy_(tensor)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -22,15 +22,7 @@ from typing import Any
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, RabbitLLMError
 
-SYSTEM = "system"
-
-
-USER = "user"
-
-
-ASSISTANT = "assistant"
-
-
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 TEMPLATE_SECONDS = 30.0
 """Time limit of a template; conversations that fill a context take a second."""
 TEMPLATE_LETTERS = 64 << 20
@@ -125,11 +117,3 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
         )
 
     return template_ids(tokenizer, messages, refused)
-
-
-def common_length(first: list[int], second: list[int]) -> int:
-    """The length of the common prefix."""
-    for at, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return at
-    return min(len(first), len(second))

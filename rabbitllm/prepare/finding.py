@@ -1,22 +1,36 @@
-"""Finds the source that the user named and its split directory, finished or still to be made.
+"""Finds the source that the user named and its split directory, finished or still to be made, and opens its weights.
 
 Makes at most one request to the hub, and none for weights; if the hub may not be used or does not answer, local files
-are used.
-"""
+are used. Reads headers, indexes and configs; the engine interprets the config."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import logging
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rabbitllm.base.options import expand
-from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.checkpoints.hub import HubAccess, HubRepository, cached_snapshot, open_repository
-from rabbitllm.checkpoints.index import is_meta
-from rabbitllm.checkpoints.local import is_writable
-from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
+from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
+from rabbitllm.checkpoints.config import experts_a_token
+from rabbitllm.checkpoints.hub import (
+    HubAccess,
+    HubCheckpoint,
+    HubRepository,
+    cached_snapshot,
+    download_all,
+    open_repository,
+)
+from rabbitllm.checkpoints.index import META_PARAMETERS, index_of, is_meta
+from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
 from rabbitllm.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     GatedRepositoryError,
     HubError,
@@ -25,14 +39,12 @@ from rabbitllm.errors import (
     SplitMismatchError,
     system_errors_by_name,
 )
-from rabbitllm.prepare.finished import refuse_another
-from rabbitllm.prepare.source import Sought, Source
-from rabbitllm.prepare.weights import open_folder
+from rabbitllm.formats.bounded import read_json
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.lock import locked
-from rabbitllm.storage import folder_lock
-from rabbitllm.storage.folder_lock import FolderKind
+from rabbitllm.splitter.split import STAGING_NAME
+from rabbitllm.storage import durable, folder_lock
+from rabbitllm.storage.folder_lock import FolderKind, FolderLock
 from rabbitllm.store import locations
 from rabbitllm.store.locations import meant, with_near_names
 from rabbitllm.store.manifest import (
@@ -46,6 +58,186 @@ from rabbitllm.store.manifest import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source that was found.
+
+    Attributes:
+        name: as the user wrote it.
+        split_folder: its split directory, finished or to be made.
+        config_folder: a folder with config and tokenizer.
+        finished: whether the split directory is complete.
+        repository: repository with the weights; None if they are in a folder, or only a finished split exists.
+        local: the folder with the weights.
+        missing_from: repository from which shards that the folder lacks are fetched.
+    """
+
+    name: str
+    split_folder: Path
+    config_folder: Path
+    finished: bool
+    repository: HubRepository | None = None
+    local: Path | None = None
+    missing_from: HubRepository | None = None
+
+
+@dataclass(frozen=True)
+class Sought:
+    """A request to find a source.
+
+    Attributes:
+        name: a folder, a split directory, or a repository id; see `locations.meant`.
+        compression: None, one for all tensors, or "auto".
+        saving_path: folder for the split directory by the user; None for the default.
+        access: how to reach the hub.
+        repo_id: repository from which shards that a local folder lacks are fetched.
+        base: first part of the split directory's name.
+        only_look: for a plan: nothing is recorded, and a source whose config or weights are gone is found too.
+    """
+
+    name: str
+    compression: str | None = None
+    saving_path: Path | None = None
+    access: HubAccess = field(default_factory=HubAccess)
+    repo_id: str | None = None
+    base: str = "splitted_model"
+    only_look: bool = False
+
+
+# The checkpoint of a source: from its folder, from the hub, or by the journal of its split.
+
+
+def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
+    """Open the checkpoint of a source, reading only headers; None if only finished splits are left.
+
+    Args:
+        source: the result of `find`.
+        folders: its split directories, whose journals have the index if that is gone.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights, and no finished split either.
+        MissingShardError: likewise, if some of the weights are missing (in Meta's own format, which has no index).
+    """
+    if source.repository is not None:
+        return HubCheckpoint(source.repository)
+    if source.local is None:
+        return None
+    absent: list[CheckpointError] = []
+    finished = False
+    for folder in folders:
+        try:
+            return open_folder(source.local, source.missing_from, folder)
+        except (CheckpointNotFoundError, MissingShardError) as error:
+            absent.append(error)
+            finished = finished or is_finished(folder)
+    if not finished:
+        raise absent[0]
+    return None
+
+
+def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
+    """Provide all of a source's shards on this machine, unchanged; a repository is fetched into the hub cache.
+
+    Returns:
+        The checkpoint, and the lock that prevents its deletion.
+
+    Raises:
+        CheckpointNotFoundError: there are none.
+        InUseError: another process is deleting them.
+        HubError: they cannot be fetched.
+        DiskFullError: the disk of the hub cache is full.
+    """
+    if source.repository is not None:
+        with system_errors_by_name(source.name):
+            folder = download_all(source.repository, HubCheckpoint(source.repository).index)
+    elif source.local is not None:
+        folder = source.local
+    else:
+        raise CheckpointNotFoundError(f"{source.name} has no checkpoint of its own.", "Leave split=False out.")
+    lock = folder_lock.shared(folder, FolderKind.SOURCE)
+    return LocalCheckpoint(folder), lock
+
+
+def open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:
+    """Open the checkpoint in a folder; if its only file is used up, by the journal of its split.
+
+    The folder may have another file, with the same weights in another format or with none of them.
+    """
+    seen = journal.glance(split_folder) if folder.is_dir() else None
+    shards = seen.shards if seen is not None else None
+    try:
+        if shards is None or begins_with_any(folder, shards):
+            return LocalCheckpoint(folder, missing_from, None, shards or ())
+    except CheckpointNotFoundError:
+        if shards is None:
+            raise
+    earlier = journal.replay(split_folder)
+    if earlier is None:  # another process has finished it meanwhile
+        return LocalCheckpoint(folder, missing_from)
+    held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
+    return LocalCheckpoint(folder, missing_from, index_of(held))
+
+
+# The config of a source before there is a split directory: its file, or one derived from Meta's parameters.
+
+
+@contextlib.contextmanager
+def config_folder(source: Source) -> Iterator[Path]:
+    """Yield a folder with the model's config, before there is a split directory; a scratch one if it is derived.
+
+    Raises:
+        CheckpointError: the files that it would be derived from are invalid.
+    """
+    derived: Mapping[str, bytes] = {}
+    home = source.config_folder
+    if not source.finished and _may_derive(source) and not names_a_model(home / CONFIG_NAME):
+        try:
+            checkpoint = open_weights(source, [source.split_folder])
+            derived = checkpoint.derived() if checkpoint is not None else {}
+        except FileNotFoundError:  # another process has finished the split meanwhile, or something is missing
+            if not is_finished(source.split_folder):
+                raise
+            home = source.split_folder
+    if CONFIG_NAME not in derived:
+        yield home
+        return
+    with tempfile.TemporaryDirectory(prefix="rabbitllm-config-") as folder:
+        for name in filter(derived.__contains__, (CONFIG_NAME, GENERATION_NAME)):
+            durable.write_scratch(Path(folder) / name, derived[name])
+        yield Path(folder)
+
+
+def _may_derive(source: Source) -> bool:
+    """Whether the file that a config is derived from exists."""
+    if source.repository is not None:
+        return META_PARAMETERS in source.repository.files
+    return source.local is not None and (source.local / META_PARAMETERS).exists()
+
+
+def family_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> str | None:
+    """Return the model type by the config in a folder, or by the one that a checkpoint derives."""
+    family = config_of(config_folder, checkpoint).get("model_type")
+    return family if isinstance(family, str) else None
+
+
+def experts_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> int | None:
+    """Return the number of experts that a router picks for a token, by the same config."""
+    return experts_a_token(config_of(config_folder, checkpoint))
+
+
+def config_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapping[str, Any]:
+    """Return the config in a folder, or the one that a checkpoint derives; empty if there is none."""
+    path = config_folder / CONFIG_NAME
+    derived = checkpoint.derived() if checkpoint is not None else {}
+    if CONFIG_NAME in derived:
+        found: Mapping[str, Any] = json.loads(derived[CONFIG_NAME])
+        return found
+    return read_json(path) if path.exists() else {}
+
+
+# The search.
 
 
 def find(sought: Sought) -> Source:
@@ -246,6 +438,26 @@ def _offline_source(sought: Sought) -> Source:
             "Allow it (local_files_only=False, and HF_HUB_OFFLINE unset), or give a folder.",
         )
     return _find_local(snapshot, sought)
+
+
+def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity) -> None:
+    """Refuse a finished split that was made from something else.
+
+    Raises:
+        SplitMismatchError: the source differs; the message says how.
+    """
+    why = manifest.source.differs_from(identity)
+    if why is not None and manifest.source.is_named_like(identity):
+        raise SplitMismatchError(
+            f"{source.name} has changed since it was split into {source.split_folder}: {why}.",
+            f"To use the split as it is, name {source.split_folder} itself. To split the changed checkpoint, choose "
+            "another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
+        )
+    if why is not None:
+        raise SplitMismatchError(
+            f"{source.split_folder} was split from {manifest.source.name}, not from {source.name}: {why}.",
+            "Split into another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
+        )
 
 
 def _identity_offline(sought: Sought, manifest: Manifest) -> SourceIdentity:

@@ -1,37 +1,56 @@
-"""Makes, resumes or repairs the split directory of a source, one process at a time. Independent of the engine."""
+"""Makes, resumes or repairs the split directory of a source, one process at a time.
+
+Depends on the engine only for the check of a model and its memory for weights, imported late."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from rabbitllm.base.options import SplitOptions
-from rabbitllm.checkpoints.checkpoint import Checkpoint
+from rabbitllm.base.options import SplitOptions, StreamOptions
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
-from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES
-from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
+from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, is_index
+from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.checkpoints.naming import LayerNaming
-from rabbitllm.errors import IncompleteSplitError, MissingShardError, OptionError, system_errors_by_name
-from rabbitllm.prepare.config import config_of, experts_of, family_of
-from rabbitllm.prepare.finished import check_finished, has_work_left
-from rabbitllm.prepare.source import Source
-from rabbitllm.prepare.weights import open_folder
-from rabbitllm.splitter import lease
-from rabbitllm.splitter.finish import STAGING_NAME
-from rabbitllm.splitter.interrupted import telling_how_to_go_on
-from rabbitllm.splitter.lock import locked, read_lock
-from rabbitllm.splitter.planned_files import PlannedFiles
-from rabbitllm.splitter.repair import repair, shards_for
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    IncompleteSplitError,
+    MissingShardError,
+    OptionError,
+    SplitMismatchError,
+    system_errors_by_name,
+)
+from rabbitllm.prepare.finding import (
+    Source,
+    config_folder,
+    config_of,
+    experts_of,
+    family_of,
+    open_folder,
+    refuse_another,
+)
+from rabbitllm.splitter import lock as split_lock
+from rabbitllm.splitter.bit_allocation import other_budget
+from rabbitllm.splitter.filler import ShardExecutor
+from rabbitllm.splitter.journal import telling_how_to_go_on
+from rabbitllm.splitter.lock import LEASE_NAME, is_left_over, locked, read_lock
+from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split
-from rabbitllm.splitter.shard_executor import ShardExecutor
-from rabbitllm.splitter.split import split
+from rabbitllm.splitter.source_check import check_finished_source
+from rabbitllm.splitter.split import STAGING_NAME, clear_away, discard_original, repair, shards_for, split
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
+from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.store.manifest import (
+    AUTO,
     JOURNAL_NAME,
     MANIFEST_NAME,
     SPLITS,
@@ -40,8 +59,207 @@ from rabbitllm.store.manifest import (
     directory_name,
     is_finished,
     is_fitted,
+    read_manifest,
 )
 from rabbitllm.telemetry.profiler import Profiler
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.devices import Device
+    from rabbitllm.splitter.request import Acceptance
+    from rabbitllm.store.layer_store import WeightFiles
+
+logger = logging.getLogger(__name__)
+
+
+def with_memory(
+    options: SplitOptions, stream_options: StreamOptions, devices: Sequence[Device] | None = None
+) -> SplitOptions:
+    """Return the options of a split; at "auto" with the memory in which its weights should be resident.
+
+    Args:
+        options: of the split.
+        stream_options: options for running the model.
+        devices: devices to run it on; by default those that the options name.
+
+    Raises:
+        DeviceError: the options name a GPU that does not exist.
+    """
+    if options.compression != AUTO:
+        return options
+    from rabbitllm.engine.devices import resolve_devices, weight_memory  # with torch
+
+    if devices is None:
+        devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
+    nbytes = weight_memory(devices, stream_options)
+    return dataclasses.replace(options, memory=nbytes, memory_is_said=stream_options.max_memory is not None)
+
+
+# The loader's own check of a model, passed to a split so that it runs before anything is deleted.
+
+
+TooLittle: TypeAlias = Literal["refuse", "warn", "ignore"]
+"""Action if this process may not take the memory that one layer needs."""
+
+
+@contextlib.contextmanager
+def acceptance(
+    source: Source,
+    options: StreamOptions,
+    devices: Sequence[Device] | None = None,
+    *,
+    too_little: TooLittle = "warn",
+) -> Iterator[Acceptance]:
+    """Yield the check that refuses what loading would refuse: of planned layer files, and of finished ones.
+
+    `from_pretrained`, `pull`, `convert` and RabbitLLM 1.1's functions pass it to `ensure_split`, which calls it
+    before the first shard is touched and before the last one is deleted; `plan` decides by the same code.
+
+    Args:
+        source: the source of the split.
+        options: options for running the model.
+        devices: devices to run it on; by default those that the options name.
+        too_little: action if this process may not take the memory that one layer needs: "refuse" if it will load the
+            model itself, "warn" (once) if the split may be for another machine, "ignore" if several processes will load
+            it.
+    """
+    from rabbitllm.engine import load_plan  # with torch
+    from rabbitllm.engine.devices import resolve_devices
+
+    if devices is None:
+        devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
+    with config_folder(source) as folder:
+        if not source.finished or too_little == "warn":  # else the model is loaded next, which checks the same
+            load_plan.check(folder, options, devices)
+        judges = {"refuse": load_plan.refuse_too_little_memory, "warn": load_plan.warn_of_too_little_memory}
+        judge = judges.get(too_little)
+
+        def accept(store: WeightFiles) -> None:
+            nonlocal judge
+            home = store.folder if (store.folder / CONFIG_NAME).exists() else folder
+            load_plan.accept(store, options, home, devices, judge)
+            judge = judge if too_little == "refuse" else None  # a warning is given once
+
+        yield accept
+
+
+def quantize_on(devices: Sequence[Device]) -> str:
+    """Return the device that a split quantizes on: the first GPU among the devices, else "cpu"."""
+    return next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")
+
+
+# Checks of a finished split directory against the part of its source that still exists.
+
+
+def has_work_left(folder: Path, options: SplitOptions) -> bool:
+    """Whether something must be removed after a finished split; only then is the lock needed.
+
+    A split in a folder that cannot be written never has work left, and is loaded without a lock.
+    """
+    if not (folder / MANIFEST_NAME).exists() or not is_writable(folder):
+        return False
+    left = (folder / JOURNAL_NAME).exists() or (folder / STAGING_NAME).exists() or is_left_over(folder)
+    left = left or (folder / LEASE_NAME).exists()
+    return left or options.delete_original
+
+
+def check_finished(source: Source, options: SplitOptions, accept: Acceptance | None = None) -> None:
+    """Check that a finished split is of this source, as far as the source still exists.
+
+    With `delete_original` the original is then deleted, if `accept` accepts the split.
+    """
+    manifest = read_manifest(source.split_folder)
+    if manifest is None:
+        return  # made by RabbitLLM 1.1; missing tensors are detected when the model is built
+    if manifest.compression != options.compression and source.split_folder != source.config_folder:
+        raise SplitMismatchError(
+            f"{source.split_folder} is a split at compression {manifest.compression}; "
+            f"{options.compression} was asked for.",
+            "Split into another folder (layer_shards_saving_path).",
+        )
+    _tell_other_budget(source, manifest, options)
+    if options.fit_scales and not is_fitted(manifest.quantizer):
+        raise SplitMismatchError(
+            f"{source.split_folder} is a split whose scales are bitsandbytes' own; fit_scales=True was asked for.",
+            "Split into another folder (layer_shards_saving_path), or leave fit_scales out.",
+        )
+    if is_writable(source.split_folder):
+        clear_away(source.split_folder)
+    if source.repository is not None:
+        refuse_another(source, manifest, source.repository.identity(manifest.source.fingerprints))
+    checkpoint = _still_there(source, manifest)
+    if checkpoint is None:
+        return
+    found = [facts for shard in checkpoint.index.shards if (facts := _present(checkpoint, shard)) is not None]
+    refuse_another(source, manifest, checkpoint.identity(found))
+    _refuse_without_evidence(source, manifest, found)
+    check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
+    if options.delete_original:
+        store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
+        if accept is not None:
+            accept(store)
+        discard_original(checkpoint)
+
+
+def _tell_other_budget(source: Source, manifest: Manifest, options: SplitOptions) -> None:
+    """Warn that a mixed split was made for another budget; refuse it only if it is larger than the disk may hold."""
+    other = other_budget(manifest.chosen, options) if options.compression == AUTO else None
+    if other is None:
+        return
+    remake = "`rabbitllm rm` removes it, if the original can be had again; layer_shards_saving_path names another place"
+    nbytes = sum(record.size for record in manifest.layers)
+    if options.max_disk is not None and nbytes > options.max_disk:
+        raise SplitMismatchError(
+            f"{source.split_folder} was made {other} and has {nbytes:,} bytes of layer files; "
+            f"max_disk={options.max_disk:,} was given now.",
+            f"Leave max_disk out to use it as it is. {remake[0].upper()}{remake[1:]}.",
+        )
+    logger.warning("%s was made %s and is used as it is. %s.", source.split_folder, other, remake)
+
+
+def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[ShardMetadata]) -> None:
+    """Refuse a split that lies elsewhere and whose model has another name, if no shard is left to compare."""
+    known = manifest.source
+    if source.local is None or found or known.kind != "local" or source.split_folder.is_relative_to(source.local):
+        return
+    if known.name != source.local.resolve().name:
+        raise SplitMismatchError(
+            f"{source.split_folder} was split from a folder named {known.name!r}, and {source.local} has no shard left "
+            "by which to tell whether that is the same model.",
+            f"If it is, name the split directory itself: {source.split_folder}.",
+        )
+
+
+def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
+    """Return the local weights that a finished split was made from; None if they are used up.
+
+    The folder may have the weights in another form too. The split does not use that form: it is not opened, and never
+    discarded.
+    """
+    shards = manifest.source.fingerprints
+    try:
+        if source.repository is not None:
+            remote = HubCheckpoint(source.repository) if _index_is_cached(source.repository) else None
+            return remote if remote is not None and not shards.keys().isdisjoint(remote.index.shards) else None
+        if source.local is None:
+            return None
+        if begins_with_any(source.local, shards):
+            return LocalCheckpoint(source.local, known_shards=shards)
+    except CheckpointNotFoundError:
+        return None
+    _refuse_without_evidence(source, manifest, [])
+    return None
+
+
+def _index_is_cached(repository: HubRepository) -> bool:
+    entry = repository.entry()
+    return is_index(entry) and repository.cached(entry) is not None
+
+
+def _present(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
+    """Return the facts of a shard that is on this machine; headers are not requested from a repository."""
+    if isinstance(checkpoint, HubCheckpoint) and checkpoint.repository.cached(shard) is None:
+        return None
+    return checkpoint.facts(shard)
 
 
 def ensure_split(
@@ -76,7 +294,7 @@ def ensure_split(
                 check_finished(source, options, accept)
                 return Profiler(enabled=options.profiling)
     with system_errors_by_name(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
-        lease.revoke(source.split_folder)  # of a run that died and whose workers may still be running
+        split_lock.revoke(source.split_folder)  # of a run that died and whose workers may still be running
         if is_finished(source.split_folder):  # checked again: the previous holder of the lock may have finished it
             if options.delete_original:
                 locks.enter_context(lock_source(source, options))

@@ -13,7 +13,7 @@ from typing import Any
 
 from rabbitllm.errors import ClusterError
 from rabbitllm.ray.cluster import Node
-from rabbitllm.splitter.lease import LEASE_NAME, Lease
+from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 
 ANSWER_SECONDS = 120.0

@@ -14,14 +14,11 @@ from typing import Any
 from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
 from rabbitllm.ray.cluster import Node
 from rabbitllm.ray.node_check import check_machines
-from rabbitllm.splitter.filler import Filler
-from rabbitllm.splitter.lease import Lease, LeaseCheck, granted, revoke
+from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
+from rabbitllm.splitter.lock import Lease, LeaseCheck, granted, revoke
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.shard_executor import Filled
-from rabbitllm.splitter.shard_fetcher import ShardFetcher
 from rabbitllm.splitter.sums import ShardChecksums
-from rabbitllm.splitter.work import ROOM, SplitWork
 from rabbitllm.telemetry.profiler import Profiler
 
 # The task of a worker for one shard: writes it into the layer files that contain its tensors, durably.

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rabbitllm.base.terminal import counted, put_fact, size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.request import END, INTERRUPTED, Answer
+from rabbitllm.generation.request import Answer, FinishReason
 from rabbitllm.generation.template import has_template, template_ids
 from rabbitllm.telemetry.passes import PROMPT, PassSums
 from rabbitllm.telemetry.totals import COMPUTE, DEQUANTIZE, NOTHING, READ_WAIT, UPLOAD_WAIT
@@ -106,6 +106,7 @@ def _through_template(tokenizer: Any, prompt: str, system: str | None) -> Any:
 
 _STAGES = {READ_WAIT: "waiting for the disk", UPLOAD_WAIT: "waiting for copies", DEQUANTIZE: "dequantizing"}
 _NAMES = {True: "prompt", False: "each token"}
+_FINISH = {FinishReason.STOP: "end", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "interrupted"}
 
 
 def put_statistics(console: Console, answer: Answer, load_seconds: float, sums: Mapping[str, PassSums]) -> None:
@@ -142,12 +143,12 @@ def how_it_ended(answer: Answer, max_tokens: int, *, raw: bool = False) -> Text 
         max_tokens: its limit of tokens.
         raw: whether an existing chat template was not used.
     """
-    if answer.finish == END and not answer.text:
+    if answer.finish is FinishReason.STOP and not answer.text:
         advice = " without --raw the prompt goes through the chat template" if raw else ""
         return Text(f"the first token ended the text: the answer is empty{';' * bool(advice)}{advice}", "yellow")
-    if answer.finish == END:
+    if answer.finish is FinishReason.STOP:
         return None
-    if answer.finish == INTERRUPTED:
+    if answer.finish is FinishReason.CANCELLED:
         return Text(f"interrupted after {counted(len(answer.tokens), 'token')}", "yellow")
     return Text(f"cut off after {counted(max_tokens, 'token')}; --max-new-tokens allows more", "yellow")
 
@@ -167,7 +168,7 @@ def answer_record(model: str, answer: Answer, load_seconds: float, where: Mappin
         "tokens": list(answer.tokens),
         "prompt_tokens": answer.prompt_tokens,
         "new_tokens": len(answer.tokens),
-        "finish": answer.finish,
+        "finish": _FINISH[answer.finish],
         "load_seconds": load_seconds,
         "first_token_seconds": answer.first_seconds,
         "seconds": answer.seconds,

@@ -1,15 +1,21 @@
-"""From the events of a batch to OpenAI's objects, whole and in chunks. Pure: events in, dicts out.
+"""From the batch's events to OpenAI's objects, whole and in chunks. Pure: events in, dicts out.
 
-`AnswerChoices` makes the choices of an answer, `Envelope` the object around them.
+`ChatChoices` and `CompletionChoices` make the choices of an answer, `Envelope` the object around them. Lists of log
+probabilities need single tokens as text and as bytes (`Spelling`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 from rabbitllm.generation.request import Delta, Finished, FinishReason, TokenLogprob
+from rabbitllm.generation.streams import UNFINISHED
+from rabbitllm.server.requests import CheckedCall
+from rabbitllm.server.tools import SPECIAL, CallReader, ParsedToolCall
 
 REASONS = {
     FinishReason.STOP: "stop",
@@ -18,22 +24,13 @@ REASONS = {
     FinishReason.TIMEOUT: "length",
 }
 """OpenAI's finish reason for each way of ending; an answer that was cut off counts as out of tokens."""
+LEAST = -9999.0
+"""The log probability given for probability zero, whose logarithm JSON cannot represent; OpenAI uses the same."""
 
 
-class AnswerChoices(Protocol):
-    """The choices of one answer, whole or streamed."""
-
-    def begin(self, choice: int) -> list[dict[str, Any]]:
-        """The first deltas of a choice in a stream."""
-
-    def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
-        """The deltas of a piece in a stream."""
-
-    def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
-        """The last deltas of a choice in a stream."""
-
-    def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
-        """A choice that is answered at once, with all its pieces joined."""
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE = "\u2581"
+"""A space, in SentencePiece vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,7 @@ class Envelope:
         model: its name.
         kind: `object` of a whole answer.
         chunk_kind: `object` of a chunk.
+        n: choices of a prompt.
         include_usage: whether a stream ends with its token usage.
     """
 
@@ -53,8 +51,21 @@ class Envelope:
     created: int
     model: str
     kind: str
-    chunk_kind: str
+    chunk_kind: str = ""
+    n: int = 1
     include_usage: bool = False
+
+    def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A chunk of a stream."""
+        return self._around(self.chunk_kind, choices) | ({"usage": None} if self.include_usage else {})
+
+    def last_chunk(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        """The chunk with the token usage of choices that ended so."""
+        return self._around(self.chunk_kind, ()) | {"usage": self._usage(finished)}
+
+    def whole(self, choices: Sequence[Mapping[str, Any]], finished: Sequence[Finished]) -> dict[str, Any]:
+        """A whole answer, of choices that ended so."""
+        return self._around(self.kind, choices) | {"usage": self._usage(finished)}
 
     def _around(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {
@@ -66,44 +77,248 @@ class Envelope:
             "choices": list(choices),
         }
 
-    def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A chunk of a stream."""
-        return self._around(self.chunk_kind, choices) | ({"usage": None} if self.include_usage else {})
+    def _usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        """The token usage; each prompt counts once, however many choices it has."""
+        firsts = finished[:: self.n]
+        prompt, new = sum(one.prompt_tokens for one in firsts), sum(one.new_tokens for one in finished)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(one.kept_tokens for one in firsts)},
+        }
 
-    def last_chunk(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The chunk with the token usage."""
-        return self._around(self.chunk_kind, ()) | {"usage": usage}
 
-    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole answer."""
-        return self._around(self.kind, choices) | {"usage": usage}
+class Spelling:
+    """Single tokens as text and as bytes.
 
-
-def usage_of(finished: Sequence[Finished], choices_of_a_prompt: int) -> dict[str, Any]:
-    """The token usage of an answer; each prompt counts once, however many answers it got.
+    A token may be a single byte of a character. Its text is then U+FFFD, as a decoder gives it; its bytes are exact.
 
     Args:
-        finished: the end of each choice, all of the first prompt first.
-        choices_of_a_prompt: choices per prompt.
+        tokenizer: the model's tokenizer.
     """
-    firsts = finished[::choices_of_a_prompt]
-    prompt, new = sum(one.prompt_tokens for one in firsts), sum(one.new_tokens for one in finished)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(one.kept_tokens for one in firsts)},
-    }
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    def of(self, token: int) -> tuple[str, tuple[int, ...]]:
+        """The text and the bytes of a token."""
+        if token not in self._known:
+            if len(self._known) > 1 << 16:
+                self._known.clear()
+            self._known[token] = self._spell(token)
+        return self._known[token]
+
+    def _spell(self, token: int) -> tuple[str, tuple[int, ...]]:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        text = str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if not isinstance(name, str):
+            return text, tuple(text.encode())
+        byte = _BYTE.fullmatch(name)
+        if byte is not None:
+            value = int(byte[1], 16)
+            return (chr(value) if value < 0x80 else UNFINISHED), (value,)
+        if name.startswith(SPACE) and not text.startswith(" "):  # a decoder drops the first space
+            text = " " + text
+        if UNFINISHED in text and all(character in bytes_of_characters() for character in name):
+            return text, tuple(bytes_of_characters()[character] for character in name)
+        return text, tuple(text.encode())
 
 
-def joined(first: Delta, second: Delta) -> Delta:
-    """Two pieces joined."""
-    return Delta(first.text + second.text, first.tokens + second.tokens)
+@cache
+def bytes_of_characters() -> Mapping[str, int]:
+    """The characters by which byte-level vocabularies write bytes: printable ones stand for themselves, the others are
+    U+0100 and up in their order (as published with GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}
 
 
-NOTHING = Delta("", ())
+class _Choices:
+    """The choices of one answer, whole or streamed; further methods are in the two kinds of it.
+
+    Args:
+        asked: the request.
+        spelling: the texts and bytes of tokens.
+        ends: end-of-text tokens.
+    """
+
+    def __init__(self, asked: CheckedCall, spelling: Spelling, ends: frozenset[int]) -> None:
+        self._asked = asked
+        self._spelling = spelling
+        self._ends = ends
+
+    def text_of(self, piece: Delta) -> str:
+        """The text to keep of a piece; it must be called before pieces are joined."""
+        return piece.text
+
+    def _without_end(self, tokens: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+        """Tokens without the end-of-text token, which is not part of the text."""
+        return tokens[:-1] if tokens and tokens[-1].token in self._ends else tokens
 
 
-def without_end(tokens: Sequence[TokenLogprob], ends: frozenset[int]) -> Sequence[TokenLogprob]:
-    """Tokens without the end-of-text token, which is not part of the text."""
-    return tokens[:-1] if tokens and tokens[-1].token in ends else tokens
+class ChatChoices(_Choices):
+    """Choices of `/v1/chat/completions`: messages and their deltas, tool calls, log probabilities.
+
+    Args:
+        asked, spelling, ends: see `_Choices`.
+        new_id: makes the id of a tool call.
+    """
+
+    def __init__(self, asked: CheckedCall, spelling: Spelling, ends: frozenset[int], new_id: Callable[[], str]) -> None:
+        super().__init__(asked, spelling, ends)
+        self._new_id = new_id
+        self._readers = [self._reader() for _ in asked.requests]
+
+    def text_of(self, piece: Delta) -> str:
+        """Text of a piece, with the tool call markers before it that are special tokens and so missing from its text.
+
+        For a `CallReader`. It must be called before pieces are joined, since a joined piece has lost the positions of
+        these markers.
+        """
+        if not self._asked.tools:
+            return piece.text
+        spelt = (self._spelling.of(chosen.token)[0] for chosen in piece.tokens)
+        return "".join(text for text in spelt if text in SPECIAL and text not in piece.text) + piece.text
+
+    def begin(self, choice: int) -> list[dict[str, Any]]:
+        """The role."""
+        return [_delta(choice, {"role": "assistant", "content": ""})]
+
+    def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
+        """Text, unless it may belong to a tool call, and log probabilities."""
+        reader = self._readers[choice]
+        text = piece.text if reader is None else reader.feed(piece.text)
+        logprobs = self._logprobs(piece.tokens)
+        if not text and not (logprobs and logprobs["content"]):
+            return []
+        return [_delta(choice, {"content": text}, logprobs)]
+
+    def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
+        """Text that was held back, the tool calls and the finish reason."""
+        reader = self._readers[choice]
+        text, calls = ("", ()) if reader is None else reader.end()
+        found = [_delta(choice, {"content": text})] if text else []
+        if calls:
+            listed = [{"index": at, **call} for at, call in enumerate(self._calls(calls))]
+            found.append(_delta(choice, {"tool_calls": listed}))
+        return [*found, _delta(choice, {}, reason=_reason(finished, calls))]
+
+    def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
+        """The message."""
+        reader = self._reader()
+        text = piece.text
+        calls: tuple[ParsedToolCall, ...] = ()
+        if reader is not None:
+            text = reader.feed(piece.text)
+            rest, calls = reader.end()
+            text = (text + rest).rstrip() if calls else text + rest
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = self._calls(calls)
+        return {
+            "index": choice,
+            "message": message,
+            "logprobs": self._logprobs(piece.tokens),
+            "finish_reason": _reason(finished, calls),
+        }
+
+    def _reader(self) -> CallReader | None:
+        return CallReader(self._asked.tools, self._asked.types) if self._asked.tools else None
+
+    def _calls(self, calls: Sequence[ParsedToolCall]) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": self._new_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self._asked.likeliest is None:
+            return None
+        content = [
+            self._entry(chosen.token, chosen.logprob)
+            | {
+                "top_logprobs": [
+                    self._entry(one.token, one.logprob) for one in chosen.likeliest[: self._asked.likeliest]
+                ]
+            }
+            for chosen in self._without_end(tokens)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text, raw = self._spelling.of(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+class CompletionChoices(_Choices):
+    """Choices of `/v1/completions`: text, and log probabilities in the older form; see `_Choices`."""
+
+    def __init__(self, asked: CheckedCall, spelling: Spelling, ends: frozenset[int]) -> None:
+        super().__init__(asked, spelling, ends)
+        self._lengths = [0] * len(asked.requests)
+
+    def begin(self, choice: int) -> list[dict[str, Any]]:
+        """The prompt, if `echo` is set."""
+        echo = self._echo(choice)
+        return [_choice(choice, echo, None)] if echo else []
+
+    def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
+        """Text, and the log probabilities of its tokens."""
+        logprobs = self._logprobs(choice, piece.tokens)
+        if not piece.text and not (logprobs and logprobs["tokens"]):
+            return []
+        return [_choice(choice, piece.text, logprobs)]
+
+    def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
+        """The finish reason."""
+        return [_choice(choice, "", None, REASONS[finished.ended])]
+
+    def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
+        """The text."""
+        text = self._echo(choice) + piece.text
+        return _choice(choice, text, self._logprobs(choice, piece.tokens), REASONS[finished.ended])
+
+    def _echo(self, choice: int) -> str:
+        return self._asked.echoes[choice] if self._asked.echoes else ""
+
+    def _logprobs(self, choice: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Lists of tokens, their log probabilities, the likeliest alternatives at each position, and text offsets."""
+        if self._asked.likeliest is None:
+            return None
+        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for chosen in self._without_end(tokens):
+            text, _ = self._spelling.of(chosen.token)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(_finite(chosen.logprob))
+            top: dict[str, float] = {}
+            for one in chosen.likeliest[: self._asked.likeliest]:
+                top.setdefault(self._spelling.of(one.token)[0], _finite(one.logprob))
+            found["top_logprobs"].append(top)
+            found["text_offset"].append(self._lengths[choice])
+            self._lengths[choice] += len(text)
+        return found
+
+
+def _choice(choice: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
+    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _finite(logprob: float | None) -> float:
+    """A log probability as JSON can represent it."""
+    return max(logprob, LEAST) if logprob is not None and logprob == logprob else LEAST
+
+
+def _delta(
+    choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _reason(finished: Finished, calls: Sequence[ParsedToolCall]) -> str:
+    return "tool_calls" if calls else REASONS[finished.ended]

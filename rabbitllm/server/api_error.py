@@ -58,8 +58,13 @@ class APIError(Exception):
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> APIError:
-    """The error for a request that is invalid or unsupported."""
+    """The error for an invalid request."""
     return APIError(BAD_REQUEST, message, param=param, code=code)
+
+
+def unsupported(message: str, param: str) -> APIError:
+    """The error for a field, or a value of it, that is not supported."""
+    return bad(message, param, "unsupported_parameter")
 
 
 def closing() -> APIError:

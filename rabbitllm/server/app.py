@@ -1,11 +1,12 @@
-"""The routes, and nothing else: each reads a request, passes it to the other modules and writes the response."""
+"""The routes: each reads a request, passes it to the other modules and writes the response."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -14,30 +15,36 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
-from rabbitllm.generation.request import Request as Wanted
-from rabbitllm.server import page, status
-from rabbitllm.server.answers import AnswerChoices, Envelope
-from rabbitllm.server.api_error import CLOSING, NOT_FOUND, APIError
-from rabbitllm.server.bodies import read_json
-from rabbitllm.server.chat_answers import ChatChoices
-from rabbitllm.server.chat_requests import chat_asked
-from rabbitllm.server.completion_answers import CompletionChoices
-from rabbitllm.server.completion_requests import completion_asked
+from rabbitllm.engine.tier_picture import places
+from rabbitllm.formats.bounded import decode_message
+from rabbitllm.server import page
+from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
+from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
 from rabbitllm.server.embeddings import embedding_asked, embedding_object
-from rabbitllm.server.event_stream import EventStream, left
-from rabbitllm.server.guards import ApiKeyGuard, HostGuard, JsonResponse, RequestLog, ShutdownGuard, answer_of, told
-from rabbitllm.server.inbox import Inbox
-from rabbitllm.server.prometheus import CONTENT_TYPE, written
-from rabbitllm.server.record import SCOPE_KEY, Record
+from rabbitllm.server.guards import (
+    SCOPE_KEY,
+    Guard,
+    JsonResponse,
+    Record,
+    RequestLog,
+    answer_of,
+    told,
+    wrong_caller,
+    wrong_key,
+)
+from rabbitllm.server.metrics import CONTENT_TYPE, written
+from rabbitllm.server.requests import CheckedCall, chat_asked, completion_asked
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
-from rabbitllm.server.submission import Submission, frames, whole
+from rabbitllm.server.streaming import EventStream, Inbox, Submission, frames, left, whole
 
 GONE = 499
 """Status of a request whose client left; it appears only in the log."""
 EXPOSED = ("x-request-id", "retry-after")
+ALWAYS = ("/health", "/metrics")
+"""Paths that are answered even while the server shuts down."""
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -49,11 +56,14 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, _answer_error)
     app.include_router(_routes(service))
-    settings = service.settings
-    app.state.batch, app.state.model, app.state.settings = service.batch, service.streamed, settings
     app.include_router(page.router)
-    app.include_router(status.router)
-    guarded: ASGIApp = ApiKeyGuard(ShutdownGuard(app, lambda: service.is_closing), settings.api_key)
+    settings = service.settings
+
+    def refused(scope: Scope) -> APIError | None:
+        closed = service.is_closing and scope["path"] not in ALWAYS
+        return wrong_key(scope, settings.api_key) or (closing() if closed else None)
+
+    guarded: ASGIApp = Guard(app, refused)
     if settings.origins:
         guarded = CORSMiddleware(
             guarded,
@@ -62,7 +72,8 @@ def create_app(service: Service) -> ASGIApp:
             allow_headers=("*",),
             expose_headers=EXPOSED,
         )
-    return RequestLog(HostGuard(guarded, settings.hosts, settings.origins), service.metrics)
+    guarded = Guard(guarded, lambda scope: wrong_caller(scope, settings.hosts, settings.origins))
+    return RequestLog(guarded, service.metrics)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -97,6 +108,10 @@ def _routes(service: Service) -> APIRouter:
     async def body_of(request: Request) -> Any:
         return await read_json(request, settings.body_bytes, settings.body_seconds)
 
+    def envelope(lead: str, kinds: tuple[str, str], body: GenerationBody, request: Request) -> Envelope:
+        name, usage = f"{lead}{_record(request).id}", bool(body.stream and body.include_usage)
+        return Envelope(name, int(time.time()), settings.name, *kinds, body.n or 1, usage)
+
     @router.get("/v1/models")
     async def models() -> Response:
         return JsonResponse({"object": "list", "data": [_model(service)]})
@@ -112,14 +127,8 @@ def _routes(service: Service) -> APIRouter:
         service.check_name(body.model)
         asked = await service.encoded(lambda: chat_asked(body, service.template, service.model, settings))
         choices = ChatChoices(asked, service.spelling, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
-        envelope = _envelope("chatcmpl-", ("chat.completion", "chat.completion.chunk"), body, request, service)
-        inbox = Inbox(
-            len(asked.requests),
-            keep_tokens=asked.likeliest is not None,
-            text_of=choices.text_of,
-            watch=service.metrics.watch(),
-        )
-        return await _generated(request, service, body, asked.requests, choices, envelope, inbox)
+        kinds = "chat.completion", "chat.completion.chunk"
+        return await _generated(request, service, body, asked, choices, envelope("chatcmpl-", kinds, body, request))
 
     @router.post("/v1/completions")
     async def completion(request: Request) -> Response:
@@ -127,9 +136,8 @@ def _routes(service: Service) -> APIRouter:
         service.check_name(body.model)
         asked = await service.encoded(lambda: completion_asked(body, service.tokenizer, service.model, settings))
         choices = CompletionChoices(asked, service.spelling, service.ends)
-        envelope = _envelope("cmpl-", ("text_completion", "text_completion"), body, request, service)
-        inbox = Inbox(len(asked.requests), keep_tokens=asked.likeliest is not None, watch=service.metrics.watch())
-        return await _generated(request, service, body, asked.requests, choices, envelope, inbox)
+        kinds = "text_completion", "text_completion"
+        return await _generated(request, service, body, asked, choices, envelope("cmpl-", kinds, body, request))
 
     @router.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
@@ -153,6 +161,10 @@ def _routes(service: Service) -> APIRouter:
     async def health() -> Response:
         return JsonResponse(_health(service), 200 if service.is_alive else CLOSING)
 
+    @router.get("/status")
+    async def status() -> Response:
+        return JsonResponse(_status(service), headers={"cache-control": "no-store"})
+
     @router.get("/metrics")
     async def metrics() -> Response:
         families = service.metrics.families(service.batch.facts, settings.name)
@@ -165,39 +177,40 @@ async def _generated(
     request: Request,
     service: Service,
     body: GenerationBody,
-    wanted: Sequence[Wanted],
-    choices: AnswerChoices,
+    asked: CheckedCall,
+    choices: ChatChoices | CompletionChoices,
     envelope: Envelope,
-    inbox: Inbox,
 ) -> Response:
     """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
     record = _record(request)
-    submission = Submission(service.batch, wanted, inbox)
-    of_a_prompt = body.n or 1
+    inbox = Inbox(
+        len(asked.requests),
+        keep_tokens=asked.likeliest is not None,
+        text_of=choices.text_of,
+        watch=service.metrics.watch(),
+    )
+    submission = Submission(service.batch, asked.requests, inbox)
 
     def over(stayed: bool) -> None:
         submission.cancel()
         record.gone = not stayed
-        record.finished = [one for one in submission.finished if one is not None]
+        record.finished = submission.ends()
 
     if not body.stream:
-        work = asyncio.ensure_future(whole(submission, envelope, choices, of_a_prompt))
+        work = asyncio.ensure_future(whole(submission, envelope, choices))
         try:
             return JsonResponse(await _unless_gone(request, work, submission.cancel))
         finally:
             over(True)
 
-    async def noted() -> Any:
-        async for frame in frames(submission, envelope, choices, of_a_prompt):
+    async def noted() -> AsyncIterator[bytes]:
+        async for frame in frames(submission, envelope, choices):
             yield frame
         record.error = submission.error
 
+    settings = service.settings
     return EventStream(
-        noted(),
-        over,
-        {},
-        heartbeat_seconds=service.settings.heartbeat_seconds,
-        stall_seconds=service.settings.stall_seconds,
+        noted(), over, heartbeat_seconds=settings.heartbeat_seconds, stall_seconds=settings.stall_seconds
     )
 
 
@@ -218,11 +231,6 @@ async def _unless_gone(request: Request, work: asyncio.Future[Any], cancel: Call
         leaving.cancel()
         work.cancel()
         await asyncio.gather(work, leaving, return_exceptions=True)
-
-
-def _envelope(lead: str, kinds: tuple[str, str], body: GenerationBody, request: Request, service: Service) -> Envelope:
-    name = f"{lead}{_record(request).id}"
-    return Envelope(name, int(time.time()), service.settings.name, *kinds, bool(body.stream and body.include_usage))
 
 
 def _record(request: Request) -> Record:
@@ -255,3 +263,60 @@ def _health(service: Service) -> dict[str, Any]:
         "cache_limit_bytes": facts.cache_limit_bytes,
         "embeddings": service.embedder is not None,
     }
+
+
+def _status(service: Service) -> dict[str, Any]:
+    """The state of the server as numbers for the page: the batch's statistics, and the placement of the weights.
+
+    All sums only grow, so that two readings give the difference between them. Contains no path of this machine.
+
+    Returns:
+        The fields of `rabbitllm.generation.request.BatchStats` (seconds, bytes and counts since the server began);
+        `model`; and `placement` with, in bytes, the reads from disk per pass (`streamed_bytes`), the copies to devices
+        per pass (`uploaded_bytes`), and the distribution of the weights: `places`, place -> words -> bytes.
+    """
+    placement = service.streamed.placement
+    return {
+        "model": service.settings.name,
+        **asdict(service.batch.facts),
+        "placement": {
+            "streamed_bytes": placement.streamed_bytes,
+            "uploaded_bytes": placement.uploaded_bytes,
+            "places": places(placement),
+        },
+    }
+
+
+async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
+    """The body, decoded. The bytes received count, not the length in a header; so a chunked body is limited too.
+
+    Args:
+        request: the request to read.
+        max_bytes: limit of the body's size.
+        seconds: time limit for reading the body.
+
+    Raises:
+        APIError: the body is too long, too slow, or invalid JSON.
+        ClientDisconnect: the client has disconnected.
+    """
+    too_large = APIError(
+        TOO_LARGE, f"The body has more than {max_bytes:,} bytes.", code="body_too_large", headers=CLOSE
+    )
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and (len(said) > 18 or int(said) > max_bytes):
+        raise too_large
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > max_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise APIError(
+            TIMED_OUT, f"The body did not arrive within {seconds:g} s.", code="body_timeout", headers=CLOSE
+        ) from None
+    try:
+        return decode_message(bytes(raw))
+    except ValueError as error:
+        raise bad(f"The body is no JSON that is taken here: {error}.", code="invalid_json") from None

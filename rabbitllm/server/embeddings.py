@@ -20,7 +20,7 @@ import torch
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.bounded import decode_json, read_json
 from rabbitllm.server.api_error import bad
-from rabbitllm.server.completion_requests import listed, token_ids
+from rabbitllm.server.requests import listed, token_ids
 from rabbitllm.server.schemas import Embedding
 from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.telemetry.passes import PassInput

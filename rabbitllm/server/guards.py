@@ -1,9 +1,9 @@
 """Middleware around every route: ASGI applications inside each other, the outermost first.
 
     RequestLog     a request id, counts, one log line; exceptions inside are answered in one form
-    HostGuard      host names that may call this server, so that no web page reaches it under a name of its own
-    ApiKeyGuard    the API key, for every route that describes or uses the model
-    ShutdownGuard  no new requests while the server shuts down
+    Guard          `wrong_caller`: host names that may call this server, so that no web page reaches it by its own name
+    Guard          `wrong_key`: the API key, for every route that describes or uses the model; and no new requests
+                   while the server shuts down
 
 Routes under `/v1` and `/metrics` require the key; `/health` and the page, which holds no data, do not.
 """
@@ -15,7 +15,11 @@ import contextlib
 import hmac
 import ipaddress
 import logging
+import re
+import time
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,10 +28,70 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rabbitllm.base.terminal import counted, harmless
+from rabbitllm.generation.request import Finished
 from rabbitllm.server.api_error import CLOSE, FORBIDDEN, UNAUTHORISED, APIError, broken, closing
-from rabbitllm.server.event_stream import text_of
 from rabbitllm.server.metrics import Metrics
-from rabbitllm.server.record import SCOPE_KEY, Record, logger, request_id
+from rabbitllm.server.streaming import text_of
+
+logger = logging.getLogger("rabbitllm.server.requests")
+
+SCOPE_KEY = "rabbitllm.record"
+"""Key of a request's record in its ASGI scope."""
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(slots=True)
+class Record:
+    """An HTTP request.
+
+    Attributes:
+        id: the caller's `x-request-id` if it is a plain word, else a new one.
+        what: method and path.
+        status: HTTP status of the response; 0 where there was none.
+        error: the code of a refusal, or of an error that ended a stream; its message where it has no code.
+        gone: whether the client disconnected before the end.
+        finished: the end of each choice.
+        started: `time.perf_counter()`.
+    """
+
+    id: str
+    what: str
+    status: int = 0
+    error: str | None = None
+    gone: bool = False
+    finished: list[Finished] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    def line(self) -> str:
+        """The log line: what happened, how long it took, and its tokens."""
+        parts = [f"{harmless(self.what, 80)} {self.status or 'no answer'}"]
+        if self.error is not None:
+            parts[0] += f" {harmless(self.error, 60)}"
+        if self.gone:
+            parts.append("client left")
+        if self.finished:
+            parts += self._generated()
+        parts.append(f"{time.perf_counter() - self.started:.2f} s")
+        return ", ".join(parts) + f" [{self.id}]"
+
+    def _generated(self) -> list[str]:
+        prompt, kept = (sum(getattr(one, name) for one in self.finished) for name in ("prompt_tokens", "kept_tokens"))
+        new = sum(one.new_tokens for one in self.finished)
+        parts = [f"{prompt:,} + {counted(new, 'token')}" + (f" ({kept:,} kept)" if kept else "")]
+        firsts = [one.first for one in self.finished if one.first is not None]
+        if firsts:
+            parts.append(f"first after {min(firsts):.2f} s")
+            after = max(one.seconds for one in self.finished) - min(firsts)
+            if new > len(firsts) and after > 0:
+                parts.append(f"then {(new - len(firsts)) / after:.1f} tokens/s")
+        return parts
+
+
+def request_id(given: str | None) -> str:
+    """The caller's id if it is a plain word, else a new one."""
+    return given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex[:20]
+
 
 errors = logging.getLogger(__name__)
 
@@ -37,8 +101,6 @@ QUIET = ("/health", "/metrics", "/status")
 PROTECTED = ("/v1", "/metrics", "/status")
 MAX_READ_OFF, MAX_READ_OFF_SECONDS = 1 << 20, 2.0
 """Limits in bytes and seconds for reading the body of a rejected request."""
-ALWAYS = ("/health", "/metrics")
-"""Paths that are answered even while the server shuts down."""
 
 
 class JsonResponse(Response):
@@ -54,14 +116,6 @@ class JsonResponse(Response):
 def answer_of(refusal: APIError) -> JsonResponse:
     """A refusal as a response."""
     return JsonResponse(refusal.as_object(), refusal.status, refusal.headers)
-
-
-async def _refuse(refusal: APIError, scope: Scope, receive: Receive, send: Send) -> None:
-    record: Record | None = scope.get(SCOPE_KEY)
-    if record is not None:
-        record.error = refusal.code
-    await _read_off(receive)
-    await answer_of(refusal)(scope, receive, send)
 
 
 async def _read_off(receive: Receive) -> None:
@@ -137,47 +191,52 @@ def told(error: Exception) -> APIError:
     return broken()
 
 
-class HostGuard:
-    """Rejects requests that a page on another host makes through the user's browser.
+class Guard:
+    """Answers the requests that a check refuses, and passes on all others.
+
+    Args:
+        app: the application inside.
+        refused: the error for a request; None to pass it on.
+    """
+
+    def __init__(self, app: ASGIApp, refused: Callable[[Scope], APIError | None]) -> None:
+        self._app = app
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        refusal = self._refused(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        record: Record | None = scope.get(SCOPE_KEY)
+        if record is not None:
+            record.error = refusal.code
+        await _read_off(receive)
+        await answer_of(refusal)(scope, receive, send)
+
+
+def wrong_caller(scope: Scope, hosts: tuple[str, ...] | None, origins: tuple[str, ...]) -> APIError | None:
+    """The refusal of a request that a page on another host makes through the user's browser.
 
     An unknown host name means an attacker's page whose own name resolves to this machine (DNS rebinding); an
     `Origin` of another host means a page that sends requests although it may not read the answers.
 
     Args:
-        app: the application inside.
+        scope: the request.
         hosts: names in lower case, None for any; addresses are always allowed, since DNS rebinding needs a name.
         origins: other origins that may send requests.
     """
-
-    def __init__(self, app: ASGIApp, hosts: tuple[str, ...] | None, origins: tuple[str, ...]) -> None:
-        self._app = app
-        self._hosts = hosts
-        self._origins = origins
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            host, origin = headers.get("host"), headers.get("origin")
-            if host is not None and not self._is_called(name_of(host)):
-                problem = "This server is not called by that name; serve --allow-host NAME permits it."
-                await _refuse(APIError(FORBIDDEN, problem, code="wrong_host", headers=CLOSE), scope, receive, send)
-                return
-            if scope["method"] not in ("GET", "HEAD", "OPTIONS") and not self._may_ask(origin, host):
-                wrong = APIError(
-                    FORBIDDEN, "Pages of that origin may not ask here.", code="wrong_origin", headers=CLOSE
-                )
-                await _refuse(wrong, scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _is_called(self, name: str) -> bool:
-        return self._hosts is None or name in self._hosts or is_address(name)
-
-    def _may_ask(self, origin: str | None, host: str | None) -> bool:
-        if origin is None or "*" in self._origins or origin in self._origins:
-            return True
-        return host is not None and origin.partition("://")[2] == host
+    headers = Headers(scope=scope)
+    host, origin = headers.get("host"), headers.get("origin")
+    if host is not None and hosts is not None and (name := name_of(host)) not in hosts and not is_address(name):
+        problem = "This server is not called by that name; serve --allow-host NAME permits it."
+        return APIError(FORBIDDEN, problem, code="wrong_host", headers=CLOSE)
+    if scope["method"] in ("GET", "HEAD", "OPTIONS") or origin is None or "*" in origins or origin in origins:
+        return None
+    if host is not None and origin.partition("://")[2] == host:
+        return None
+    return APIError(FORBIDDEN, "Pages of that origin may not ask here.", code="wrong_origin", headers=CLOSE)
 
 
 def name_of(host: str) -> str:
@@ -197,40 +256,16 @@ def is_address(name: str) -> bool:
     return True
 
 
-class ApiKeyGuard:
-    """Requires the API key, compared in constant time."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._key = key.encode() if key else None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] == "http" and self._key is not None and scope["path"].startswith(PROTECTED):
-            given = Headers(scope=scope).get("authorization", "")
-            kind, _, key = given.partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
-                unknown = APIError(
-                    UNAUTHORISED,
-                    "No API key that is accepted here. Expected Authorization: Bearer KEY.",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer", **CLOSE},
-                )
-                await _refuse(unknown, scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class ShutdownGuard:
-    """Rejects new requests while the server shuts down."""
-
-    def __init__(self, app: ASGIApp, is_closing: Callable[[], bool]) -> None:
-        self._app = app
-        self._is_closing = is_closing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] == "http" and self._is_closing() and scope["path"] not in ALWAYS:
-            await _refuse(closing(), scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+def wrong_key(scope: Scope, api_key: str | None) -> APIError | None:
+    """The refusal of a request without the API key, which is compared in constant time; None for no key."""
+    if not api_key or not scope["path"].startswith(PROTECTED):
+        return None
+    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode()):
+        return None
+    return APIError(
+        UNAUTHORISED,
+        "No API key that is accepted here. Expected Authorization: Bearer KEY.",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer", **CLOSE},
+    )

@@ -23,9 +23,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rabbitllm.engine.free_memory import trimming
-from rabbitllm.server.address import listen
 from rabbitllm.server.app import create_app
 from rabbitllm.server.service import Service
+from rabbitllm.server.settings import listen
 
 # A uvicorn connection with timeouts: for a request to begin, for its head, and for a peer that has vanished.
 #

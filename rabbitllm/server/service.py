@@ -1,22 +1,21 @@
-"""A served model, with everything that the routes need of it."""
+"""A served model, and what stands in for its batch if it generates no text."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import BatchStats, Limits, Request, check_generates, context_of, end_tokens
+from rabbitllm.server.answers import Spelling
 from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.metrics import Metrics
 from rabbitllm.server.settings import ModelLimits, Settings
-from rabbitllm.server.spelling import Spelling
 from rabbitllm.server.templates import Template
 
 _Result = TypeVar("_Result")
@@ -52,34 +51,36 @@ def batch_of(model: Any, limits: Limits) -> Batch | EmbeddingsOnly:
     return Batch(model, limits) if model.can_generate() else EmbeddingsOnly(model)
 
 
-@dataclass
 class Service:
-    """A served model.
+    """A served model, with everything that the routes need of it.
 
-    Attributes:
-        streamed: the model, as `AutoModel.from_pretrained` returns it.
+    Args:
+        model: a model from `AutoModel.from_pretrained`.
         batch: runs the requests.
         settings: how requests are treated.
+        embedder: None where the model has no embeddings.
+
+    Attributes:
+        streamed: the model.
         model: limits that requests are checked against.
         ends: end-of-text tokens.
-        embedder: None where the model has no embeddings.
         created: seconds since 1970.
         is_closing: whether new requests are refused.
     """
 
-    streamed: Any
-    batch: Batch | EmbeddingsOnly
-    settings: Settings
-    model: ModelLimits
-    ends: frozenset[int]
-    embedder: Embedder | None = None
-    metrics: Metrics = field(default_factory=Metrics)
-    created: int = field(default_factory=lambda: int(time.time()))
-    is_closing: bool = False
-
-    def __post_init__(self) -> None:
-        """Derive the remaining attributes."""
-        self.tokenizer = self.streamed.tokenizer
+    def __init__(
+        self, model: Any, batch: Batch | EmbeddingsOnly, settings: Settings, embedder: Embedder | None = None
+    ) -> None:
+        self.streamed = model
+        self.batch = batch
+        self.settings = settings
+        self.embedder = embedder
+        self.model = _limits_of(model)
+        self.ends = frozenset(end_tokens(model))
+        self.metrics = Metrics()
+        self.created = int(time.time())
+        self.is_closing = False
+        self.tokenizer = model.tokenizer
         self.template = Template(self.tokenizer)
         self.spelling = Spelling(self.tokenizer)
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
@@ -114,21 +115,7 @@ class Service:
         return await run_in_threadpool(one_at_a_time)
 
 
-def service_for(
-    model: Any, batch: Batch | EmbeddingsOnly, settings: Settings, embedder: Embedder | None = None
-) -> Service:
-    """A service for a model.
-
-    Args:
-        model: a model from `AutoModel.from_pretrained`.
-        batch: its batch.
-        settings: see `Settings`.
-        embedder: its embedder, if it has embeddings.
-    """
-    return Service(model, batch, settings, model_facts(model), frozenset(end_tokens(model)), embedder)
-
-
-def model_facts(model: Any) -> ModelLimits:
+def _limits_of(model: Any) -> ModelLimits:
     """The limits of a model; sampling defaults as the model recommends, else as OpenAI's interface has them."""
     temperature, top_p = 1.0, None
     if model.can_generate() and (recommended := model.generation_config).do_sample:

@@ -17,12 +17,11 @@ from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.tier_picture import places
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.models.pull.make import Wish
-from rabbitllm.server.address import address_of, is_local
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.loading import loaded
 from rabbitllm.server.server import serve
-from rabbitllm.server.service import Service, batch_of, service_for
-from rabbitllm.server.settings import Settings
+from rabbitllm.server.service import Service, batch_of
+from rabbitllm.server.settings import Settings, address_of, is_local
 
 # The greeting of `rabbitllm serve`: the address, the model, and a command to try.
 
@@ -100,7 +99,7 @@ def serve_wish(
         wish: the model and the options for loading it.
         limits: limits of the batch.
         settings: how requests are treated.
-        listening: the socket of `address.bound`.
+        listening: the socket of `settings.bound`.
         console: receives the progress messages.
         grace: seconds; see `server.Server`.
         split, dtype: see `loading.loaded`.
@@ -119,7 +118,7 @@ def serve_wish(
     logging.set_verbosity_error()  # no warnings about missing kernels amid requests
     batch = batch_of(found.model, limits)
     embedder = Embedder(found.model, found.recipe) if found.recipe is not None else None
-    service = service_for(found.model, batch, settings, embedder)
+    service = Service(found.model, batch, settings, embedder)
 
     def started() -> None:
         put_greeting(console, service, address_of(listening), found.split, is_local=is_local(listening))

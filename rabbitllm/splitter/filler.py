@@ -2,32 +2,298 @@
 
 This is the part before a shard counts as used up; filling from the same shard again writes the same bytes at the same
 offsets. It writes no journal, gives no file its final name and deletes nothing, so any process that sees the source
-and the split directory may do it.
-"""
+and the split directory may do it: `SplitWork` is what it needs to know, `ShardExecutor` runs it elsewhere, and
+`ShardFetcher` brings the shards."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.progress import BytesFetched, tell
+from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, header_length, parse_header
 from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.quant.compression import StoredForm
-from rabbitllm.splitter.byte_stream import ByteStream
-from rabbitllm.splitter.disk_use import ShardTransfer
-from rabbitllm.splitter.gaps import Gaps
-from rabbitllm.splitter.mover import FillTarget, Mover
-from rabbitllm.splitter.moves import moves
-from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.shard_fetcher import IncomingShard, StartedOverError
-from rabbitllm.splitter.work import SplitWork
+from rabbitllm.splitter.disk_budget import DiskUse, ShardTransfer
+from rabbitllm.splitter.mover import ByteStream, FillTarget, Mover
+from rabbitllm.splitter.plan import Gaps, LayerMap, PlannedShard, SplitPlan, moves
+from rabbitllm.splitter.sums import ShardChecksums, TensorSums
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import OpenFiles
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.telemetry.profiler import FETCH, Profiler
+
+ROOM: Mapping[ShardTransfer, int] = {ShardTransfer.FILE_AHEAD: 2, ShardTransfer.FILE: 1, ShardTransfer.STREAM: 0}
+"""Fetched shards that may be on the disk at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWork:
+    """A split that is ready to be carried out.
+
+    Attributes:
+        plan: the plan.
+        checkpoint: the source.
+        folder: the split directory, with a journal in it.
+        options: the caller's.
+        quantize_on: "cpu" or "cuda:N".
+        shard_transfer: how fetched shards reach the layer files.
+        use: its disk use.
+        used: shards that an earlier run used up.
+        checksums: tensor -> checksums of its stored parts, as far as the journal has them.
+        source_checksums: shard -> `source_check.source_crc32`, from the journal.
+        at_once: the most shards in work at a time.
+        fitted: whether scales of 4bit are fitted to their blocks.
+    """
+
+    plan: SplitPlan
+    checkpoint: Checkpoint
+    folder: Path
+    options: SplitOptions
+    quantize_on: str
+    shard_transfer: ShardTransfer
+    use: DiskUse
+    used: frozenset[str]
+    checksums: TensorSums
+    at_once: int = 1
+    fitted: bool = False
+    source_checksums: Mapping[str, int] = field(default_factory=dict)
+
+    def of_shard(self, shard: str, layers: Iterable[str]) -> SplitWork:
+        """Return the part of it that fills these layers from one shard, which is all that another process needs."""
+        layers = tuple(layers)
+        whole = self.plan.layer_map
+        layer_map = LayerMap(
+            {layer: whole.layers[layer] for layer in layers},
+            {layer: whole.layer_to_tensors[layer] for layer in layers},
+            {layer: whole.layer_to_shards[layer] for layer in layers},
+            {shard: layers},
+        )
+        plan = dataclasses.replace(
+            self.plan,
+            source=dataclasses.replace(self.plan.source, fingerprints={}),
+            shards=tuple(one for one in self.plan.shards if one.name == shard),
+            layer_map=layer_map,
+            layouts={layer: self.plan.layouts[layer] for layer in layers},
+        )
+        return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={}, source_checksums={})
+
+
+# Workers in other processes or on other machines. The loop over shards keeps what must have one owner: the journal,
+# the layers' final names, and the release of shards. Workers only fill, which can be repeated after a partial attempt.
+
+
+Filled = tuple[PlannedShard, ShardChecksums]
+"""A shard whose bytes are durable in unfinished layer files, and its checksums."""
+
+
+class ShardExecutor(Protocol):
+    """Runs the jobs that fill layer files.
+
+    Attributes:
+        at_once: the most shards that may be in work at the same time.
+    """
+
+    at_once: int
+
+    def sharing(self, folder: Path, seen: Sequence[Path]) -> AbstractContextManager[None]:
+        """Check that all workers see the split directory and the source; they keep access while the context is open.
+
+        Args:
+            folder: the split directory, which exists and is locked by the caller.
+            seen: files and folders of the source; none if it is on the hub.
+
+        Raises:
+            ClusterError: a worker does not see them, or has another version of this package; nothing was touched.
+        """
+        ...
+
+    def filled(
+        self,
+        parts: Sequence[tuple[PlannedShard, SplitWork]],
+        began: Callable[[PlannedShard], None],
+        watch: Callable[[], None],
+    ) -> Generator[Filled]:
+        """Fill layer files from each shard; yield each one when its data is synced, in any order.
+
+        At most `SplitWork.at_once` shards are in work; one that was yielded counts until the next is requested.
+
+        Args:
+            parts: each shard with the work for it, in the order to begin with them.
+            began: called with each shard as it is begun.
+            watch: called often; may raise to stop.
+        """
+        ...
+
+
+# The shards on local paths, in order; the arrived part of each can be read meanwhile. A thread fetches missing shards,
+# the next one as soon as there is room for it; the disk use of that was decided before (`choose_shard_transfer`).
+
+
+LAST_CHUNK_SECONDS = 0.5
+"""Time for a fetch that is being stopped to write data it has just received, seconds."""
+
+
+class StartedOverError(Exception):
+    """The arrived part of a shard was damaged, and all of it is fetched again; data read from it must not be used."""
+
+
+class IncomingShard(Protocol):
+    """A shard that is local or is being fetched."""
+
+    def until(self, end: int) -> Path:
+        """Wait until a shard's first `end` bytes are in the file, and return its path; they are not verified yet.
+
+        Raises:
+            StartedOverError: see there.
+            HubError, MissingShardError, CorruptShardError: it cannot be fetched or found.
+        """
+        ...
+
+    def whole(self) -> Path:
+        """Wait until all of it is there and verified; raises the same errors."""
+        ...
+
+
+class _Here:
+    """A shard that needs no fetching."""
+
+    def __init__(self, checkpoint: Checkpoint, shard: str) -> None:
+        self._checkpoint = checkpoint
+        self._shard = shard
+        self._path: Path | None = None
+
+    def until(self, end: int) -> Path:  # called every few MB, and each `acquire` checks the path again
+        if self._path is None:
+            self._path = self.whole()
+        return self._path
+
+    def whole(self) -> Path:
+        return self._checkpoint.acquire(self._shard)
+
+
+class _Fetched:
+    """A shard that a thread fetches."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._path: Path | None = None
+        self._have = 0
+        self._whole = self._started_over = False
+        self._error: BaseException | None = None
+
+    def until(self, end: int) -> Path:
+        return self._wait(lambda: self._have >= end)
+
+    def whole(self) -> Path:
+        return self._wait(lambda: self._whole)
+
+    def _wait(self, ready: Callable[[], bool]) -> Path:
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or self._started_over or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            if self._started_over:
+                self._started_over = False
+                raise StartedOverError
+            assert self._path is not None
+            return self._path
+
+    def come(self, path: Path, have: int) -> int:
+        """Record that `path` has the first `have` bytes; return how many are new (negative: it started over)."""
+        with self._changed:
+            new = have - self._have
+            self._path, self._have = path, have
+            self._started_over |= new < 0
+            self._changed.notify_all()
+            return new
+
+    def end(self, path: Path) -> None:
+        """Record that all of it is there and verified."""
+        with self._changed:
+            self._path, self._whole = path, True
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Record that fetching failed."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+
+class _Stopped(Exception):
+    """The shard that is being fetched is no longer needed."""
+
+
+class ShardFetcher:
+    """Yields the shards in order, fetched where needed.
+
+    Args:
+        checkpoint: source of the shards.
+        room: fetched shards that may be on the disk at a time; 0 if the caller streams them itself.
+        watch: called as bytes arrive; may raise to stop.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, room: int, watch: Callable[[], None]) -> None:
+        self._checkpoint = checkpoint
+        self._watch = watch
+        self._stop = threading.Event()
+        self._fetches = room > 0
+        self._room = threading.Semaphore(room)
+        self._thread: threading.Thread | None = None
+
+    def shards(self, wanted: Sequence[PlannedShard]) -> Iterator[tuple[PlannedShard, IncomingShard]]:
+        """Yield each shard; a fetched one must be released before the next one is requested."""
+        coming = {shard.name: _Fetched() for shard in wanted if shard.staged and self._fetches}
+        if coming:
+            # a daemon, so that a hub that has stopped answering does not keep an interrupted process alive
+            self._thread = threading.Thread(target=self._fetch_all, args=(coming,), name="fetch", daemon=True)
+            self._thread.start()
+        for shard in wanted:
+            yield shard, coming.get(shard.name) or _Here(self._checkpoint, shard.name)
+            if shard.name in coming:
+                self._room.release()
+
+    def close(self) -> None:
+        """Stop a fetch that is in progress; its arrived bytes are kept."""
+        self._stop.set()
+        self._room.release()
+        if self._thread is not None:  # it may wait for the hub for longer, but then writes nothing
+            self._thread.join(LAST_CHUNK_SECONDS)
+
+    def _fetch_all(self, coming: dict[str, _Fetched]) -> None:
+        for shard, fetched in coming.items():
+            self._room.acquire()
+            try:
+                fetched.end(self._fetch(shard, fetched))
+            except BaseException as error:
+                fetched.fail(error)
+                return
+
+    def _fetch(self, shard: str, fetched: _Fetched) -> Path:
+        earlier = True  # the first report is of bytes from before this fetch
+
+        def come(path: Path, have: int) -> None:
+            nonlocal earlier
+            if self._stop.is_set():
+                raise _Stopped
+            self._watch()
+            tell(BytesFetched(shard, fetched.come(path, have), earlier))
+            earlier = False
+
+        if self._stop.is_set():
+            raise _Stopped
+        return self._checkpoint.acquire(shard, come)
 
 
 class Filler:

@@ -2,14 +2,14 @@
 
 It is an operating system lock, through filelock: flock, or its counterpart on Windows. It ends with the process that
 holds it, so nothing has to be cleaned up after a kill. This module is independent of splits and shards: after the lock
-is acquired the caller must check the directory again, since the previous holder may have finished the split.
+is acquired the caller must check the directory again, since the previous holder may have finished the split. The holder
+may grant a lease on the directory to processes that fill layer files for it elsewhere (`granted`).
 
 A process that has loaded a model holds a shared lock on the directory (`read_lock`, `folder_lock.py`). It prevents only
 the replacement and the removal of layer files.
 
 Invariant: while a caller is inside `locked`, no other one is. When the last caller has left, no file of the lock
-remains, nor the directory if it was created for the lock and is empty.
-"""
+remains, nor the directory if it was created for the lock and is empty."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ import os
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rabbitllm.errors import InUseError
+from rabbitllm.errors import ClusterError, InUseError
 from rabbitllm.storage import durable, folder_lock
 from rabbitllm.storage.folder_lock import BROKEN_LOCKS, NO_LOCKS, FolderKind, FolderLock, lock_failure
 
@@ -276,3 +278,79 @@ def _tell(folder: Path) -> None:
     logger.warning("%s", text)
     if logger.hasHandlers():  # without handlers logging itself writes the warning to stderr
         print(text, file=sys.stderr, flush=True)
+
+
+# The lease: a file in the split directory that names the run for which its layer files may be filled.
+#
+# The processes that fill them elsewhere read it. If a process reads another run, or finds no file, it sees another
+# folder or belongs to a run that is over. A process that dies leaves its file; the next run replaces it, and the
+# workers of the dead run stop at their next check. The file is scratch: it describes a running process and holds no
+# data.
+
+
+LEASE_NAME = ".lease"
+LOOK_SECONDS = 0.5
+"""Minimum time between two checks of the file."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Permission to fill layer files in a folder; can be sent to another process.
+
+    Attributes:
+        folder: the split directory.
+        run: id of the run that granted it.
+    """
+
+    folder: Path
+    run: str
+
+    def holds(self) -> bool:
+        """Whether the file exists and names this run."""
+        try:
+            return (self.folder / LEASE_NAME).read_bytes() == self.run.encode()
+        except OSError:
+            return False
+
+
+class LeaseCheck:
+    """Checks a lease at intervals, from any thread.
+
+    Args:
+        lease: the lease to check.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._next = 0.0
+
+    def check(self) -> None:
+        """
+        Raises:
+            ClusterError: the lease does not hold, or no longer holds.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + LOOK_SECONDS
+        if not self._lease.holds():
+            raise ClusterError(
+                f"{self._lease.folder} is no longer the split directory of the run that this worker works for.",
+                "Nothing: another run has taken it over, or the call is over. What was done so far is safe.",
+            )
+
+
+@contextlib.contextmanager
+def granted(folder: Path) -> Iterator[Lease]:
+    """Grant a lease while the context is open; the caller must hold the lock of the folder (`lock.py`)."""
+    lease = Lease(folder, uuid.uuid4().hex)
+    durable.write_scratch(folder / LEASE_NAME, lease.run.encode())
+    try:
+        yield lease
+    finally:
+        revoke(folder)
+
+
+def revoke(folder: Path) -> None:
+    """End the lease on a folder. Workers that fill layer files there stop within `LOOK_SECONDS` and a chunk."""
+    durable.remove_scratch(folder / LEASE_NAME)

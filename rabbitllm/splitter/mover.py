@@ -3,8 +3,7 @@
 From a file each thread reads for itself, at any offset; from a stream one reader fills a fixed number of buffers in
 order. Memory is bounded by those buffers; it does not grow with a tensor, a layer or a shard. Every byte that is
 written is also summed (CRC-32), so that a layer's checksum needs no second read. Journals and deletions are handled
-elsewhere.
-"""
+elsewhere."""
 
 from __future__ import annotations
 
@@ -33,13 +32,46 @@ from rabbitllm.quant.compression import (
     quantize_blocks,
     settled,
 )
-from rabbitllm.splitter.byte_stream import ByteStream
-from rabbitllm.splitter.moves import CHUNK_BYTES, Move
+from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import DIRECT_ALIGNMENT, PositionalFile, page_aligned
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT, LayerLayout
 from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SYNC, WRITE, Profiler
+
+
+class ByteStream:
+    """Reads the bytes of a shard in order, from chunks of any size."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._chunk = memoryview(b"")
+        self._at = 0
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill `buffer` with the next bytes; the stream must have enough of them."""
+        while buffer:
+            piece = self._next(len(buffer))
+            buffer[: len(piece)] = piece
+            buffer = buffer[len(piece) :]
+
+    def skip_to(self, offset: int) -> None:
+        """Skip to an offset that is not behind the current one."""
+        while self._at < offset:
+            self._next(offset - self._at)
+
+    def finish(self) -> None:
+        """Read the rest of the stream, so that the sender reaches its end."""
+        for _ in self._chunks:
+            pass
+
+    def _next(self, most: int) -> memoryview:
+        while not self._chunk:
+            self._chunk = memoryview(next(self._chunks))
+        piece, self._chunk = self._chunk[:most], self._chunk[most:]
+        self._at += len(piece)
+        return piece
+
 
 # Reads scales that waited in a scratch file for the rest of them, and quantizes them. Writes nothing.
 

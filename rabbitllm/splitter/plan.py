@@ -1,25 +1,146 @@
-"""The plan of a split, from headers alone: the shard of each tensor, and its offset in a layer file.
+"""The plan of a split, from headers alone: the layers and shards of each tensor, and its offset in a layer file.
 
-Pure. The runs in which bytes are moved are in `moves.py`, the peak disk use in `disk_use.py`.
-"""
+From top to bottom: which layers and shards a checkpoint's tensors belong to, the plan with the layout of every layer
+file, the runs of bytes that are moved from a shard and their order, and the future files as the engine reads them.
+Pure. The peak disk use is in `disk_budget.py`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.checkpoint import FileStat, ShardMetadata, SourceIdentity, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex
-from rabbitllm.checkpoints.naming import LayerName
+from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import StoredForm, stored_form
-from rabbitllm.splitter.gaps import can_be_kept
-from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
+from rabbitllm.formats.safetensors_file import MappedFile
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.quant.compression import BLOCKS, DOUBLE, Quantized, StoredForm, form_in, stored_form
+from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
+from rabbitllm.store.layer_store import StoredTensor
 from rabbitllm.store.manifest import AUTO, BitAllocation
+
+MAX_BYTES = 16 << 20
+"""The most that is kept of a shard: enough for a directory and a pickle of 30,000 tensors."""
+
+
+def can_be_kept(tensors: Iterable[TensorSpec], size: int) -> bool:
+    """Whether a file of `size` bytes consists of these tensors one after the other, and little else."""
+    at = unused = 0
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+        if tensor.strides is not None or tensor.offset < at:
+            return False
+        unused += tensor.offset - at
+        at = tensor.offset + tensor.nbytes
+    return at <= size and unused + size - at <= MAX_BYTES
+
+
+class Gaps:
+    """The bytes of a shard that belong to none of its tensors.
+
+    Args:
+        tensors: tensors for which `can_be_kept` is true.
+        size: of the shard, bytes.
+    """
+
+    def __init__(self, tensors: Iterable[TensorSpec], size: int) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        at = 0
+        for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+            self._add(at, tensor.offset)
+            at = tensor.offset + tensor.nbytes
+        self._add(at, size)
+        self._kept = [bytearray() for _ in self._begins]
+
+    def _add(self, begin: int, end: int) -> None:
+        if begin < end:
+            self._begins.append(begin)
+            self._ends.append(end)
+
+    def watching(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the same chunks, all bytes of the shard in order, keeping the bytes in gaps."""
+        at = gap = 0
+        for chunk in chunks:
+            end = at + len(chunk)
+            while gap < len(self._begins) and self._begins[gap] < end:
+                begin = max(self._begins[gap], at)
+                self._kept[gap] += chunk[begin - at : min(self._ends[gap], end) - at]
+                if self._ends[gap] > end:
+                    break
+                gap += 1
+            at = end
+            yield chunk
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return the bytes of a range within a gap; fewer, or none, if it is not within one."""
+        gap = bisect_right(self._begins, offset) - 1
+        if gap < 0:
+            return b""
+        start = offset - self._begins[gap]
+        return bytes(self._kept[gap][start : start + length])
+
+
+# The layers and shards of a checkpoint's tensors.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMap:
+    """The distribution of a checkpoint's tensors over layers and shards.
+
+    Attributes:
+        layers: layer id -> its name, in the order of a forward pass.
+        layer_to_tensors: layer id -> its tensors, in the index's order.
+        layer_to_shards: layer id -> the shards that hold a tensor of it.
+        shard_to_layers: shard -> the layers it holds a tensor of.
+    """
+
+    layers: Mapping[str, LayerName]
+    layer_to_tensors: Mapping[str, tuple[str, ...]]
+    layer_to_shards: Mapping[str, frozenset[str]]
+    shard_to_layers: Mapping[str, tuple[str, ...]]
+
+    def completed_by(self, shard: str, processed: Iterable[str]) -> tuple[str, ...]:
+        """Return the layers that have all their tensors once `shard` joins the `processed` ones.
+
+        Only the layers of the shard are checked, each with one set comparison.
+        """
+        done = {*processed, shard}
+        return tuple(layer for layer in self.shard_to_layers.get(shard, ()) if self.layer_to_shards[layer] <= done)
+
+
+def build_layer_map(weight_map: Mapping[str, str], assigned: Mapping[str, LayerName]) -> LayerMap:
+    """Turn tensor -> shard and tensor -> layer into the maps that the loop needs.
+
+    Args:
+        weight_map: tensor name -> shard name, as the index has it.
+        assigned: tensor name -> layer (`assign_layers`).
+    """
+    names: dict[str, LayerName] = {}
+    tensors: dict[str, list[str]] = {}
+    shards: dict[str, set[str]] = {}
+    touched: dict[str, dict[str, None]] = {}
+    for tensor, shard in weight_map.items():
+        layer = assigned[tensor]
+        names[layer.id] = layer
+        tensors.setdefault(layer.id, []).append(tensor)
+        shards.setdefault(layer.id, set()).add(shard)
+        touched.setdefault(shard, {})[layer.id] = None
+    order = sorted(names, key=lambda layer: layer_order(names[layer].stem))
+    return LayerMap(
+        {layer: names[layer] for layer in order},
+        {layer: tuple(tensors[layer]) for layer in order},
+        {layer: frozenset(shards[layer]) for layer in order},
+        {shard: tuple(layers) for shard, layers in touched.items()},
+    )
+
+
+# The plan.
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +329,133 @@ def recompressed(plan: SplitPlan, compression: str | None, chosen: BitAllocation
     if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all are unchanged
         return dataclasses.replace(plan, compression=AUTO, chosen=chosen or BitAllocation({}))
     return _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
+
+
+# The runs of bytes that are moved from a shard to layer files, and their order.
+
+
+CHUNK_BYTES = 4 << 20
+"""Source bytes that are read, quantized and written at a time by one thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One run of bytes of a shard and its target.
+
+    Attributes:
+        form: the tensor.
+        first: index of its first element in this run, in row-major order; of a tensor that is stored unchanged, of its
+            first byte.
+        elements: number of elements; or bytes.
+        offset: offset of the run in the shard, bytes; of a tensor with strides, the offset it would have without.
+        nbytes: its length, bytes.
+    """
+
+    layer: str
+    form: StoredForm
+    first: int
+    elements: int
+    offset: int
+    nbytes: int
+
+    @property
+    def begin(self) -> int:
+        """The offset of this run in the tensor, in row-major order, bytes."""
+        return self.offset - self.form.source.offset
+
+
+def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:
+    """Yield the runs of a shard for `layers`, in the shard's own order, each at most `CHUNK_BYTES` long.
+
+    A run that is quantized is a whole number of blocks, unless it ends its tensor. A tensor without elements yields one
+    empty run, so that its constants are still written.
+    """
+    wanted = set(layers)
+    return moves_of(
+        (layer, form)
+        for layer in plan.layer_map.shard_to_layers.get(shard, ())
+        if layer in wanted
+        for form in plan.layouts[layer].forms
+        if form.source.file == shard
+    )
+
+
+def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
+    """Yield the runs of some tensors of one file, each given with its layer; see `moves`."""
+    for layer, form in sorted(forms, key=lambda item: item[1].source.offset):
+        spec = form.source
+        if form.scheme is None:  # plain bytes: elements do not matter, and may be smaller than a byte
+            for at in range(0, max(spec.nbytes, 1), CHUNK_BYTES):
+                length = min(CHUNK_BYTES, spec.nbytes - at)
+                yield Move(layer, form, at, length, spec.offset + at, length)
+            continue
+        width, block = DTYPES[spec.dtype].bits // 8, BLOCKS[form.scheme]
+        step = CHUNK_BYTES // width // block * block
+        for first in range(0, spec.elements, step):
+            count = min(step, spec.elements - first)
+            yield Move(layer, form, first, count, spec.offset + first * width, count * width)
+
+
+# The layer files that a split would make, in the form the engine reads: every tensor and its offset, without data.
+# This lets the code that later loads a model estimate what it will take.
+
+
+class PlannedFiles:
+    """The files that `LayerStore` will find when a plan is carried out.
+
+    Attributes:
+        folder: the future split directory.
+        tensors: checkpoint name -> its future file and offsets.
+        checks: None, since there is nothing to read.
+    """
+
+    is_split = False
+    checks: LayerChecks | None = None
+
+    @uncollected()
+    def __init__(self, plan: SplitPlan, folder: Path) -> None:
+        self.folder = folder
+        self.label = plan.source.name
+        self.tensors: dict[str, StoredTensor] = {}
+        for layout in plan.layouts.values():
+            file = layout.file_name
+            for form in _whole(layout, plan):
+                self.tensors[form.source.name] = _planned(form, layout, file)
+
+    def mapped(self, file: str) -> MappedFile:
+        """Always raise, since no file exists.
+
+        Raises:
+            FileNotFoundError: always.
+        """
+        raise FileNotFoundError(f"{self.path(file)} is only planned")
+
+    def path(self, file: str) -> Path:
+        """Return the future path of a file."""
+        return self.folder / file
+
+
+def _whole(layout: LayerLayout, plan: SplitPlan) -> Iterator[StoredForm]:
+    """Yield the tensors of a layer as its file holds them; one that is cut into pieces once."""
+    cut: set[str] = set()
+    for form in layout.forms:
+        if form.source.piece is None:
+            yield form_in(form.source, form.scheme)
+        elif form.source.piece.of not in cut:
+            cut.add(form.source.piece.of)
+            yield plan.stored_form(form.source.whole)
+
+
+def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
+    places = layout.places
+    parts = tuple(
+        [
+            TensorSpec(part.name, part.dtype, part.shape, file, places[part.name], byte_size(part.dtype, part.shape))
+            for part in form.parts
+        ]
+    )
+    if form.scheme is None:
+        return StoredTensor(form.source.name, parts, None)
+    dtype = None if form.scheme == "8bit" else DTYPES[form.source.dtype].torch_name  # 8bit does not store it
+    mean = 0.0 if form.scheme == DOUBLE else None  # the scales do not exist yet
+    return StoredTensor(form.source.name, parts, Quantized(form.scheme, form.source.shape, dtype, mean))

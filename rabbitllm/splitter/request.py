@@ -17,14 +17,19 @@ from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.errors import MissingShardError
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.choosing import with_choice
-from rabbitllm.splitter.disk_budget import DiskBudget, choose_shard_transfer
+from rabbitllm.splitter.bit_allocation import with_choice
+from rabbitllm.splitter.disk_budget import (
+    BLOCK_BYTES,
+    DiskBudget,
+    choose_shard_transfer,
+    in_hub_cache,
+    on_disk,
+    own_records_bytes,
+)
 from rabbitllm.splitter.disk_sampler import disk_bytes, existing, occupied
-from rabbitllm.splitter.disk_use import BLOCK_BYTES, in_hub_cache, on_disk, own_records_bytes
+from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
-from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
-from rabbitllm.splitter.planned_files import PlannedFiles
-from rabbitllm.splitter.shard_executor import ShardExecutor
+from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
 from rabbitllm.store.layer_file import FORMAT_VERSION
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.store.manifest import AUTO, FITTED, BitAllocation

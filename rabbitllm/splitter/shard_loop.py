@@ -29,15 +29,11 @@ from rabbitllm.errors import CorruptShardError
 from rabbitllm.quant.compression import constants
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
-from rabbitllm.splitter.filler import Filler
+from rabbitllm.splitter.filler import ROOM, Filler, IncomingShard, ShardExecutor, ShardFetcher, SplitWork
 from rabbitllm.splitter.mover import FillTarget, Mover
-from rabbitllm.splitter.moves import moves_of
-from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.shard_executor import ShardExecutor
-from rabbitllm.splitter.shard_fetcher import IncomingShard, ShardFetcher
+from rabbitllm.splitter.plan import PlannedShard, moves_of
 from rabbitllm.splitter.source_check import require_unmodified, source_crc32
 from rabbitllm.splitter.sums import PartSums, ShardChecksums, TensorSums
-from rabbitllm.splitter.work import ROOM, SplitWork
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.telemetry.profiler import SHARD_WAIT, Profiler

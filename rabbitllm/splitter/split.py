@@ -1,31 +1,33 @@
 """Makes a split directory: plans it or resumes an earlier plan, runs the loop over shards, and writes the manifest.
 
-The sequential and the standard route differ only in when a used-up shard is released. Independent of models, and of
-devices other than the one that quantizes.
-"""
+The sequential and the standard route differ only in when a used-up shard is released. A repair turns a finished
+directory into an unfinished split whose sound shards are used up, and finishes that like any other. Independent of
+models, and of devices other than the one that quantizes."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import size
-from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
+from rabbitllm.quant.compression import Settling, StoredForm, constants
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.choosing import other_budget
-from rabbitllm.splitter.disk_budget import DiskBudget, choose_at_once, choose_shard_transfer, use_of
+from rabbitllm.splitter.bit_allocation import other_budget
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_at_once, choose_shard_transfer, use_of
 from rabbitllm.splitter.disk_sampler import DiskSampler
-from rabbitllm.splitter.disk_use import ShardTransfer
-from rabbitllm.splitter.finish import STAGING_NAME, finish, manifest_of
-from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.filler import SplitWork
+from rabbitllm.splitter.plan import PlannedFiles, SplitPlan
 from rabbitllm.splitter.request import (
     SplitRequest,
     disk_budget_of,
@@ -38,15 +40,120 @@ from rabbitllm.splitter.request import (
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.splitter.source_check import check_resumed, with_checksums
-from rabbitllm.splitter.sums import TensorSums
-from rabbitllm.splitter.work import SplitWork
+from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
 from rabbitllm.storage import durable
-from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
+from rabbitllm.store.checksums import block_starts, block_sums, combine_all, sums_of_file
+from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.store.layer_store import LayerStore
-from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, is_fitted
+from rabbitllm.store.manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    LayerRecord,
+    Manifest,
+    is_fitted,
+    read_manifest,
+    write_manifest,
+)
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
+
+STAGING_NAME = ".staging"
+"""Folder inside the split directory for fetched shards; removed when the split is complete."""
+
+
+def manifest_of(
+    work: SplitWork, quantizer: str | None, checksums: TensorSums, source_checksums: Mapping[str, int]
+) -> Manifest:
+    """Return the manifest of a directory all of whose layer files are complete.
+
+    Args:
+        work: the split.
+        quantizer: as the manifest names it.
+        checksums: of every tensor that was summed as it was written.
+        source_checksums: shard -> `source_check.source_crc32`.
+    """
+    plan = work.plan
+    records = tuple(
+        LayerRecord(
+            layer,
+            layout.layer.stem,
+            layout.file_name,
+            layout.size,
+            layout.tensors,
+            crc,
+            tuple(sorted(plan.layer_map.layer_to_shards[layer], key=natural_key)),
+            blocks,
+        )
+        for layer, layout in plan.layouts.items()
+        for crc, blocks in [_checksums(layout, checksums, work.folder)]
+    )
+    ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
+    return Manifest(plan.source, plan.compression, quantizer, records, plan.format_version, plan.chosen, ordered)
+
+
+def finish(request: SplitRequest, manifest: Manifest) -> None:
+    """Write the manifest, then remove files that only the split needed."""
+    if read_manifest(request.folder) is None:
+        write_manifest(request.folder, manifest)
+    clear_away(request.folder)
+    if request.options.delete_original:
+        discard_original(request.checkpoint)
+
+
+def _checksums(layout: LayerLayout, known: TensorSums, folder: Path) -> tuple[int, bytes | None]:
+    """Return the CRC-32 of a layer file and of each of its blocks, from the sums taken as it was written."""
+    parts = ((layout.places[part.name], part.nbytes) for part in layout.parts)
+    starts, path = block_starts(layout.size, layout.header_bytes, parts), folder / layout.file_name
+    written = _written(layout, known)
+    if written is None:  # a crash came between the rename of the file and the journal's line
+        return sums_of_file(path, starts)
+    crc = combine_all((whole_sum(sums), nbytes) for _, nbytes, sums in written)
+    runs = [runs_of(sums, at, nbytes) for at, nbytes, sums in written]
+    if None not in runs:
+        return crc, block_sums(itertools.chain.from_iterable(filter(None, runs)), starts)
+    found, blocks = sums_of_file(path, starts)  # the journal was begun before blocks had checksums
+    return crc, blocks if found == crc else None  # on a mismatch the file is damaged, as its checksum will show
+
+
+def _written(layout: LayerLayout, known: TensorSums) -> list[tuple[int, int, PartSums]] | None:
+    """Return offset, bytes and sums of all parts of a layer file, in its order; None if some of them are unknown."""
+    found: dict[int, tuple[int, PartSums]] = {0: (layout.header_bytes, sums_of(layout.header, 0))}
+    forms: list[StoredForm | Settling] = [*layout.forms, *layout.joins, *layout.settles]
+    for form in forms:
+        if form.source.name not in known:
+            return None
+        for part, sums in zip(form.parts, known[form.source.name], strict=True):
+            if part.nbytes and part.name in layout.places:  # else it was in the scratch file
+                found[layout.places[part.name]] = (part.nbytes, sums)
+    for whole in layout.fixed:
+        for name, content in constants(whole).items():
+            found[layout.places[name]] = (len(content), sums_of(content, layout.places[name]))
+    return [(at, *found[at]) for at in sorted(found)]
+
+
+def clear_away(folder: Path) -> None:
+    """Remove files that only the split needed: its journal and fetched shards.
+
+    The directory must have its manifest. Also completes a removal that a crash interrupted.
+    """
+    journal_path = folder / JOURNAL_NAME
+    if journal_path.exists():  # checked first: a finished split may lie on a read-only mount
+        durable.sync_folder(folder)  # the manifest's name may not be durable yet if an earlier process died
+        durable.remove(journal_path)
+    durable.remove_folder(folder / STAGING_NAME)
+
+
+def discard_original(checkpoint: Checkpoint) -> None:
+    """Remove the remaining shards of a checkpoint, and the other files that its kind allows (`delete_original`).
+
+    The caller must have made sure that the split directory is complete and was made from this checkpoint.
+    """
+    disposals = [checkpoint.release(shard).disposal for shard in checkpoint.index.shards]
+    if kept := disposals.count(Disposal.READ_ONLY):
+        logger.warning("%d shards of %s cannot be deleted: their folder is read-only.", kept, checkpoint.label)
+    for path in checkpoint.discard_rest():
+        logger.info("Deleted %s.", path)
 
 
 def split(request: SplitRequest) -> Profiler:
@@ -254,3 +361,73 @@ def _clear_stale(folder: Path, plan: SplitPlan) -> None:
             stale = folder / (layout.file_name + suffix)
             if stale.exists():
                 durable.remove(stale)
+
+
+# Repair: makes damaged layers of a finished split again, from only the shards that they need.
+
+
+def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
+    """Return the shards that these layers were made from, in numerical order."""
+    return sorted(
+        {shard for record in manifest.layers if record.id in layers for shard in record.shards}, key=natural_key
+    )
+
+
+def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -> None:
+    """Make these layers of a finished split again.
+
+    Args:
+        request: with the source that the split was made from, and its compression.
+        manifest: of the directory.
+        layers: ids of the damaged layers; their files are deleted once the source is verified.
+
+    Raises:
+        SplitMismatchError: the source is another one, or would be split differently; nothing was touched.
+        CheckpointError, HubError: the source is not available; nothing was touched.
+    """
+    folder = request.folder
+    # grouped as before: a family's naming may have changed since, or may have been given by the caller
+    assigned = {tensor: LayerName(record.id, record.stem) for record in manifest.layers for tensor in record.tensors}
+    plan = plan_split(replace(request, chosen=manifest.chosen), manifest.format_version, assigned)
+    _refuse_another(plan, manifest, folder)
+    quantizer = quantizer_of(request)
+    if quantizer != manifest.quantizer:
+        logger.warning("The other layers were quantized by %s, these will be by %s.", manifest.quantizer, quantizer)
+    needed = set(shards_for(manifest, layers))
+    known = manifest.source_checksums
+    # the shards that are read must be unchanged since the split was made; changes of the others do not matter
+    shards = [
+        replace(shard, expected_crc32=known.get(shard.name)) if shard.name in needed else replace(shard, stat=None)
+        for shard in plan.shards
+    ]
+    plan = replace(plan, shards=tuple(shards))
+    journal.begin(folder, plan, manifest.quantizer)
+    opened = journal.SplitJournal(folder)
+    try:
+        for shard in plan.shards:
+            if shard.name not in needed:
+                opened.mark_used(shard.name, {}, known.get(shard.name))
+    finally:
+        opened.close()
+    # The damaged files are removed before the manifest. A journal is ignored if there is a manifest, and a manifest
+    # that names a missing file is refused, so a crash at any point here is detected and repaired by the next call.
+    for record in manifest.layers:
+        if record.id in layers:
+            for suffix in (DONE_SUFFIX, ""):
+                durable.remove(folder / (record.file + suffix))
+    durable.sync_folder(folder)
+    durable.remove(folder / MANIFEST_NAME)
+    durable.sync_folder(folder)
+    split(request)
+
+
+def _refuse_another(plan: SplitPlan, manifest: Manifest, folder: Path) -> None:
+    why = manifest.source.differs_from(plan.source)
+    planned = {layer: (layout.file_name, layout.size) for layer, layout in plan.layouts.items()}
+    if why is None and planned != {record.id: (record.file, record.size) for record in manifest.layers}:
+        why = "it would be split into other layer files"
+    if why is not None:
+        raise SplitMismatchError(
+            f"{folder} cannot be repaired from {plan.source.name}: {why}.",
+            "Split again into another folder (layer_shards_saving_path).",
+        )

@@ -1,24 +1,162 @@
-"""Estimates of a split before it is begun: records of its sizes and times, and the functions that fill them.
+"""Estimates of a split before it is begun: the composition of a checkpoint, sizes and times, and measured rates.
 
-Pure: plans, disk sizes and measured rates come from the caller.
-"""
+The records and the functions that fill them are pure; plans and disk sizes come from the caller. The rates at which
+this machine fetches, reads and quantizes are measured on small samples; nothing is written, each measurement takes a
+bounded time, and returns None if it fails: an estimate must not raise an error."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import re
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.base.plain_json import plain
-from rabbitllm.quant.compression import CODES
-from rabbitllm.splitter.anatomy import Anatomy
-from rabbitllm.splitter.choosing import AllocationSummary
-from rabbitllm.splitter.disk_budget import DiskBudget, Shortage, use_of
-from rabbitllm.splitter.disk_use import ShardTransfer
-from rabbitllm.splitter.plan import SplitPlan
+from rabbitllm.checkpoints.config import quantized_as
+from rabbitllm.checkpoints.hub import HubFile, HubRepository
+from rabbitllm.errors import MissingPackageError, RabbitLLMError
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.quant.compression import CODES, MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible, quantize_blocks
+from rabbitllm.splitter.bit_allocation import AllocationSummary
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, use_of
+from rabbitllm.splitter.plan import CHUNK_BYTES, SplitPlan
+from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.manifest import AUTO
+
+_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^output\.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors with a common trait: its description, their number, and their bytes in the checkpoint."""
+
+    what: str
+    count: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """The composition of a checkpoint.
+
+    Attributes:
+        total_bytes: size of all shards.
+        shards, largest_shard_bytes: number of shards, and size of the largest.
+        layers, largest_layer, largest_layer_bytes: number of layers, the id of the largest, and the size of its
+            uncompressed layer file.
+        tensors: number of tensors.
+        parameters: number of elements of floating tensors.
+        tied_embeddings: True if the config says so and there is no output head; False if there is one; None where
+            there is none and the config does not say so.
+        never_compressed: floating tensors of two or more dimensions that compression leaves alone, by reason.
+        not_floating: tensors that are not floating, by dtype.
+        empty, scalars: number of tensors without elements, and of those without dimensions.
+        layers_over_shards, most_shards_of_a_layer: number of layers whose tensors lie in several shards, and the
+            largest number of shards of one layer.
+        quantized: quantization of the published weights; None for plain ones.
+    """
+
+    total_bytes: int
+    shards: int
+    largest_shard_bytes: int
+    layers: int
+    largest_layer: str
+    largest_layer_bytes: int
+    tensors: int
+    parameters: int
+    tied_embeddings: bool | None
+    never_compressed: tuple[TensorGroup, ...]
+    not_floating: tuple[TensorGroup, ...]
+    empty: int
+    scalars: int
+    layers_over_shards: int
+    most_shards_of_a_layer: int
+    quantized: str | None = None
+
+
+def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
+    """Return the composition of a checkpoint, from its uncompressed plan and its config."""
+    specs = plan.tensors
+    sizes = {layer: layout.size for layer, layout in plan.layouts.items()}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    spread = [len(shards) for shards in plan.layer_map.layer_to_shards.values()]
+    return Anatomy(
+        total_bytes=plan.source_bytes,
+        shards=len(plan.shards),
+        largest_shard_bytes=max((shard.size for shard in plan.shards), default=0),
+        layers=len(sizes),
+        largest_layer=largest,
+        largest_layer_bytes=sizes.get(largest, 0),
+        tensors=len(specs),
+        parameters=sum(spec.elements for spec in specs if is_floating(spec)),
+        tied_embeddings=_is_tied(specs, config),
+        never_compressed=_grouped((why, spec) for spec in specs if (why := why_never_compressed(spec)) is not None),
+        not_floating=_grouped((spec.dtype, spec) for spec in specs if not is_floating(spec)),
+        empty=sum(not spec.elements for spec in specs),
+        scalars=sum(spec.shape == () for spec in specs),
+        layers_over_shards=sum(shards > 1 for shards in spread),
+        most_shards_of_a_layer=max(spread, default=0),
+        quantized=quantized_as(config),
+    )
+
+
+def is_floating(spec: TensorSpec) -> bool:
+    """Whether a tensor has a floating dtype."""
+    return "float" in DTYPES[spec.dtype].torch_name
+
+
+def why_never_compressed(spec: TensorSpec) -> str | None:
+    """Return why compression leaves a floating tensor of two or more dimensions alone; None for every other tensor."""
+    if not is_floating(spec) or len(spec.shape) < 2 or not spec.elements or is_compressible(spec):
+        return None
+    if not DTYPES[spec.dtype].quantizable:
+        return f"{spec.dtype} already"
+    if spec.elements < MIN_ELEMENTS:
+        return f"under {MIN_ELEMENTS:,} elements"
+    if len(spec.shape) > 3:
+        return "more than 3 dimensions"
+    if is_compressible(spec._replace(shape=(MAX_ROUTER_ROWS + 1, MIN_ELEMENTS))):
+        return "expert router"  # the only rule that exempts a tensor of that name because it has few rows
+    if spec.name.endswith("bias"):
+        return "biases of experts"
+    return "convolution" if "conv" in spec.name.lower() else "state-space decay"
+
+
+def _grouped(found: Iterable[tuple[str, TensorSpec]]) -> tuple[TensorGroup, ...]:
+    groups: dict[str, list[int]] = {}
+    for what, spec in found:
+        groups.setdefault(what, []).append(spec.nbytes)
+    made = (TensorGroup(what, len(sizes), sum(sizes)) for what, sizes in groups.items())
+    return tuple(sorted(made, key=lambda group: (-group.total_bytes, group.what)))
+
+
+def _is_tied(specs: Iterable[TensorSpec], config: Mapping[str, Any]) -> bool | None:
+    if any(_HEAD.search(spec.name) for spec in specs):
+        return False
+    text = config.get("text_config")
+    said = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    return True if said is True else None
+
+
+def big_layers(plan: SplitPlan) -> tuple[str, ...]:
+    """Return the layers whose files are so large that the split warns of them."""
+    return tuple(layer for layer, layout in plan.layouts.items() if layout.size > BIG_LAYER_BYTES)
+
+
+def commonest_dtype(plan: SplitPlan) -> str | None:
+    """Return the dtype of most of the bytes that compression quantizes; None if it would touch nothing."""
+    sums: dict[str, int] = {}
+    for spec in filter(is_compressible, plan.tensors):
+        sums[spec.dtype] = sums.get(spec.dtype, 0) + spec.nbytes
+    return max(sums, key=sums.__getitem__, default=None)
+
 
 MEMORY_BYTES = 200 * 1000**2
 """The most anonymous memory that a split adds to its process, without its plan (benchmarks/results: up to 187 MB)."""
@@ -329,3 +467,119 @@ def as_json(forecast: SplitEstimate) -> dict[str, Any]:
                 lacking = route.lacking
                 record["lacking"] = {"need_bytes": lacking.need, "have_bytes": lacking.have, "where": lacking.where}
     return content
+
+
+# Measured rates.
+
+
+FETCHED_BYTES = 8 << 20
+"""The most that is fetched of a shard, from its start."""
+READ_BYTES = 64 << 20
+"""The most that is read of the shards on this disk, in pieces spread evenly over them."""
+MAX_SECONDS = 3.0
+"""A fetch or a read stops after this time; what arrived until then counts."""
+QUANTIZE_SECONDS = 0.3
+
+
+def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
+    """Measure how fast a shard comes from the hub: one request for its first bytes, which are not kept."""
+    size = min(repository.files[shard].size, FETCHED_BYTES)
+    # a listing in which the shard has only this size and no digest
+    sample = dataclasses.replace(repository, files={shard: HubFile(shard, size, None, None)})
+    start = time.perf_counter()
+    arrived: list[tuple[float, int]] = []
+    enough = threading.Event()
+
+    def take() -> None:
+        with contextlib.suppress(RabbitLLMError):
+            for chunk in sample.stream(shard):
+                arrived.append((time.perf_counter() - start, len(chunk)))
+                if enough.is_set():
+                    return
+
+    taker = threading.Thread(target=take, name="fetch-rate", daemon=True)  # a hub may stop answering, and retries pause
+    taker.start()
+    taker.join(MAX_SECONDS)
+    enough.set()
+    return _steady_rate(tuple(arrived))
+
+
+def _steady_rate(arrived: Sequence[tuple[float, int]]) -> Rate | None:
+    """Return the rate of chunks that arrived at these seconds, without the wait for the first if enough follow it.
+
+    A request's latency is paid once per shard, and a sample is a thousandth of a shard.
+    """
+    if not arrived:
+        return None
+    total = sum(nbytes for _, nbytes in arrived)
+    (first, head), (last, _) = arrived[0], arrived[-1]
+    if last > first and 2 * head < total:
+        return Rate((total - head) / (last - first), total)
+    return Rate(total / last, total)
+
+
+def read_rate(paths: Sequence[Path]) -> Rate | None:
+    """Measure how fast these files are read; pages that were read for this are dropped from the page cache again."""
+    buffer = page_aligned(CHUNK_BYTES)
+    done, start = 0, time.perf_counter()
+    try:
+        for path, offset in _pieces(paths):
+            with PositionalFile(path) as file:
+                got = file.read_into(buffer, offset)
+                file.drop_cache(offset, got)
+            done += got
+            if time.perf_counter() - start > MAX_SECONDS:
+                break
+    except OSError:
+        return None
+    seconds = time.perf_counter() - start
+    return Rate(done / seconds, done) if done else None
+
+
+def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
+    """Yield where to read: evenly spread, since parts of the files may be in the page cache; all of small files."""
+    sizes = [path.stat().st_size for path in paths]
+    if sum(sizes) <= READ_BYTES:
+        for path, size in zip(paths, sizes, strict=True):
+            yield from ((path, offset) for offset in range(0, size, CHUNK_BYTES))
+        return
+    step, at = -(-sum(sizes) // (READ_BYTES // CHUNK_BYTES)), 0
+    for path, size in zip(paths, sizes, strict=True):
+        while at < size:
+            yield path, at
+            at += step
+        at -= size
+
+
+def quantize_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted: bool = False) -> Rate | None:
+    """Measure how many source bytes per second the quantizer processes, called as in a split.
+
+    Args:
+        scheme: "4bit", "4bit-double" or "8bit".
+        dtype: of the source, F32, F16 or BF16.
+        threads: number of threads that call it at the same time.
+        device: "cpu" or "cuda:N".
+        fitted: whether scales of 4bit are fitted to their blocks.
+    """
+    import torch
+
+    own = torch.Generator().manual_seed(0)  # the caller's generator must not be advanced
+    values = torch.randn(CHUNK_BYTES * 8 // DTYPES[dtype].bits, generator=own).to(torch_dtype(dtype))
+    chunk = values.view(torch.uint8).numpy().data
+
+    def work(_: int) -> tuple[int, float]:
+        quantize_blocks(
+            scheme, chunk, dtype, device, fitted=fitted
+        )  # a thread's first call loads kernels and starts threads
+        done, start = 0, time.perf_counter()
+        while time.perf_counter() - start < QUANTIZE_SECONDS:
+            quantize_blocks(scheme, chunk, dtype, device, fitted=fitted)
+            done += len(chunk)
+        return done, time.perf_counter() - start
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="quantize-rate") as pool:
+        try:
+            found = list(pool.map(work, range(threads)))
+        except MissingPackageError:
+            return None
+    return Rate(sum(done / seconds for done, seconds in found), sum(done for done, _ in found))

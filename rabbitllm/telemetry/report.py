@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rabbitllm.base.words import amount, speed
+from rabbitllm.base.terminal import amount, speed
 from rabbitllm.telemetry.passes import PROMPT, Pass, PassSums, median_of
 from rabbitllm.telemetry.totals import CALLER_STAGES, EXPERT_TIERS, EXPERTS_READ, NOTHING, Total, limit_of
 

@@ -8,6 +8,7 @@ import pytest
 
 from rabbitllm.base import progress
 from rabbitllm.base.progress import (
+    RATE_SECONDS,
     BytesDone,
     BytesFetched,
     DiskSampled,
@@ -15,9 +16,9 @@ from rabbitllm.base.progress import (
     LayerDone,
     ShardDone,
     ShardStarted,
+    SplitLedger,
     SplitStarted,
 )
-from rabbitllm.base.split_stats import RATE_SECONDS, SplitLedger
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import Call, interrupted
 

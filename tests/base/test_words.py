@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.base.words import LinePiece, amount, bar, duration, fitting, part, speed, text_of
+from rabbitllm.base.terminal import LinePiece, amount, bar, duration, fitting, part, speed, text_of
 
 MIB, GIB = 1 << 20, 1 << 30
 

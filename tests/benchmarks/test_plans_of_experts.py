@@ -14,7 +14,7 @@ from benchmarks.even_experts import SCALES, even_prompt, make_even_checkpoint
 from benchmarks.models import MODELS
 from benchmarks.plan_coder_next import FOUND, PaperGpu, Tiers, disk_of, drawn_on, found, row_of, split_plan
 from rabbitllm.engine.expert_finding import is_routed
-from rabbitllm.splitter.disk_use import ShardTransfer
+from rabbitllm.splitter.disk_budget import ShardTransfer
 
 
 @pytest.mark.long

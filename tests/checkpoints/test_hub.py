@@ -38,7 +38,7 @@ from rabbitllm.errors import (
     NotEnoughSpaceException,
     UnsafePathError,
 )
-from rabbitllm.splitter.disk_use import ShardTransfer
+from rabbitllm.splitter.disk_budget import ShardTransfer
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment

@@ -24,9 +24,8 @@ from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
 from rabbitllm.estimate.report import duration, show
-from rabbitllm.splitter.disk_use import on_disk
-from rabbitllm.splitter.rates import FETCHED_BYTES
-from rabbitllm.splitter.split_estimate import ROUTES, CompressionEstimate, Route, SplitEstimate
+from rabbitllm.splitter.disk_budget import on_disk
+from rabbitllm.splitter.split_estimate import FETCHED_BYTES, ROUTES, CompressionEstimate, Route, SplitEstimate
 from tests.splitter.test_split import LARGE
 from tests.support import quantized
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards

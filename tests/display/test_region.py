@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.base.words import Row
+from rabbitllm.base.terminal import Row
 from rabbitllm.display import region as module
 from rabbitllm.display.region import LINE_SECONDS, MAX_LINE_SECONDS, LinePace, Region
 from tests.support.screen import Screen, TerminalStream, run_on_terminal

@@ -12,15 +12,16 @@ from rabbitllm.base import progress
 from rabbitllm.base.progress import (
     BytesDone,
     BytesFetched,
+    CurrentRates,
     DiskSampled,
     DownloadStarted,
     ShardStarted,
     SplitDone,
     SplitStarted,
+    SplitStats,
     tell,
 )
-from rabbitllm.base.split_stats import CurrentRates, SplitStats
-from rabbitllm.base.words import text_of
+from rabbitllm.base.terminal import text_of
 from rabbitllm.display import region
 from rabbitllm.display.split_display import line_of, rows_of, shown
 from tests.support.builders import cut, llama_tensors, write_shards

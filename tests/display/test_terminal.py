@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from rabbitllm.base.words import Row
+from rabbitllm.base.terminal import Row
 from rabbitllm.display.form import DisplayForm, form_of
 from rabbitllm.display.terminal import Terminal, column_after
 from tests.support.screen import Screen, TerminalStream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rabbitllm.base.words import text_of
+from rabbitllm.base.terminal import text_of
 from rabbitllm.display.verify_display import Reading
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
-from rabbitllm.base.words import text_of
+from rabbitllm.base.terminal import text_of
 from rabbitllm.display import region
 from rabbitllm.engine import pass_line
 from rabbitllm.engine.pass_line import PassLedger, PassLine, entry_of

@@ -26,7 +26,7 @@ from rabbitllm.estimate.outline_families import outline_of
 from rabbitllm.estimate.overheads import Overhead
 from rabbitllm.estimate.stretched import predict_outline
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.plan import PlannedFiles
 from tests.estimate.test_predict import known_rates, predict  # noqa: F401  slow ones, of which everything follows
 from tests.splitter.test_planned_files import planned
 from tests.support.builders import build_checkpoint

@@ -144,11 +144,11 @@ def _first_order() -> Iterator[None]:
 
 def leave_lease(folder: Path) -> None:
     """Put the lease of a run that has died into a split directory."""
-    from rabbitllm.splitter import lease
+    from rabbitllm.splitter import lock
 
-    with lease.granted(folder):
-        content = (folder / lease.LEASE_NAME).read_bytes()
-    (folder / lease.LEASE_NAME).write_bytes(content)
+    with lock.granted(folder):
+        content = (folder / lock.LEASE_NAME).read_bytes()
+    (folder / lock.LEASE_NAME).write_bytes(content)
 
 
 def _killer(at: int | Moment) -> Callable[[Step], None]:

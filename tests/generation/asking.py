@@ -11,7 +11,7 @@ import torch
 
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Delta, Event, Failed, Finished, Request, TokenLogprob
-from rabbitllm.generation.sequence import RequestHandle
+from rabbitllm.generation.sequence import Sequence as GeneratedSequence
 
 PATIENCE = 120.0
 """Seconds; what takes longer hangs."""
@@ -24,7 +24,7 @@ class Asked:
     request: Request
     events: list[Event] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
-    handle: RequestHandle | None = None
+    handle: GeneratedSequence | None = None
 
     def told(self, event: Event) -> None:
         self.events.append(event)

@@ -1,4 +1,4 @@
-"""One generation: the tokens are transformers' own, and where and why it ends is said."""
+"""One generation: the tokens are transformers' own, where and why it ends is said, and the work that it took."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from rich.console import Console
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.request import (
-    END,
-    INTERRUPTED,
-    LENGTH,
     MAX_TOKENS,
     Answer,
+    AnswerWork,
+    FinishReason,
     Sampling,
     context_of,
     end_tokens,
     most_new_tokens,
 )
-from rabbitllm.generation.session import answer
+from rabbitllm.generation.session import answer, work_between
 from rabbitllm.run.prompt import answer_record, how_it_ended, put_statistics
+from rabbitllm.telemetry.passes import PassInput
+from rabbitllm.telemetry.profiler import EXPERTS_READ, READ, UPLOAD, Profiler
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import load, one_thread, plain_model, split  # noqa: F401  a fixture that applies itself
 
@@ -54,7 +55,7 @@ def test_greedy_by_default_and_those_of_transformers(folder: Path, model: Any) -
     expected = plain_model(folder).generate(IDS, max_new_tokens=TOKENS, do_sample=False)[0, IDS.shape[1] :]
     assert list(found.tokens) == expected.tolist()
     assert found.text == "".join(pieces) == model.tokenizer.decode(expected, skip_special_tokens=True)
-    assert (found.prompt_tokens, found.finish) == (5, LENGTH)
+    assert (found.prompt_tokens, found.finish) == (5, FinishReason.LENGTH)
     assert found.first_seconds is not None
     assert 0 < found.first_seconds < found.seconds
     assert found.tokens_per_second == (TOKENS - 1) / (found.seconds - found.first_seconds)
@@ -65,7 +66,7 @@ def test_it_stops_at_an_end(model: Any) -> None:
     last = next(at for at, token in enumerate(whole.tokens) if at and token not in whole.tokens[:at])
     model.generation_config.eos_token_id = [whole.tokens[last], 299]
     found, _ = asked(model)
-    assert (found.tokens, found.finish) == (whole.tokens[: last + 1], END)
+    assert (found.tokens, found.finish) == (whole.tokens[: last + 1], FinishReason.STOP)
     assert end_tokens(model) == [whole.tokens[last], 299, model.tokenizer.eos_token_id]
 
 
@@ -121,7 +122,7 @@ def test_an_interrupt_ends_the_text_where_it_is(model: Any) -> None:
             raise KeyboardInterrupt
 
     found = answer(model, IDS, TOKENS, Sampling(), write)
-    assert found.finish == INTERRUPTED
+    assert found.finish is FinishReason.CANCELLED
     assert whole.text.startswith(found.text)
     assert found.text == "".join(pieces)
     assert 3 <= len(found.tokens) < TOKENS
@@ -164,9 +165,32 @@ def test_what_is_said_of_it(model: Any) -> None:
     assert "a second after the first" in text
     assert "each token" in text
     assert "computing" in text
-    assert how_it_ended(Answer("2", (5, 2), 1, END, 0.1, 0.1), 5) is None
-    assert "the answer is empty" in str(how_it_ended(Answer("", (2,), 1, END, 0.1, 0.1), 5))
+    assert how_it_ended(Answer("2", (5, 2), 1, FinishReason.STOP, 0.1, 0.1), 5) is None
+    assert "the answer is empty" in str(how_it_ended(Answer("", (2,), 1, FinishReason.STOP, 0.1, 0.1), 5))
     assert "cut off after 12 tokens" in str(how_it_ended(found, TOKENS))
-    assert "interrupted after 1 token" in str(how_it_ended(Answer("", (5,), 1, INTERRUPTED, 0.1, 0.1), 5))
+    assert "interrupted after 1 token" in str(how_it_ended(Answer("", (5,), 1, FinishReason.CANCELLED, 0.1, 0.1), 5))
     record = answer_record("m", found, 1.5, {"device": "cpu"})
     assert (record["new_tokens"], record["device"], record["text"]) == (TOKENS, "cpu", found.text)
+
+
+def test_only_what_came_since_counts() -> None:
+    profiler = Profiler()
+    record(profiler, PassInput(1, 9, 0, 1), {READ: 100})
+    before = profiler.sums
+    record(profiler, PassInput(1, 4, 9, 1), {READ: 30, UPLOAD: 30})
+    record(profiler, PassInput(1, 1, 13, 1), {READ: 20, EXPERTS_READ: 7})
+    record(profiler, PassInput(1, 1, 14, 1), {READ: 20, EXPERTS_READ: 7})
+    got = work_between(before, profiler.sums)
+    assert got == AnswerWork(3, 6, {READ: 70, UPLOAD: 30}, {EXPERTS_READ: 2})
+    assert work_between({}, profiler.sums).tokens == 15
+    assert got.plus(got) == AnswerWork(6, 12, {READ: 140, UPLOAD: 60}, {EXPERTS_READ: 4})
+
+
+def test_without_a_profiler_there_is_nothing() -> None:
+    assert work_between({}, Profiler(enabled=False).sums) == AnswerWork()
+
+
+def record(profiler: Profiler, entry: PassInput, moved: dict[str, int]) -> None:
+    with profiler.forward(entry):
+        for stage, nbytes in moved.items():
+            profiler.add("layers.0", stage, 0.1, nbytes)

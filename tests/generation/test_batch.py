@@ -331,7 +331,7 @@ def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> No
     gc.disable()
     try:
         made = asked(batch, [Request(prompt(9, number), 4) for number in range(4)])
-        ended = [weakref.ref(one.handle.generation) for one in made if one.handle is not None]
+        ended = [weakref.ref(one.handle) for one in made if one.handle is not None]
         assert len(ended) == 4
         del made
         asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on

@@ -1,21 +1,25 @@
-"""A KV cache that is in a file between passes has the bits of one that stays in memory."""
+"""KV caches in a file: the bits of those in memory, and no more of memory and page cache than there is room for."""
 
 from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rabbitllm.generation import cache_file
-from rabbitllm.generation.cache_file import CacheFile, ImagesAhead
+from rabbitllm.generation.cache_file import CacheFile, FileSlots, Image, ImageFile
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
+from tests.engine.test_span_reader import _cached_pages
 
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 3, 2, 8, 4
 PROMPTS = (11, 5, 8)
@@ -81,12 +85,12 @@ def test_attention_sees_what_it_would_see_in_memory(opened: Callable[..., CacheF
     for step in range(STEPS):
         attend(file, texts, plain, [1, 1, 1], step + 1)
     assert all(torch.isnan(layer.keys).all() for layer in texts[0].layers)
-    assert file.nbytes > 0
-    assert file.read > STEPS * LAYERS * HEADS * (PROMPTS[0] + PROMPTS[1]) * (WIDTH + VALUE_WIDTH) * 2
+    assert file.images.nbytes > 0
+    assert file.images.read > STEPS * LAYERS * HEADS * (PROMPTS[0] + PROMPTS[1]) * (WIDTH + VALUE_WIDTH) * 2
     attend(file, texts, plain, [6, 1, 1], 99)  # several at once, as of a prompt that is cut
     for one in texts:
         file.drop(one)
-    assert file.nbytes == 0
+    assert file.images.nbytes == 0
 
 
 def test_attention_sees_the_same_past_the_page_cache(
@@ -99,12 +103,12 @@ def test_attention_sees_the_same_past_the_page_cache(
     attend(file, texts, plain, [*PROMPTS], 0)
     for step in range(STEPS):
         attend(file, texts, plain, [1, 1, 1], step + 1)
-    assert file.nbytes == len(texts) * LAYERS * DIRECT_ALIGNMENT
-    assert file.read == STEPS * file.nbytes
+    assert file.images.nbytes == len(texts) * LAYERS * DIRECT_ALIGNMENT
+    assert file.images.read == STEPS * file.images.nbytes
     for one in texts:
         file.let_return(one)
     attend(file, texts, plain, [1, 1, 1], STEPS + 1)
-    assert file.nbytes == 0
+    assert file.images.nbytes == 0
 
 
 def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFile]) -> None:
@@ -127,7 +131,7 @@ def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFil
         for one, two in zip(texts[text].layers, plain[text].layers, strict=True):
             assert torch.equal(one.keys, two.keys)
             assert torch.equal(one.values, two.values)
-    assert file.nbytes == 0
+    assert file.images.nbytes == 0
 
 
 def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +140,14 @@ def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monk
         file.add(one)
     attend(file, texts, plain, [*PROMPTS], 0)
     seen: list[int] = []
-    take = ImagesAhead.take
+    take = ImageFile.take
 
-    def taken(self: ImagesAhead, *given: Any) -> Any:
+    def taken(self: ImageFile, *given: Any) -> Any:
         seen.append(sum(len(image.whole) for image, _ in self._coming.values()))
-        assert seen[-1] == self.nbytes
+        assert seen[-1] == self.ahead
         return take(self, *given)
 
-    monkeypatch.setattr(ImagesAhead, "take", taken)
+    monkeypatch.setattr(ImageFile, "take", taken)
     attend(file, texts, plain, [1, 1, 1], 1)
     assert len(seen) == LAYERS * len(PROMPTS)
     assert min(seen[:-1]) > 0
@@ -176,11 +180,11 @@ def test_what_cannot_be_written_is_lost_and_the_pass_is_right(
     with observe_steps(fail):
         attend(file, texts, plain, [*PROMPTS], 0)
     assert [file.is_lost(one) for one in texts] == [True, True, False]
-    assert file.limit == 0 if full else 0 < file.limit < 2500
+    assert file.images.limit == 0 if full else 0 < file.images.limit < 2500
     assert caplog.text.count("No space left on device") == int(full)
     for one in texts[:2]:
         file.drop(one)
-    assert file.nbytes == 0
+    assert file.images.nbytes == 0
     attend(file, texts[2:], plain[2:], [1], 1)
 
 
@@ -188,5 +192,155 @@ def test_the_file_has_no_name_and_is_gone_with_it(opened: Callable[..., CacheFil
     file, (texts, plain) = opened(), caches()
     file.add(texts[0])
     attend(file, texts, plain, [*PROMPTS], 0)
-    assert file.written > 0
+    assert file.images.nbytes > 0
     assert not list(tmp_path.iterdir())
+
+
+MORE_THAN_ANY_MEMORY = 1 << 60
+TOKENS = (300, 301, 700)
+"""Of images larger than what is kept small; two of them not of whole blocks."""
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT, mincore, /proc")
+
+
+def image(tokens: int, seed: int) -> Image:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn((1, 2, tokens, width), generator=generator).bfloat16() for width in (40, 24))
+    return Image.of(keys, values, 3)
+
+
+def image_file(folder: Path, beside: int) -> ImageFile:
+    return ImageFile(folder, 1 << 22, 0, beside)
+
+
+def pages(folder: Path) -> int:
+    """In the page cache, of the nameless files in a folder that this process has open."""
+    return sum(_cached_pages(path) for path in nameless(folder))
+
+
+def nameless(folder: Path) -> Iterator[Path]:
+    seen = set()
+    for path in Path("/proc/self/fd").iterdir():
+        if os.path.lexists(path) and str(path.readlink()).startswith(f"{folder}/"):
+            status = path.stat()
+            if status.st_ino not in seen:
+                seen.add(status.st_ino)
+                yield path
+
+
+def fill_and_compare(file: ImageFile, seeds: range) -> None:
+    """Images there and back, some of them in places of others that were given back."""
+    kept: dict[int, tuple[Any, Image]] = {}
+    for seed in seeds:
+        one = image(TOKENS[seed % len(TOKENS)], seed)
+        stored = file.put(one)
+        assert stored is not None
+        kept[seed] = stored, one
+        if seed % 4 == 3:
+            file.give_back(kept.pop(seed - 2)[0])
+    for stored, one in kept.values():
+        back = file.take(stored)
+        assert torch.equal(back.keys, one.keys)
+        assert torch.equal(back.values, one.values)
+        assert back.form == one.form
+
+
+@on_linux
+def test_what_does_not_stay_in_the_page_cache_leaves_nothing_there(tmp_path: Path) -> None:
+    file = image_file(tmp_path, MORE_THAN_ANY_MEMORY)
+    fill_and_compare(file, range(12))
+    assert file.is_past_the_cache
+    assert file.nbytes > 100 * DIRECT_ALIGNMENT
+    assert pages(tmp_path) == 0
+    file.close()
+
+
+@on_linux
+def test_where_memory_has_room_for_all_of_it_the_page_cache_keeps_it(tmp_path: Path) -> None:
+    file = image_file(tmp_path, 0)
+    fill_and_compare(file, range(12))
+    assert not file.is_past_the_cache
+    assert pages(tmp_path) >= file.nbytes // DIRECT_ALIGNMENT
+    file.close()
+
+
+@on_linux
+def test_from_when_on_it_does_not_stay_there_it_goes_past(tmp_path: Path) -> None:
+    file = image_file(tmp_path, 0)
+    first = image(300, 0)
+    stored = file.put(first)
+    assert stored is not None
+    assert pages(tmp_path) > 0
+    file._weight_bytes = MORE_THAN_ANY_MEMORY
+    fill_and_compare(file, range(1, 12))
+    assert file.is_past_the_cache
+    assert torch.equal(file.take(stored).keys, first.keys)  # written through the cache, read past it
+    assert pages(tmp_path) == 0
+    file.close()
+
+
+@on_linux
+def test_without_direct_reads_it_is_dropped_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")
+    file = image_file(tmp_path, MORE_THAN_ANY_MEMORY)
+    made = [image(tokens, seed) for seed, tokens in enumerate(4 * TOKENS)]
+    held = [file.put(one) for one in made]
+    for path in nameless(tmp_path):
+        with path.open("rb+") as again:
+            os.fsync(again)  # what is not on the disk yet cannot be dropped
+    for one, stored in zip(made, held, strict=True):
+        assert stored is not None
+        assert torch.equal(file.take(stored).values, one.values)
+    assert pages(tmp_path) == 0
+    for stored in held[: len(TOKENS)]:
+        assert stored is not None
+        file.take(stored)
+    assert pages(tmp_path) == 0  # nor has anything been read ahead of the next one
+    file.close()
+
+
+@pytest.mark.parametrize("beside", [0, MORE_THAN_ANY_MEMORY])
+def test_small_images_take_what_they_are(tmp_path: Path, beside: int) -> None:
+    file = image_file(tmp_path, beside)
+    small, large = image(5, 1), image(300, 2)
+    assert len(small.whole) == 2 * (5 + 3) * (40 + 24) * 2
+    assert len(large.whole) % DIRECT_ALIGNMENT == 0
+    assert large.is_aligned
+    first, second = file.put(small), file.put(large)  # a large one whose place is on no block
+    assert first is not None
+    assert second is not None
+    assert second.offset % DIRECT_ALIGNMENT
+    assert torch.equal(file.take(first).values, small.values)
+    assert torch.equal(file.take(second).values, large.values)
+    file.close()
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), max_size=60), st.integers(20, 300))
+def test_places_never_overlap_and_are_used_again(steps: list[tuple[int, int]], limit: int) -> None:
+    """Each step takes a place, and gives back one of those that are taken, if its number is one of theirs."""
+    places = FileSlots(limit)
+    held: list[tuple[int, int]] = []
+    for nbytes, which in steps:
+        begin = places.take(nbytes)
+        if begin is not None:
+            assert begin + nbytes <= limit
+            assert all(begin + nbytes <= other or other + size <= begin for other, size in held)
+            held.append((begin, nbytes))
+        if which < len(held):
+            places.give_back(*held.pop(which))
+        assert places.taken == sum(size for _, size in held)
+    for begin, nbytes in held:
+        places.give_back(begin, nbytes)
+    assert places.taken == 0
+    assert places.take(limit) == 0
+
+
+def test_the_first_hole_that_is_large_enough_is_taken() -> None:
+    places = FileSlots(100)
+    first, second, third = (places.take(20) for _ in range(3))
+    assert (first, second, third) == (0, 20, 40)
+    places.give_back(20, 20)
+    assert places.take(30) == 60
+    assert places.take(15) == 20
+    assert places.take(20) is None
+    assert places.take(5) == 35

@@ -15,8 +15,8 @@ from rabbitllm.generation.kv_cache import (
     WORTH_TOKENS,
     PrefixCache,
     append,
-    beginning,
     bytes_of,
+    common_prefix,
     copied,
     cost_by_cache,
     cost_by_config,
@@ -102,10 +102,10 @@ def test_a_copied_prefix_is_the_cache_of_that_prefix_and_shares_no_memory(model:
 
 
 def test_beginnings() -> None:
-    assert beginning([], [1]) == 0
-    assert beginning([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert beginning([1, 2, 3], [1, 2, 3, 5]) == 3
-    assert beginning([9, 2, 3], [1, 2, 3]) == 0
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common_prefix([1, 2, 3], [1, 2, 3, 5]) == 3
+    assert common_prefix([9, 2, 3], [1, 2, 3]) == 0
 
 
 def test_a_short_beginning_is_worth_nothing_and_one_token_is_always_computed(tmp_path: Path) -> None:

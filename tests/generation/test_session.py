@@ -12,16 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.errors import ChatError
-from rabbitllm.generation.request import Sampling
-from rabbitllm.generation.session import (
-    BY_THE_CONTEXT,
-    BY_THE_LIMIT,
-    BY_THE_MODEL,
-    BY_THE_USER,
-    ChatAnswer,
-    ChatOptions,
-    Session,
-)
+from rabbitllm.generation.request import Answer, FinishReason, Sampling
+from rabbitllm.generation.session import ChatOptions, Session
 from rabbitllm.generation.template import prompt_ids
 from rabbitllm.telemetry.totals import READ
 from tests.chat.talkers import FORGETFUL, family_of, parrot_folder, talker, talker_folder
@@ -62,8 +54,8 @@ def known(name: str) -> str:
     return name
 
 
-def told(talk: Conversation, question: str, answer: ChatAnswer) -> Conversation:
-    return talk.with_exchange(Exchange(question, answer.text, answer.ended == BY_THE_USER))
+def told(talk: Conversation, question: str, answer: Answer) -> Conversation:
+    return talk.with_exchange(Exchange(question, answer.text, answer.finish == FinishReason.CANCELLED))
 
 
 def expected(plain: Any, tokenizer: Any, talk: Conversation, question: str) -> str:
@@ -92,7 +84,7 @@ def test_further_answers_compute_new_tokens_only(tmp_path: Path, name: str) -> N
         passes = len(model.profiler.passes)
         answer = session.answer(talk.messages(question), quietly)
         assert answer.text == expected(plain, model.tokenizer, talk, question)
-        assert (answer.tokens, answer.ended) == (10, BY_THE_LIMIT)
+        assert (len(answer.tokens), answer.finish) == (10, FinishReason.LENGTH)
         assert answer.kept_tokens == held
         new = [(one.entry.past, one.entry.length) for one in model.profiler.passes[passes:]]
         assert new == [(held, answer.prompt_tokens - held), *((answer.prompt_tokens + at, 1) for at in range(9))]
@@ -170,15 +162,15 @@ def test_an_answer_that_is_stopped_anywhere(tmp_path: Path, name: str) -> None:
     for stop_at in (2, units, units + 1, 3 * units - 2, 5 * units + 3):
         held = session.cached_tokens
         stopped = session.answer(talk.messages("And?"), quietly, stopped=at_call(stop_at))
-        assert stopped.ended == BY_THE_USER
-        assert stopped.tokens == (stop_at - 1) // units
+        assert stopped.finish == FinishReason.CANCELLED
+        assert len(stopped.tokens) == (stop_at - 1) // units
         assert expected(plain, model.tokenizer, talk, "And?").startswith(stopped.text)
-        assert len(stopped.text) == stopped.tokens
+        assert len(stopped.text) == len(stopped.tokens)
         cuttable = name == "llama"
         if not stopped.tokens:
             assert session.cached_tokens == stopped.kept_tokens
         else:
-            assert session.cached_tokens == stopped.prompt_tokens + (stopped.tokens - 1 if cuttable else 0)
+            assert session.cached_tokens == stopped.prompt_tokens + (len(stopped.tokens) - 1 if cuttable else 0)
             talk = told(talk, "And?", stopped)
         whole = session.answer(talk.messages("Why?"), quietly)
         assert whole.text == expected(plain, model.tokenizer, talk, "Why?")
@@ -204,7 +196,7 @@ def test_an_interrupt_inside_a_layer(tmp_path: Path, name: str) -> None:
     hook = model.get_decoder().layers[1].register_forward_hook(interrupt)
     stopped = session.answer(talk.messages("And?"), quietly)
     hook.remove()
-    assert (stopped.ended, stopped.tokens) == (BY_THE_USER, 2)
+    assert (stopped.finish, len(stopped.tokens)) == (FinishReason.CANCELLED, 2)
     talk = told(talk, "And?", stopped)
     answer = session.answer(talk.messages("Why?"), quietly)
     assert answer.text == expected(plain, model.tokenizer, talk, "Why?")
@@ -232,7 +224,7 @@ def test_the_context_is_the_limit(tmp_path: Path) -> None:
     talk = Conversation()
     answer = session.answer(talk.messages("Who are you?"), quietly)
     assert session.context == 64
-    assert (answer.ended, answer.prompt_tokens + answer.tokens) == (BY_THE_CONTEXT, 64)
+    assert (answer.finish, answer.prompt_tokens + len(answer.tokens)) == (FinishReason.LENGTH, 64)
     held = session.cached_tokens
     talk = told(talk, "Who are you?", answer)
     with pytest.raises(ChatError, match=r"has \d+ tokens with this question, and the model's context 64"):
@@ -255,8 +247,8 @@ def test_a_model_without_a_template_does_not_speak_for_the_user(tmp_path: Path) 
     assert any("no chat template" in remark for remark in session.remarks)
     for _ in range(2):
         answer = session.answer(talk.messages("Hello?"), pieces.append)
-        assert (answer.text, answer.ended) == (" Hi", BY_THE_MODEL)
-        assert answer.tokens < 12
+        assert (answer.text, answer.finish) == (" Hi", FinishReason.STOP)
+        assert len(answer.tokens) < 12
         talk = told(talk, "Hello?", answer)
     assert pieces == [" ", "H", "i", " ", "H", "i"]
     assert answer.kept_tokens > 30
@@ -265,7 +257,7 @@ def test_a_model_without_a_template_does_not_speak_for_the_user(tmp_path: Path) 
 def test_what_was_held_back_is_said_at_the_end(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", SAYS, None), ALL)
     answer = Session(model, ChatOptions(max_new_tokens=7)).answer(Conversation().messages("Hello?"), quietly)
-    assert (answer.text, answer.ended) == (" Hi\nUse", BY_THE_LIMIT)
+    assert (answer.text, answer.finish) == (" Hi\nUse", FinishReason.LENGTH)
 
 
 def test_an_answer_ends_where_the_model_ends_it(tmp_path: Path) -> None:
@@ -274,7 +266,12 @@ def test_an_answer_ends_where_the_model_ends_it(tmp_path: Path) -> None:
     session, talk = Session(model, ChatOptions()), Conversation()
     for held in (0, 26):
         answer = session.answer(talk.messages("Hello?"), quietly)
-        assert (answer.text, answer.tokens, answer.ended, answer.kept_tokens) == ("Yo", 3, BY_THE_MODEL, held)
+        assert (answer.text, len(answer.tokens), answer.finish, answer.kept_tokens) == (
+            "Yo",
+            3,
+            FinishReason.STOP,
+            held,
+        )
         talk = told(talk, "Hello?", answer)
 
 

@@ -168,4 +168,4 @@ def test_where_it_does_not_pay_there_is_no_file(open_batch: Open, plain: Any, tm
     given: dict[str, Any] = {"file_bytes": 0 if why == "switched off" else None, "exact": why == "exact"}
     room = 1 << 26 if why == "memory has more" else 200_000
     batch, _ = open_batch(Limits(4, 64, room, in_bulk=True, aside_folder=tmp_path, **given), budget=0)
-    assert batch._caches.file is None
+    assert batch._scheduler.caches.file.images.limit == 0

@@ -18,7 +18,7 @@ import pytest
 from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import MissingShardError, NotEnoughSpaceException, RabbitLLMError
-from rabbitllm.prepare import weights
+from rabbitllm.prepare import finding
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from tests.prepare.conftest import REPO
@@ -160,14 +160,14 @@ def single(tmp_path: Path) -> Path:
 def test_split_that_another_process_finishes_while_this_one_looks(
     single: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = weights.LocalCheckpoint
+    opened = finding.LocalCheckpoint
 
     def open_too_late(*arguments: Any) -> Any:
         monkeypatch.undo()
         split(single)
         return opened(*arguments)
 
-    monkeypatch.setattr(weights, "LocalCheckpoint", open_too_late)
+    monkeypatch.setattr(finding, "LocalCheckpoint", open_too_late)
     source = Call(str(single)).find()
     assert source.finished
     prepare.ensure_split(source, SplitOptions(sequential=True))

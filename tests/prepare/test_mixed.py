@@ -24,8 +24,8 @@ from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.models.library.find import compression_here, one_of_model
 from rabbitllm.quant.compression import DOUBLE, scheme_of, schemes
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.bit_allocation import groups
 from rabbitllm.splitter.request import SplitRequest, plan_split
-from rabbitllm.splitter.sensitivity import groups
 from rabbitllm.splitter.split import split
 from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, BitAllocation, Manifest, is_fitted, read_manifest

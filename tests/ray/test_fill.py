@@ -15,10 +15,9 @@ from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import ClusterError, IncompleteSplitError
 from rabbitllm.ray.ray_shard_executor import fill_from
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.lease import LEASE_NAME, Lease, granted, revoke
+from rabbitllm.splitter.filler import Filled, SplitWork
+from rabbitllm.splitter.lock import LEASE_NAME, Lease, granted, revoke
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.shard_executor import Filled
-from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import build_checkpoint
 from tests.support.dying import dying_at

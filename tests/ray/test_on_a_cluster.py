@@ -45,7 +45,7 @@ from rabbitllm.ray.pull import pull_on
 from rabbitllm.ray.ray_answers import RayAnswers
 from rabbitllm.ray.ray_shard_executor import CPUS_A_TASK, RayShardExecutor
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.lease import LEASE_NAME, Lease, granted
+from rabbitllm.splitter.lock import LEASE_NAME, Lease, granted
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment

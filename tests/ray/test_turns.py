@@ -10,10 +10,9 @@ import pytest
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.ray.ray_shard_executor import Part, next_part
-from rabbitllm.splitter.disk_budget import disk_use_at_once
-from rabbitllm.splitter.disk_use import ShardTransfer
+from rabbitllm.splitter.disk_budget import ShardTransfer, disk_use_at_once
+from rabbitllm.splitter.filler import SplitWork
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.work import SplitWork
 from tests.support.builders import build_checkpoint
 from tests.support.plans import MIB, all_freed, plan_of, shard_of
 

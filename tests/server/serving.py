@@ -13,12 +13,12 @@ import httpx
 import openai
 from hypothesis import HealthCheck, settings
 
-from rabbitllm.generation.batch import Batch, Limits
-from rabbitllm.server.address import LOCAL, address_of, bound
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.request import Limits
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.server import Server, in_a_thread
-from rabbitllm.server.service import EmbeddingsOnly, Service, batch_of, service_for
-from rabbitllm.server.settings import Settings
+from rabbitllm.server.service import EmbeddingsOnly, Service, batch_of
+from rabbitllm.server.settings import LOCAL, Settings, address_of, bound
 from tests.support.tiny_models import load
 
 NAME = "tiny"
@@ -82,7 +82,7 @@ def running(
     batch = batch_of(model, limits)
     chosen = Settings(**{"name": NAME, "hosts": LOCAL, **more})
     embedder = Embedder(model, recipe) if recipe is not None else None
-    service = service_for(model, batch, chosen, embedder)
+    service = Service(model, batch, chosen, embedder)
     listening = bound("127.0.0.1", 0)
     if send_buffer is not None:  # connections have it from here
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

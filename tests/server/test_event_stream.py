@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
 from rabbitllm.generation.request import Delta, Finished, FinishReason, TokenLogprob
-from rabbitllm.server.event_stream import COMMENT, DONE, EventStream, event
-from rabbitllm.server.inbox import Inbox
+from rabbitllm.server.streaming import COMMENT, DONE, EventStream, Inbox, event
 from tests.server.serving import PATIENT
 
 VALUES = st.dictionaries(st.text(max_size=6), st.text(max_size=12) | st.integers() | st.none(), max_size=4)
@@ -106,7 +105,7 @@ class Reader:
 
 async def streamed(reader: Reader, frames: AsyncIterator[bytes]) -> list[bool]:
     over: list[bool] = []
-    await EventStream(frames, over.append, {}, heartbeat_seconds=0.05, stall_seconds=0.1)(
+    await EventStream(frames, over.append, heartbeat_seconds=0.05, stall_seconds=0.1)(
         {"type": "http"}, reader.receive, reader.send
     )
     return over

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from rabbitllm.errors import OptionError
-from rabbitllm.server.address import bound, check_guarded, hosts_of, is_local
 from rabbitllm.server.guards import name_of
 from rabbitllm.server.loading import served_name
+from rabbitllm.server.settings import bound, check_guarded, hosts_of, is_local
 from rabbitllm.server.start import put_greeting
 from tests.server.serving import Running
 from tests.support.builders import build_checkpoint

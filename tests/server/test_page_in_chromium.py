@@ -16,8 +16,7 @@ import pytest
 from rabbitllm.chat import conversation
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat
 from rabbitllm.errors import BusyError
-from rabbitllm.generation.batch import Limits
-from rabbitllm.generation.request import Request
+from rabbitllm.generation.request import Limits, Request
 from tests.chat.talkers import parrot_folder
 from tests.server.serving import NAME, Running, running
 from tests.support.browser import SECONDS, Browser, Tab, chromium

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.generation.batch import Limits
+from rabbitllm.generation.request import Limits
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding
 from rabbitllm.server.server import Connection
 from tests.server.serving import NAME, PATIENCE, Running, running

@@ -9,7 +9,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models
 
-from rabbitllm.server.spelling import Spelling, bytes_of_characters
+from rabbitllm.server.answers import Spelling, bytes_of_characters
 from tests.support.builders import make_tokenizer
 
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.splitter.choosing import Offer, allocate
+from rabbitllm.splitter.bit_allocation import Offer, allocate
 
 OFFERS = st.builds(Offer, st.integers(0, 30), st.integers(0, 40).map(float))
 ITEMS = st.lists(st.lists(OFFERS, min_size=1, max_size=4), max_size=5)

@@ -8,9 +8,9 @@ import pytest
 
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
 from rabbitllm.quant.compression import is_compressible
-from rabbitllm.splitter import anatomy
-from rabbitllm.splitter.anatomy import TensorGroup
+from rabbitllm.splitter import split_estimate
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.split_estimate import TensorGroup
 from tests.support.plans import plan_of, shard_of
 
 
@@ -51,7 +51,7 @@ def special() -> tuple[PlannedShard, ...]:
 def test_anatomy_of_a_checkpoint_with_everything() -> None:
     shards = special()
     plan = plan_of(shards)
-    found = anatomy.anatomy_of(plan, {"tie_word_embeddings": True})
+    found = split_estimate.anatomy_of(plan, {"tie_word_embeddings": True})
     assert found.total_bytes == sum(shard.size for shard in shards)
     assert (found.shards, found.largest_shard_bytes) == (2, max(shard.size for shard in shards))
     assert (found.layers, found.largest_layer) == (3, "layers.0")
@@ -91,7 +91,7 @@ def test_anatomy_of_a_checkpoint_with_everything() -> None:
 def test_tied_embeddings(head: str | None, config: Mapping[str, object], tied: bool | None) -> None:
     tensors = {"model.embed_tokens.weight": ("BF16", (64, 64)), "model.layers.0.output.dense": ("BF16", (8,))}
     tensors |= {head: ("BF16", (64, 64))} if head else {}
-    assert anatomy.anatomy_of(plan_of((shard_of("a", tensors),)), config).tied_embeddings is tied
+    assert split_estimate.anatomy_of(plan_of((shard_of("a", tensors),)), config).tied_embeddings is tied
 
 
 ORDINARY = ("w.weight", "mlp.gate_proj.weight")
@@ -107,26 +107,26 @@ def test_a_reason_is_named_for_what_is_not_compressed_and_for_nothing_else() -> 
                 if DTYPES[dtype].bits < 8:
                     continue
                 tensor = spec(name, dtype, shape)
-                why = anatomy.why_never_compressed(tensor)
+                why = split_estimate.why_never_compressed(tensor)
                 reasons.add(why)
-                ordinary = anatomy.is_floating(tensor) and len(shape) >= 2 and tensor.elements
+                ordinary = split_estimate.is_floating(tensor) and len(shape) >= 2 and tensor.elements
                 assert (why is None) == (not ordinary or is_compressible(tensor)), tensor
     assert {"expert router", "convolution", "state-space decay", "biases of experts"} < reasons
     assert {"more than 3 dimensions", "F64 already"} < reasons
 
 
 def test_which_dtypes_are_floating() -> None:
-    others = {name for name in DTYPES if not anatomy.is_floating(spec("w", name, (2, 2)))}
+    others = {name for name in DTYPES if not split_estimate.is_floating(spec("w", name, (2, 2)))}
     assert others == {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "C64"}
 
 
 def test_what_the_quantizer_is_measured_with() -> None:
     tensors = {"model.layers.0.a": ("F32", (64, 64)), "model.layers.0.b": ("BF16", (64, 256))}
-    assert anatomy.commonest_dtype(plan_of((shard_of("a", tensors),))) == "BF16"
-    assert anatomy.commonest_dtype(plan_of((shard_of("a", {"model.norm.weight": ("F32", (4096,))}),))) is None
+    assert split_estimate.commonest_dtype(plan_of((shard_of("a", tensors),))) == "BF16"
+    assert split_estimate.commonest_dtype(plan_of((shard_of("a", {"model.norm.weight": ("F32", (4096,))}),))) is None
 
 
 def test_layers_above_10_gb() -> None:
     plan = plan_of((shard_of("a", {"model.layers.0.w": ("BF16", (80_000, 65_536)), "lm_head.w": ("BF16", (64, 64))}),))
-    assert anatomy.big_layers(plan) == ("layers.0",)
-    assert anatomy.big_layers(plan_of(plan.shards, "8bit")) == ()
+    assert split_estimate.big_layers(plan) == ("layers.0",)
+    assert split_estimate.big_layers(plan_of(plan.shards, "8bit")) == ()

@@ -23,7 +23,7 @@ from rabbitllm.checkpoints.hub_cache import snapshot_of
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.models.pull.make import Wish, dry_run, pull
 from rabbitllm.models.pull.report import show_dry_run
-from rabbitllm.splitter.disk_use import on_disk
+from rabbitllm.splitter.disk_budget import on_disk
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.peak import Peak

@@ -20,13 +20,10 @@ from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
 from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE
-from rabbitllm.splitter import choices, choosing
-from rabbitllm.splitter.choices import BitChoice, BitChoices
-from rabbitllm.splitter.choosing import with_choice
-from rabbitllm.splitter.disk_budget import DiskBudget
-from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
+from rabbitllm.splitter import bit_allocation
+from rabbitllm.splitter.bit_allocation import BitChoice, BitChoices, SchemeGroup, groups, with_choice
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
-from rabbitllm.splitter.sensitivity import SchemeGroup, groups
 from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION, LayerLayout
 from rabbitllm.store.manifest import AUTO, BitAllocation
 from tests.support.plans import SOURCE, all_freed, resident_bytes, shard_of
@@ -181,7 +178,7 @@ def test_what_is_chosen_is_what_plans_would_choose(tmp_path: Path, monkeypatch: 
     for wishes, deletes in itertools.product(said, (False, True)):
         options, disk_budget = SplitOptions(AUTO, min_free=0, **wishes), DiskBudget(tmp_path, all_freed(bare, deletes))  # type: ignore[arg-type]
         with monkeypatch.context() as patched:
-            patched.setattr(choosing, "BitChoices", Planned)
+            patched.setattr(bit_allocation, "BitChoices", Planned)
             expected = _outcome(start, disk_budget, options)
         assert _outcome(start, disk_budget, options) == expected
         chosen.add(repr(expected))
@@ -205,7 +202,7 @@ def test_layers_that_are_alike_are_laid_out_once(monkeypatch: pytest.MonkeyPatch
         laid_out.append(name.id)
         return layout_at(name, *arguments)
 
-    monkeypatch.setattr(choices, "layout_at", counted)
+    monkeypatch.setattr(bit_allocation, "layout_at", counted)
     schemes = ["4bit"] * len(groups(bare.tensors, 2))
     quick.at(schemes)
     assert sorted(laid_out) == ["embed_tokens", "layers.0", "layers.1", "layers.10", "lm_head"]

@@ -16,10 +16,17 @@ from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantize_blocks
-from rabbitllm.splitter.choosing import WORTH_LESS_BITS, allocation_of, with_choice
+from rabbitllm.splitter.bit_allocation import (
+    ERRORS,
+    FITTED_ERRORS,
+    WORTH_LESS_BITS,
+    allocation_of,
+    groups,
+    role_of,
+    with_choice,
+)
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.sensitivity import ERRORS, FITTED_ERRORS, groups, role_of
 from rabbitllm.store.manifest import BitAllocation
 from tests.support.plans import MIB, all_freed, plan_of, resident_bytes, shard_of
 

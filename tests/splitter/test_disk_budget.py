@@ -15,8 +15,14 @@ from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.splitter.disk_budget import DiskBudget, choose_at_once, choose_shard_transfer, disk_use_at_once
-from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
+from rabbitllm.splitter.disk_budget import (
+    DiskBudget,
+    ShardTransfer,
+    choose_at_once,
+    choose_shard_transfer,
+    disk_use,
+    disk_use_at_once,
+)
 from rabbitllm.splitter.plan import SplitPlan
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.plans import MIB, all_freed, even, plan_of

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.splitter.disk_use import DiskUse, ShardTransfer, disk_use, on_disk, own_records_bytes
+from rabbitllm.splitter.disk_budget import DiskUse, ShardTransfer, disk_use, on_disk, own_records_bytes
 from rabbitllm.splitter.request import SplitRequest, plan_split
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import cut, llama_tensors, write_shards

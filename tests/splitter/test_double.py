@@ -100,7 +100,7 @@ def test_every_route_makes_the_same_bytes(
 def test_runs_of_a_few_blocks_in_many_threads(
     tmp_path: Path, tensors: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 4096)
     check(split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE), tensors)
 
 
@@ -264,7 +264,7 @@ def test_ranks_of_metas(
     made = tiny_llama(hidden=hidden, intermediate=384, vocabulary=320)
     expected = layer_files(split(write_as_transformers(tmp_path / "hf", made), compression=DOUBLE))
     if chunk is not None:
-        monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", chunk)
+        monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", chunk)
     source = write_meta(tmp_path / "meta", made, ranks)
     most, peak, folder = peaks_of(source, lambda: split(source, compression=DOUBLE))
     assert layer_files(folder) == expected

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.splitter import gaps
-from rabbitllm.splitter.gaps import Gaps, can_be_kept
+from rabbitllm.splitter import plan
+from rabbitllm.splitter.plan import Gaps, can_be_kept
 
 
 def tensor(offset: int, nbytes: int, strides: tuple[int, ...] | None = None) -> TensorSpec:
@@ -48,5 +48,5 @@ def test_what_cannot_be_kept() -> None:
     assert not can_be_kept([tensor(10, 5), tensor(10, 5)], 40)
     assert not can_be_kept([tensor(10, 5, (2,))], 40)
     assert not can_be_kept([tensor(36, 5)], 40)
-    assert can_be_kept([tensor(0, 100)], 100 + gaps.MAX_BYTES)
-    assert not can_be_kept([tensor(1, 100)], 102 + gaps.MAX_BYTES)  # a shard of which little is a tensor of ours
+    assert can_be_kept([tensor(0, 100)], 100 + plan.MAX_BYTES)
+    assert not can_be_kept([tensor(1, 100)], 102 + plan.MAX_BYTES)  # a shard of which little is a tensor of ours

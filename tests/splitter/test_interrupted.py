@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.interrupted import command_line, starting_afresh, telling_how_to_go_on
+from rabbitllm.splitter.journal import command_line, starting_afresh, telling_how_to_go_on
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import GeneratedFile, LocalHub
@@ -236,7 +236,7 @@ def test_nothing_is_said_of_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
-TELL = "from rabbitllm.splitter.interrupted import command_line; print(command_line())"
+TELL = "from rabbitllm.splitter.journal import command_line; print(command_line())"
 
 
 def told_by(command: list[str], folder: Path, **environment: str) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.checkpoints.naming import LayerName, assign_layers
-from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
+from rabbitllm.splitter.plan import LayerMap, build_layer_map
 
 A, B, C = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
 WEIGHT_MAP = {

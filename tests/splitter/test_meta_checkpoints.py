@@ -28,7 +28,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.disk_use import ShardTransfer
+from rabbitllm.splitter.disk_budget import ShardTransfer
 from rabbitllm.storage.durable import observe_steps
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import read_manifest
@@ -143,7 +143,7 @@ def test_tensors_larger_than_a_chunk(
 ) -> None:
     made = tiny_llama(hidden=256, intermediate=704, vocabulary=1001 * 2, layers=1, kv_heads=4)
     plain = split(write_as_transformers(tmp_path / "hf", made), compression=compression)
-    monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", 24_576)
+    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 24_576)
     assert layer_files(split(write_meta(tmp_path / "m", made, ranks, 1), compression=compression)) == layer_files(plain)
 
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import DTYPES, byte_size
 from rabbitllm.quant.compression import BLOCKS
-from rabbitllm.splitter import moves as moves_module
-from rabbitllm.splitter.moves import moves
-from rabbitllm.splitter.plan import PlannedShard, SplitPlan
+from rabbitllm.splitter import plan as moves_module
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, moves
 from tests.support.plans import plan_of, shard_of
 
 SHAPES = st.lists(st.integers(0, 90), min_size=0, max_size=3).map(tuple)

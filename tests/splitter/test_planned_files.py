@@ -16,7 +16,7 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.estimate.source_scan import SourceScan
-from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu

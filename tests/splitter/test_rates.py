@@ -11,8 +11,8 @@ import torch
 
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
 from rabbitllm.errors import MissingPackageError
-from rabbitllm.splitter import rates
-from rabbitllm.splitter.moves import CHUNK_BYTES
+from rabbitllm.splitter import split_estimate
+from rabbitllm.splitter.plan import CHUNK_BYTES
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import GeneratedFile, LocalHub
 from tests.support.plans import MIB
@@ -30,15 +30,15 @@ def repository(hub: LocalHub, size: int) -> HubRepository:
 
 
 def test_fetch_asks_for_the_sample_alone(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
-    found = rates.fetch_rate(repository(local_hub, 1 << 40), SHARD)
+    found = split_estimate.fetch_rate(repository(local_hub, 1 << 40), SHARD)
     assert found is not None
-    assert found.measured_bytes == rates.FETCHED_BYTES
-    assert [request.range for request in local_hub.requests] == [f"bytes=0-{rates.FETCHED_BYTES - 1}"]
-    assert local_hub.body_bytes() == rates.FETCHED_BYTES
+    assert found.measured_bytes == split_estimate.FETCHED_BYTES
+    assert [request.range for request in local_hub.requests] == [f"bytes=0-{split_estimate.FETCHED_BYTES - 1}"]
+    assert local_hub.body_bytes() == split_estimate.FETCHED_BYTES
 
 
 def test_fetch_of_a_small_shard(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
-    found = rates.fetch_rate(repository(local_hub, 1000), SHARD)
+    found = split_estimate.fetch_rate(repository(local_hub, 1000), SHARD)
     assert found is not None
     assert found.measured_bytes == 1000
 
@@ -47,7 +47,7 @@ def test_fetch_is_as_fast_as_the_hub(hub_environment: HubEnvironment, local_hub:
     """A hub that needs a tenth of a second for each MiB sends at most 10 MiB a second."""
     opened = repository(local_hub, 1 << 30)
     local_hub.faults.delay_per_mib = 0.1
-    found = rates.fetch_rate(opened, SHARD)
+    found = split_estimate.fetch_rate(opened, SHARD)
     assert found is not None
     assert 0 < found.bytes_per_second < 12 * MIB
 
@@ -57,12 +57,12 @@ def test_fetch_stops_in_time(
     local_hub: LocalHub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rates, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(split_estimate, "MAX_SECONDS", 0.5)
     opened = repository(local_hub, 1 << 30)
     local_hub.faults.delay_per_mib = 0.2
-    found = rates.fetch_rate(opened, SHARD)
+    found = split_estimate.fetch_rate(opened, SHARD)
     assert found is not None
-    assert 0 < found.measured_bytes < rates.FETCHED_BYTES
+    assert 0 < found.measured_bytes < split_estimate.FETCHED_BYTES
 
 
 def test_fetch_from_a_hub_that_fails(
@@ -70,12 +70,12 @@ def test_fetch_from_a_hub_that_fails(
     local_hub: LocalHub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rates, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(split_estimate, "MAX_SECONDS", 0.3)
     opened = repository(local_hub, 1 << 30)
     local_hub.faults.status, local_hub.faults.status_times = 404, -1
-    assert rates.fetch_rate(opened, SHARD) is None
+    assert split_estimate.fetch_rate(opened, SHARD) is None
     local_hub.faults.status = 503
-    assert rates.fetch_rate(opened, SHARD) is None
+    assert split_estimate.fetch_rate(opened, SHARD) is None
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_fetch_from_a_hub_that_fails(
     ],
 )
 def test_rate_of_chunks(arrived: list[tuple[float, int]], expected: tuple[float, int] | None) -> None:
-    found = rates._steady_rate(arrived)
+    found = split_estimate._steady_rate(arrived)
     assert (found and (pytest.approx(found.bytes_per_second), found.measured_bytes)) == expected
 
 
@@ -100,30 +100,30 @@ def files(folder: Path, sizes: list[int]) -> list[Path]:
 
 
 def test_small_files_are_read_whole(tmp_path: Path) -> None:
-    found = rates.read_rate(files(tmp_path, [CHUNK_BYTES + 5, 100, 0, 3 * MIB]))
+    found = split_estimate.read_rate(files(tmp_path, [CHUNK_BYTES + 5, 100, 0, 3 * MIB]))
     assert found is not None
     assert found.measured_bytes == CHUNK_BYTES + 5 + 100 + 3 * MIB
     assert found.bytes_per_second > 0
 
 
 def test_of_large_files_pieces_all_over_them_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "READ_BYTES", 4 * CHUNK_BYTES)
+    monkeypatch.setattr(split_estimate, "READ_BYTES", 4 * CHUNK_BYTES)
     paths = files(tmp_path, [])
     for number in range(4):
         paths.append(tmp_path / f"large-{number}")
         with paths[-1].open("wb") as file:
             file.truncate(10 * CHUNK_BYTES)
-    pieces = list(rates._pieces(paths))
+    pieces = list(split_estimate._pieces(paths))
     assert pieces == [(path, 0) for path in paths]
-    assert rates.read_rate(paths).measured_bytes == 4 * CHUNK_BYTES  # type: ignore[union-attr]
-    assert len(list(rates._pieces(paths[:1]))) == 4
+    assert split_estimate.read_rate(paths).measured_bytes == 4 * CHUNK_BYTES  # type: ignore[union-attr]
+    assert len(list(split_estimate._pieces(paths[:1]))) == 4
 
 
 def test_no_files_have_no_rate(tmp_path: Path) -> None:
-    assert rates.read_rate([]) is None
+    assert split_estimate.read_rate([]) is None
     folder = tmp_path / "a folder"
     folder.mkdir()
-    assert rates.read_rate([folder]) is None
+    assert split_estimate.read_rate([folder]) is None
 
 
 def test_quantizer_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +138,9 @@ def test_quantizer_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch
         time.sleep(0.01)
         return data, data
 
-    monkeypatch.setattr(rates, "quantize_blocks", quantize)
-    monkeypatch.setattr(rates, "QUANTIZE_SECONDS", 0.1)
-    found = rates.quantize_rate("4bit", "F32", 3, "cuda:7", fitted=True)
+    monkeypatch.setattr(split_estimate, "quantize_blocks", quantize)
+    monkeypatch.setattr(split_estimate, "QUANTIZE_SECONDS", 0.1)
+    found = split_estimate.quantize_rate("4bit", "F32", 3, "cuda:7", fitted=True)
     assert seen == {("4bit", CHUNK_BYTES, "F32", "cuda:7", True)}
     assert len(threads) == 3
     assert found is not None
@@ -150,7 +150,7 @@ def test_quantizer_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("scheme", "fitted"), [("4bit", False), ("8bit", False), ("4bit-double", True)])
 def test_quantizer_itself(scheme: str, fitted: bool) -> None:
-    found = rates.quantize_rate(scheme, "BF16", 2, "cpu", fitted=fitted)
+    found = split_estimate.quantize_rate(scheme, "BF16", 2, "cpu", fitted=fitted)
     assert found is not None
     assert found.measured_bytes % CHUNK_BYTES == 0
     assert 1e6 < found.bytes_per_second < 1e12
@@ -158,7 +158,7 @@ def test_quantizer_itself(scheme: str, fitted: bool) -> None:
 
 def test_nothing_is_drawn_from_a_caller_s_seed() -> None:
     state = torch.get_rng_state()
-    assert rates.quantize_rate("8bit", "BF16", 1, "cpu") is not None
+    assert split_estimate.quantize_rate("8bit", "BF16", 1, "cpu") is not None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -166,5 +166,5 @@ def test_without_bitsandbytes_there_is_no_rate(monkeypatch: pytest.MonkeyPatch) 
     def missing(*arguments: object, **named: object) -> None:
         raise MissingPackageError("not installed")
 
-    monkeypatch.setattr(rates, "quantize_blocks", missing)
-    assert rates.quantize_rate("8bit", "BF16", 2, "cpu") is None
+    monkeypatch.setattr(split_estimate, "quantize_blocks", missing)
+    assert split_estimate.quantize_rate("8bit", "BF16", 2, "cpu") is None

@@ -11,7 +11,7 @@ import torch
 import rabbitllm
 from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.splitter.sensitivity import SchemeGroup, groups
+from rabbitllm.splitter.bit_allocation import SchemeGroup, groups
 from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import build_checkpoint
 from tests.support.quick_measuring import quick_measuring as quick_measuring

@@ -13,9 +13,9 @@ from rabbitllm.base import progress
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, open_repository
 from rabbitllm.errors import HubError
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.splitter.finish import STAGING_NAME
+from rabbitllm.splitter.filler import ShardFetcher, StartedOverError
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.shard_fetcher import ShardFetcher, StartedOverError
+from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import cut, llama_tensors, plain_torch_files, write_shards, write_torch

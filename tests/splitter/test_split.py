@@ -32,7 +32,7 @@ from rabbitllm.errors import (
     SplitMismatchError,
 )
 from rabbitllm.splitter import split as split_module
-from rabbitllm.splitter.disk_use import ShardTransfer
+from rabbitllm.splitter.disk_budget import ShardTransfer
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SHARD_WAIT, WRITE
@@ -164,7 +164,7 @@ def test_tensors_larger_than_a_chunk_and_than_a_batch(
     tensors = llama_tensors(layers=2, hidden=256, vocabulary=1003, dtype=torch.float32)
     source = cut(tensors, 2)
     expected = layer_files(split(write_shards(tmp_path / "a", source), compression=compression))
-    monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", 24_576)
+    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 24_576)
     assert layer_files(split(write_shards(tmp_path / "b", source), compression=compression)) == expected
 
 

@@ -11,9 +11,7 @@ import pytest
 
 from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter import split_estimate
-from rabbitllm.splitter.anatomy import anatomy_of
-from rabbitllm.splitter.disk_budget import DiskBudget, Shortage
-from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, disk_use
 from rabbitllm.splitter.split_estimate import (
     CompressionEstimate,
     Disk,
@@ -23,6 +21,7 @@ from rabbitllm.splitter.split_estimate import (
     Recommendation,
     Route,
     SplitEstimate,
+    anatomy_of,
 )
 from tests.splitter.test_memory import MOST
 from tests.support.plans import MIB, all_freed, even, plan_of, shard_of

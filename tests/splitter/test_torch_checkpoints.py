@@ -30,7 +30,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.disk_use import ShardTransfer
+from rabbitllm.splitter.disk_budget import ShardTransfer
 from rabbitllm.storage.durable import observe_steps
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import read_manifest
@@ -171,7 +171,7 @@ def test_strided_tensors_larger_than_a_chunk(
     tensors = llama_tensors(layers=2, hidden=256, vocabulary=1003, dtype=torch.float32)
     plain = split(write_shards(tmp_path / "a", cut(tensors, 2)), compression=compression)
     source = write_torch(tmp_path / "b", torch_files(cut(tensors, 2)), index=True, legacy=legacy)
-    monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", 24_576)
+    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 24_576)
     assert layer_files(split(source, compression=compression)) == layer_files(plain)
 
 

@@ -26,7 +26,6 @@ SECONDS: Mapping[str, int] = {
     "cli/test_serve.py": 34,
     "cli/test_worker.py": 64,
     "cli/test_wrong_types.py": 105,
-    "demo/test_train.py": 34,
     "engine/test_first_use.py": 50,
     "engine/test_every_architecture.py": 127,
     "engine/test_experts.py": 31,
@@ -77,6 +76,7 @@ SECONDS: Mapping[str, int] = {
     "test_few_descriptors.py": 54,
     "test_matrix.py": 45,
     "test_supported_models.py": 780,
+    "test_train_demo.py": 34,
 }
 """File -> seconds in the long run, of those that take longest (Xeon with AMX, 2 cores, other work on both)."""
 SECONDS_A_TEST = 0.15

@@ -21,4 +21,4 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "SECONDS", 0.0)
     monkeypatch.setattr(reading, "WRITTEN_BYTES", reading.READ_BYTES)
     monkeypatch.setattr(overheads, "TOKENS", 4)
-    monkeypatch.setattr("rabbitllm.splitter.rates.quantize_rate", lambda *arguments, **named: Rate(50e6, 1))
+    monkeypatch.setattr("rabbitllm.splitter.split_estimate.quantize_rate", lambda *arguments, **named: Rate(50e6, 1))

@@ -24,9 +24,9 @@ from rabbitllm.batch_jobs.items import BatchAnswer, Item
 from rabbitllm.errors import HubError
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.ray_shard_executor import fill_from
-from rabbitllm.splitter.lease import Lease
+from rabbitllm.splitter.filler import SplitWork
+from rabbitllm.splitter.lock import Lease
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.hub_fixtures import point_at
 from tests.support.splitting import Counter

@@ -16,7 +16,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 
-from rabbitllm.splitter.finish import STAGING_NAME
+from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage.durable import Step, observe_steps
 
 TICK_BYTES = 16 << 10

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from rabbitllm.base.terminal import size
-from rabbitllm.base.words import speed
+from rabbitllm.base.terminal import size, speed
 from rabbitllm.estimate.doctor.places import SPLITS
 from rabbitllm.estimate.doctor.records import Advice, MachineInfo, Package
 from rabbitllm.storage.folders import Folder

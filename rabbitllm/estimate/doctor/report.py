@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.base.terminal import counted, harmless, large, put, put_fact, shortened, size
-from rabbitllm.base.words import speed
+from rabbitllm.base.terminal import counted, harmless, large, put, put_fact, shortened, size, speed
 from rabbitllm.estimate.doctor.records import (
     AtCompression,
     Hub,

@@ -15,11 +15,10 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation.memory import cost_of_a_pass
 from rabbitllm.generation.packed_batch import PACKABLE, can_be_packed, depends_on_longest
 from rabbitllm.generation.request import context_of
-from rabbitllm.generation.scoring.activation_offload import HAS_FILES
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches, passes
-from rabbitllm.generation.scoring.records import Room
-from rabbitllm.generation.scoring.tasks import Ability, Task
+from rabbitllm.generation.scoring.tasks import Ability, Room, Task
+from rabbitllm.storage.durable import NamelessFile
 
 # Models whose results do not change if sequences are padded at the end, as tests have shown.
 #
@@ -51,7 +50,7 @@ WAITING_SHARE, COMPUTING_SHARE = 2, 4
 LEAST_TOKENS, MAX_TOKENS = 512, 8192
 """Default bounds of the tokens of a micro-batch. With fewer, shared prefixes are computed several times and products
 are slow. More gain little for their memory, and on a CPU even lose time if tensors become too large for the allocator's
-heaps (`pass_cost.HEAP_BLOCK_BYTES`)."""
+heaps (`memory.HEAP_BLOCK_BYTES`)."""
 RESIDENT_BATCHES = 8
 """Most micro-batches in a pass of a model with resident weights: a shared prefix is computed once for so many, and an
 interruption loses only these."""
@@ -176,6 +175,8 @@ def limits_of(model: Any, room: Room) -> ScoringLimits:
         host = memory - near
     folder = _folder(model, room)
     disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
+    if not NamelessFile.READS_AT_PLACES:  # one offset cannot be read while another is written
+        disk = 0
     computing = free // COMPUTING_SHARE
     cost = cost_of_a_pass(config, itemsize)
     most = min(cost.max_tokens, MAX_TOKENS) if on_host else MAX_TOKENS
@@ -183,7 +184,7 @@ def limits_of(model: Any, room: Room) -> ScoringLimits:
     token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, the input of the layer, and rotary angles
     rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
     logits = min(computing // LOGITS_SHARE, LOGITS_BYTES)
-    return ScoringLimits(near, host, disk if HAS_FILES else 0, folder, tokens, token_bytes, rows, logits)
+    return ScoringLimits(near, host, disk, folder, tokens, token_bytes, rows, logits)
 
 
 def _folder(model: Any, room: Room) -> Path:

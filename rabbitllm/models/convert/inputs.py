@@ -36,11 +36,10 @@ from rabbitllm.errors import (
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.quant.compression import DOUBLE
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.finish import clear_away, discard_original
-from rabbitllm.splitter.interrupted import telling_how_to_go_on
+from rabbitllm.splitter.journal import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
-from rabbitllm.splitter.split import split
+from rabbitllm.splitter.split import clear_away, discard_original, split
 from rabbitllm.store import locations
 from rabbitllm.store.manifest import AUTO, directory_name, is_finished, read_manifest
 

@@ -20,9 +20,8 @@ from rabbitllm.models.library.entry import DAMAGED, RECORDS, REMOVED_SUFFIX, Spl
 from rabbitllm.models.library.original import Original
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
-from rabbitllm.splitter.finish import STAGING_NAME
-from rabbitllm.splitter.lease import LEASE_NAME
-from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked_at_once
+from rabbitllm.splitter.lock import HOLDER_NAME, LEASE_NAME, LOCK_NAME, locked_at_once
+from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name

@@ -28,10 +28,10 @@ from rabbitllm.base.options import (
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.models.library.entry import SplitEntry, as_record, look
-from rabbitllm.prepare.acceptance import TooLittle
+from rabbitllm.prepare.make import TooLittle
 from rabbitllm.quant.compression import check_fitting
-from rabbitllm.splitter.planned_files import PlannedFiles
-from rabbitllm.splitter.shard_executor import ShardExecutor
+from rabbitllm.splitter.filler import ShardExecutor
+from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.split_estimate import STANDARD, CompressionEstimate, Rates, Route
 from rabbitllm.store.manifest import AUTO, check_split
 

@@ -15,9 +15,17 @@ from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import BatchError, OptionError, ScoringError
+from rabbitllm.generation.memory import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.generation.scoring.micro_batches import TextLayout
-from rabbitllm.generation.scoring.plan import RESIDENT_BATCHES, ScoringPlan, form_of
+from rabbitllm.generation.scoring.plan import (
+    LEAST_TOKENS,
+    MAX_TOKENS,
+    RESIDENT_BATCHES,
+    ScoringPlan,
+    form_of,
+    limits_of,
+)
 from tests.generation.scoring.beside_plain import alone, assert_alike, by_index, scored, texts_for
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, Family, build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
@@ -337,3 +345,23 @@ def test_gpus(checkpoint: Path, split_folder: Path, plain: Any, tmp_path: Path, 
 
 def test_every_family_of_the_builders_has_a_form() -> None:
     assert FORMS.keys() <= FAMILIES.keys()
+
+
+def test_on_a_processor_no_tensor_is_too_large_for_a_heap(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(split_folder)
+    (lane,) = model.streamer.lanes.values()
+    monkeypatch.setattr(lane.device, "free_bytes", lambda: 64 << 30)
+    assert limits_of(model, Room()).tokens == MAX_TOKENS  # so narrow a model's fit
+    for name, wide in (("hidden_size", 2048), ("intermediate_size", 5632), ("vocab_size", 32000)):
+        monkeypatch.setattr(model.config, name, wide)
+    tokens = limits_of(model, Room()).tokens
+    assert LEAST_TOKENS < tokens < MAX_TOKENS
+    block = cost_of_a_pass(model.config, 4).block
+    assert tokens * block <= HEAP_BLOCK_BYTES < (tokens + 1) * block
+    monkeypatch.setattr(lane.device, "free_bytes", lambda: 0)
+    assert limits_of(model, Room()).tokens == LEAST_TOKENS
+    assert limits_of(model, Room(tokens=7)).tokens == 7
+
+
+def test_a_model_too_wide_for_that_still_has_parts_that_are_worth_it() -> None:
+    assert PassCost(1, 0, 1, 0, 1, HEAP_BLOCK_BYTES).max_tokens == 512

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rabbitllm.generation.scoring.records import ScoredText
-from rabbitllm.generation.scoring.tasks import Ability, Asked, problem_of, tasks_of
+from rabbitllm.generation.scoring.tasks import Ability, Asked, ScoredText, problem_of, tasks_of
 
 ABLE = Ability(vocabulary=100, context=8)
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from rabbitllm.generation.kv_cache import append
 from rabbitllm.generation.swap import SHARE, SwapSpace, put_together, taken_apart, usual_folder
-from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.storage.durable import NamelessFile, Step, observe_steps
 from rabbitllm.storage.folders import folder_at
 
 LIMIT = 1 << 20
@@ -31,6 +31,12 @@ def filled(dtype: torch.dtype = torch.float32, device: str = "cpu") -> DynamicCa
     state.update_recurrent_state(torch.randn(1, 2, 4, 3, device=device).transpose(1, 2))
     cache.layers = [grown, window, state]
     return cache
+
+
+def bytes_in(cache: Any) -> int:
+    parts = taken_apart(cache)
+    assert parts is not None
+    return sum(tensor.nbytes for tensor in parts[1])
 
 
 def content(value: Any) -> Any:
@@ -93,8 +99,9 @@ def test_one_tensor_in_two_places_is_moved_once() -> None:
     parts = taken_apart(cache)
     assert apart is not None
     assert parts is not None
-    assert len(parts.tensors) == len(apart.tensors) - 1
-    got = put_together(parts.shell, [tensor.clone() for tensor in parts.tensors])
+    shell, tensors = parts
+    assert len(tensors) == len(apart[1]) - 1
+    got = put_together(shell, [tensor.clone() for tensor in tensors])
     assert got.layers[1].keys is got.layers[0].keys
 
 
@@ -108,12 +115,11 @@ def test_what_is_not_known_is_not_moved(tmp_path: Path) -> None:
 
 def test_no_more_than_may_be(tmp_path: Path) -> None:
     cache = filled()
-    parts = taken_apart(cache)
-    assert parts is not None
-    assert SwapSpace(parts.nbytes - 1, tmp_path).put(cache, None) is None
+    nbytes = bytes_in(cache)
+    assert SwapSpace(nbytes - 1, tmp_path).put(cache, None) is None
     assert SwapSpace(0, tmp_path).put(cache, None) is None
-    assert SwapSpace(parts.nbytes, None).put(cache, None) is None
-    aside = SwapSpace(2 * parts.nbytes, tmp_path)
+    assert SwapSpace(nbytes, None).put(cache, None) is None
+    aside = SwapSpace(2 * nbytes, tmp_path)
     first = aside.put(cache, None)
     assert first is not None
     assert aside.put(cache, None) is not None
@@ -125,9 +131,8 @@ def test_no_more_than_may_be(tmp_path: Path) -> None:
 
 def test_a_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled()
-    parts = taken_apart(cache)
-    assert parts is not None
-    usage = type("Usage", (), {"free": SHARE * parts.nbytes})
+    nbytes = bytes_in(cache)
+    usage = type("Usage", (), {"free": SHARE * nbytes})
     monkeypatch.setattr("rabbitllm.generation.swap.shutil.disk_usage", lambda folder: usage)
     assert SwapSpace(LIMIT, tmp_path).put(cache, None) is not None
     usage.free -= SHARE
@@ -144,8 +149,8 @@ def test_a_file_that_cannot_be_read_is_a_cache_that_is_lost(tmp_path: Path, capl
     aside = SwapSpace(LIMIT, tmp_path)
     held = aside.put(filled(), None)
     assert held is not None
-    assert held.file is not None
-    os.ftruncate(held.file._file.fileno(), held.nbytes - 1)
+    assert isinstance(held.held, NamelessFile)
+    os.ftruncate(held.held._file.fileno(), held.nbytes - 1)
     assert aside.take(held) is None
     assert aside.nbytes == 0
     assert "computed again" in caplog.text
@@ -172,16 +177,15 @@ def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytes
     """As from a GPU, but for the copy."""
     cache = filled()
     before = content(cache)
-    parts = taken_apart(cache)
-    assert parts is not None
+    nbytes = bytes_in(cache)
     monkeypatch.setattr("rabbitllm.generation.swap._leaves_a_device", lambda forms: True)
     aside = SwapSpace(LIMIT, None)  # without any file
-    for free, fits in ((SHARE * parts.nbytes, True), (SHARE * parts.nbytes - 1, False)):
+    for free, fits in ((SHARE * nbytes, True), (SHARE * nbytes - 1, False)):
         monkeypatch.setattr("rabbitllm.generation.swap.available_ram", lambda free=free: free)
         held = aside.put(cache, 0.0)  # whatever computing it again would take
         assert (held is not None) is fits
         if held is not None:
-            assert aside.nbytes == parts.nbytes
+            assert aside.nbytes == nbytes
             assert content(aside.take(held)) == before
     assert aside.nbytes == 0
 
@@ -193,10 +197,10 @@ def test_from_a_gpu_it_goes_to_ram_and_from_there_to_a_file(tmp_path: Path, monk
     aside = SwapSpace(LIMIT, tmp_path)
     in_ram = aside.put(cache, 0.0)  # whatever computing it again would take
     assert in_ram is not None
-    assert in_ram.file is None
+    assert isinstance(in_ram.held, list)
     monkeypatch.setattr("rabbitllm.generation.swap.available_ram", lambda: 0)
     in_file = aside.put(cache, None)
     assert in_file is not None
-    assert in_file.file is not None
+    assert isinstance(in_file.held, NamelessFile)
     for held in (in_ram, in_file):
         assert content(aside.take(held)) == before

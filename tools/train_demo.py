@@ -1,10 +1,14 @@
-"""Train the bundled demonstration model from scratch: ``python -m rabbitllm.demo.train --out DIR``.
+"""Train the bundled demonstration model from scratch: ``python -m tools.train_demo --out DIR``.
 
 ``rabbitllm.demo.tasks`` makes the text, the tokenizer is trained on that text, the model is a small Qwen3.
 At the end the held-out problems are answered in bf16 and with the weights rounded to 8bit and 4bit, and the scores
 are written to ``score.json`` in the folder of the checkpoint.  The checkpoint is saved in several shards, so that
-it can be split.  ``--size larger`` makes a model of 26 million parameters with the same tokenizer, which is also
-trained on prose (``rabbitllm.demo.prose``) and whose weights are never rounded during training.
+it can be split.
+
+The bundled model answers problems, and is trained with rounded weights at the end, so that it hardly shows the cost
+of rounding.  ``--size larger`` makes a model of 26 million parameters that shows it: with the same tokenizer, weights
+that are never rounded during training, half of its training text prose (``tools.demo_prose``), and rows that are
+multiples of 256, the blocks of other formats.
 
 A run with the same seed, number of threads and library versions is repeatable, except with ``--minutes``,
 because the learning rate then follows the clock.  This script does not use the streaming engine: it rounds the
@@ -18,6 +22,7 @@ import copy
 import json
 import math
 import platform
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +39,137 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rabbitllm.demo.answering import answers
-from rabbitllm.demo.prose import held_out_prose
-from rabbitllm.demo.sizes import BUNDLED, SHAPES, VOCABULARY, Shape, TrainingPlan, plan_for
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out, training_facts, training_stream
-from rabbitllm.demo.training_data import UNLABELLED, batches
+from tools.demo_prose import held_out_prose, training_prose
+
+VOCABULARY = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a Qwen3; every row of a matrix is a whole number of 64-weight blocks."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The hyperparameters of training."""
+
+    steps: int
+    minutes: float | None
+    seed: int
+    batch: int = 256
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    warm_up: float = 0.02
+    # From this share of training on every other step uses 4bit weights, so that rounding costs the model little.
+    rounded_from: float = 0.7
+    # Windows of prose in each batch, and tokens in each of them.
+    prose: int = 0
+    window: int = 128
+    # Whether products are computed in bfloat16, which is slower where the processor has no instructions for it.
+    autocast: bool = True
+
+
+BUNDLED, LARGER = "bundled", "larger"
+
+SHAPES = {
+    BUNDLED: Shape(hidden=192, intermediate=512, layers=8, heads=6, key_value_heads=3, head_dim=32),
+    LARGER: Shape(hidden=512, intermediate=1536, layers=8, heads=8, key_value_heads=4, head_dim=64),
+}
+
+
+def plan_for(size: str, *, steps: int | None, minutes: float | None, seed: int) -> TrainingPlan:
+    """The training plan for a size; `steps` None means 4,000 for the bundled model and 1,000 for the larger one."""
+    if size == BUNDLED:
+        return TrainingPlan(steps=steps or 4000, minutes=minutes, seed=seed)
+    return TrainingPlan(
+        steps=steps or 1000,
+        minutes=minutes,
+        seed=seed,
+        batch=24,
+        learning_rate=1.5e-3,
+        warm_up=0.05,
+        rounded_from=1.0,
+        prose=6,
+        autocast=False,
+    )
+
+
+UNLABELLED = -100
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """Rows of a batch that are computed together.
+
+    Attributes:
+        ids: (rows, width) int64, padded on the right.
+        labels: the same shape: the id where a token is to be predicted, else -100.
+        divisor: divisor of the summed loss.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    divisor: int
+
+
+def batches(tokenizer: Any, plan: TrainingPlan) -> Iterator[list[TrainingRows]]:
+    """Batches without end.
+
+    Problems come in two parts of similar length (less padding). Only the answer and its end have labels. One example
+    in eight starts with the end token, since some callers start every text with it. With prose, it is a separate part,
+    all of whose tokens have labels, with the same weight as all problems.
+    """
+    prose = _windows(tokenizer, plan) if plan.prose else None
+    stream = training_stream(plan.seed)
+    end = tokenizer.eos_token_id
+    while True:
+        problems = list(islice(stream, plan.batch))
+        questions = tokenizer([problem.prompt for problem in problems])["input_ids"]
+        answers = tokenizer([f" {problem.answer}" for problem in problems])["input_ids"]
+        rows = []
+        for index, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+            question = [end, *question] if index % 8 == 0 else question
+            rows.append(([*question, *answer, end], [*[UNLABELLED] * len(question), *answer, end]))
+        rows.sort(key=lambda row: len(row[0]))
+        tokens = sum(label != UNLABELLED for _, labels in rows for label in labels)
+        if prose is None:
+            half = plan.batch // 2
+            yield [_padded(part, tokenizer.pad_token_id, tokens) for part in (rows[:half], rows[half:])]
+        else:
+            windows = [next(prose) for _ in range(plan.prose)]
+            yield [
+                _padded(rows, tokenizer.pad_token_id, 2 * tokens),
+                _padded([(ids, ids) for ids in windows], tokenizer.pad_token_id, 2 * plan.prose * (plan.window - 1)),
+            ]
+
+
+def _windows(tokenizer: Any, plan: TrainingPlan) -> Iterator[list[int]]:
+    """Windows of the prose without end, each once before any is repeated, in an order that depends on the seed."""
+    ids = tokenizer(training_prose(), verbose=False)["input_ids"]
+    order = random.Random(f"prose {plan.seed}")
+    while True:
+        first = order.randrange(plan.window)
+        begins = list(range(first, len(ids) - plan.window, plan.window))
+        order.shuffle(begins)
+        for begin in begins:
+            yield ids[begin : begin + plan.window]
+
+
+def _padded(rows: Sequence[tuple[list[int], list[int]]], pad: int, divisor: int) -> TrainingRows:
+    """Rows padded on the right, where a causal model does not see them."""
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
+    labels = torch.tensor([row + [UNLABELLED] * (width - len(row)) for _, row in rows])
+    return TrainingRows(ids, labels, divisor)
+
 
 END, PAD = "<|end|>", "<|pad|>"
 HELD_OUT_PROBLEMS = 400

@@ -1,16 +1,14 @@
-"""Conversations as ids: by the template or in the plain format, and where they begin alike."""
+"""Conversations as ids: by the template or in the plain format."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.errors import ChatError
-from rabbitllm.generation.template import common_length, has_template, plain_text, prompt_ids
+from rabbitllm.generation.template import has_template, plain_text, prompt_ids
 from tests.chat.talkers import TEMPLATE, characters
 
 TALK = Conversation("Be brief.", (Exchange("Who?", " Me.\n"), Exchange("Why?", "", True)))
@@ -43,10 +41,3 @@ def test_a_template_that_fails_is_a_refusal() -> None:
     tokenizer = characters("{{ messages[0].content + 1 }}")
     with pytest.raises(ChatError, match="refuses this conversation: can only concatenate str"):
         prompt_ids(tokenizer, TALK.messages("And?"))
-
-
-@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
-def test_a_common_beginning(first: list[int], second: list[int]) -> None:
-    length = common_length(first, second)
-    assert first[:length] == second[:length]
-    assert length in (len(first), len(second)) or first[length] != second[length]

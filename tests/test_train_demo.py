@@ -12,11 +12,10 @@ import torch
 from transformers import AutoTokenizer
 
 import rabbitllm.demo
-from rabbitllm.demo import train
-from rabbitllm.demo.prose import held_out_prose, training_prose
-from rabbitllm.demo.sizes import BUNDLED, LARGER, SHAPES, Shape, plan_for
-from rabbitllm.demo.training_data import UNLABELLED, batches
 from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
+from tools import train_demo as train
+from tools.demo_prose import held_out_prose, training_prose
+from tools.train_demo import BUNDLED, LARGER, SHAPES, UNLABELLED, Shape, batches, plan_for
 
 
 @pytest.fixture(scope="module")

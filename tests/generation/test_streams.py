@@ -1,4 +1,4 @@
-"""Text as it is generated: whole characters, at once, and in the end exactly what the tokenizer says."""
+"""Text as it is generated: whole characters, at once, up to the first stop string, and as the tokenizer says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from rabbitllm.generation.streams import TextStream, print_text
+from rabbitllm.generation.streams import StoppedText, TextStream, print_text
 from tests.support.builders import build_checkpoint, make_tokenizer
 from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself
 
@@ -157,3 +157,33 @@ def test_a_reader_that_leaves_ends_it() -> None:
         assert process.stdout.read(10) == b"word word "
         process.stdout.close()
         assert b"BrokenPipeError" in process.stderr.read()
+
+
+few = st.text("ab\n", max_size=12)
+stops = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+@given(st.lists(few, max_size=10), stops)
+def test_any_pieces(pieces: list[str], stops: tuple[str, ...]) -> None:
+    text = StoppedText(stops)
+    taken = []
+    for piece in pieces:
+        taken.append(text.add(piece))
+    before = "".join(taken)
+    taken.append(text.add("", last=True))
+    whole = "".join(pieces)
+    ends = [(at + len(stop), at, stop) for stop in stops if (at := whole.find(stop)) >= 0]
+    _, begin, stop = min(ends, default=(0, len(whole), None))
+    assert ("".join(taken), text.stop) == (whole[:begin], stop)
+    assert not any(stop in before for stop in stops)
+
+
+def test_the_one_that_is_complete_first_came() -> None:
+    text = StoppedText(("it>", "<end of it>", "<end of it> and"))
+    assert (text.add("so <end of it> and"), text.stop) == ("so ", "<end of it>")
+
+
+def test_what_might_become_one_waits() -> None:
+    text = StoppedText(("\nUser:",))
+    assert text.add("yes\nUs") == "yes"
+    assert text.add("ually") == "\nUsually"

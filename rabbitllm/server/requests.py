@@ -1,0 +1,272 @@
+"""From the bodies of chats and completions to requests for the batch. Needs a tokenizer, but no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rabbitllm.generation.request import Request, Sampling
+from rabbitllm.server.api_error import bad, unsupported
+from rabbitllm.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    ContentPart,
+    GenerationBody,
+    Message,
+    Tool,
+    refuse_unsupported,
+)
+from rabbitllm.server.settings import ModelLimits, Settings
+from rabbitllm.server.templates import OURS, Template
+
+_SEEDS = (1 << 63) - 1
+MAX_STOP_CHARACTERS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedCall:
+    """A checked request for a chat or for completions.
+
+    Attributes:
+        requests: one for each choice.
+        likeliest: see `Request`; None for no probabilities.
+        tools: names of the tools in the prompt; empty for none.
+        types: tool -> parameter -> its type in JSON schema.
+        echoes: the prompt's text that each completion begins with; empty if `echo` is off.
+    """
+
+    requests: tuple[Request, ...]
+    likeliest: int | None = None
+    tools: tuple[str, ...] = ()
+    types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    echoes: tuple[str, ...] = ()
+
+
+def _checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, settings: Settings, param: str) -> int:
+    """The limit of new tokens after a prompt; `asked` is the request's own, `param` its field with the prompt."""
+    if not ids:
+        raise bad("The prompt has no tokens.", param)
+    if max(ids) >= model.vocabulary:
+        raise bad(f"The prompt has token {max(ids)}; this model has {model.vocabulary:,}.", param)
+    if model.context is None:
+        return asked if asked is not None else settings.most_new_tokens
+    left = model.context - len(ids)
+    if left < (asked or 1):
+        followed = f", and {asked:,} are to follow" if asked is not None else ""
+        raise bad(
+            f"The prompt has {len(ids):,} tokens{followed}; the model's context has {model.context:,} in all.",
+            param,
+            "context_length_exceeded",
+        )
+    return asked if asked is not None else min(settings.most_new_tokens, left)
+
+
+def _requests_of(
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    stops: tuple[str, ...],
+    likeliest: int | None,
+    *,
+    model: ModelLimits,
+    settings: Settings,
+) -> tuple[Request, ...]:
+    """A request for each choice: all of the first prompt, then all of the second; `lengths` limit new tokens."""
+    count = body.n or 1
+    if count * len(prompts) > settings.choices:
+        raise bad(f"{len(prompts)} prompts with n={count} are more than {settings.choices} choices.", "n")
+    if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+        raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
+    temperature = body.temperature if body.temperature is not None else model.temperature
+    top_p = body.top_p if body.top_p is not None else model.top_p
+    found: list[Request] = []
+    for prompt, most in zip(prompts, lengths, strict=True):
+        ids = tuple(prompt)
+        for _ in range(count):
+            seed = None if body.seed is None else (body.seed + len(found)) & _SEEDS
+            sampling = Sampling(temperature, top_p if temperature else None, seed)
+            found.append(Request(ids, most, sampling, stops, likeliest, settings.seconds))
+    return tuple(found)
+
+
+def chat_asked(body: ChatBody, template: Template, model: ModelLimits, settings: Settings) -> CheckedCall:
+    """Check the body and make its requests.
+
+    Raises:
+        APIError: the body asks for something unsupported or invalid.
+    """
+    refuse_unsupported(body)
+    tools = _tools(body, template)
+    if body.top_logprobs and not body.logprobs:
+        raise bad("top_logprobs needs logprobs to be true.", "top_logprobs")
+    likeliest = (body.top_logprobs or 0) if body.logprobs else None
+    more = _variables(body, template, with_tools=bool(tools))
+    messages = _messages(body.messages, template)
+    ids = template.ids(messages, [tool.model_dump(exclude_none=True) for tool in tools], more)
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    length = _checked_length(ids, asked, model, settings, "messages")
+    stops = (*body.stops, *template.stops)
+    requests = _requests_of(body, [ids], [length], stops, likeliest, model=model, settings=settings)
+    functions = [tool.function for tool in tools]
+    types = {function.name: _types(function.parameters) for function in functions}
+    return CheckedCall(requests, likeliest, tuple(function.name for function in functions), types)
+
+
+def _tools(body: ChatBody, template: Template) -> list[Tool]:
+    choice = body.tool_choice
+    if choice not in (None, "auto", "none"):
+        shown = choice if isinstance(choice, str) else "a tool that must be called"
+        raise unsupported(
+            f"tool_choice: {str(shown)[:40]} is not supported: nothing here forces a model to call a tool. "
+            'Expected "auto" or "none".',
+            "tool_choice",
+        )
+    if not body.tools or choice == "none":
+        return []
+    if body.parallel_tool_calls is False:
+        raise unsupported(
+            "parallel_tool_calls: false is not supported: nothing here keeps a model from calling several tools.",
+            "parallel_tool_calls",
+        )
+    if not template.reads("tools", with_tools=True):
+        raise unsupported("This model's chat template has no place for tools.", "tools")
+    return body.tools
+
+
+def _variables(body: ChatBody, template: Template, *, with_tools: bool) -> dict[str, Any]:
+    """The further variables of the template; messages and tools are passed to it separately."""
+    found: dict[str, Any] = {}
+    if body.chat_template_kwargs:
+        wrong = sorted(OURS & body.chat_template_kwargs.keys())
+        if wrong:
+            raise bad(f"chat_template_kwargs: {wrong[0]} cannot be set.", "chat_template_kwargs")
+        found |= body.chat_template_kwargs
+    if body.response_format is not None and body.response_format.type != "text":
+        if not template.reads("response_format", with_tools=with_tools):
+            raise unsupported(
+                f"response_format: {body.response_format.type} is not supported: this model's chat template has no "
+                "place for it. Ask for JSON in a message instead.",
+                "response_format",
+            )
+        found["response_format"] = body.response_format.model_dump(exclude_none=True)
+    if body.reasoning_effort is not None:
+        if not template.reads("reasoning_effort", with_tools=with_tools):
+            raise unsupported(
+                "reasoning_effort is not supported: this model's chat template has no place for it.",
+                "reasoning_effort",
+            )
+        found["reasoning_effort"] = body.reasoning_effort
+    return found
+
+
+def _messages(messages: list[Message], template: Template) -> list[dict[str, Any]]:
+    """Messages in the form that chat templates expect."""
+    found = []
+    for number, message in enumerate(messages):
+        place = f"messages.{number}"
+        role = message.role
+        if role == "developer" and not template.reads("developer"):
+            role = "system"
+        made: dict[str, Any] = {"role": role, "content": _text(message, place)}
+        if message.name is not None:
+            made["name"] = message.name
+        if message.tool_call_id is not None:
+            made["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            if role != "assistant":
+                raise bad(f"{place} is of {role}, and only an assistant calls tools.", f"{place}.tool_calls")
+            if not template.reads("tool_calls", with_tools=True):
+                raise unsupported("This model's chat template has no place for calls of tools.", f"{place}.tool_calls")
+            made["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        found.append(made)
+    return found
+
+
+def _text(message: Message, place: str) -> str:
+    if message.content is None:
+        if message.role != "assistant":
+            raise bad(f"{place} has no content.", f"{place}.content")
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    return "".join(_part(part, f"{place}.content.{number}") for number, part in enumerate(message.content))
+
+
+def _part(part: ContentPart, place: str) -> str:
+    if part.type not in ("text", "refusal"):
+        raise bad(f"{place} is of type {part.type[:40]}; this model takes text only.", place, "unsupported_content")
+    said = part.text if part.text is not None else (part.model_extra or {}).get("refusal")
+    if not isinstance(said, str):
+        raise bad(f"{place} has no text.", place)
+    return said
+
+
+def _arguments(given: str | dict[str, Any]) -> Any:
+    """Arguments as a dict, which templates expect; unchanged if they are not a JSON object."""
+    if isinstance(given, dict):
+        return given
+    try:
+        value = json.loads(given)
+    except (ValueError, RecursionError):
+        return given
+    return value if isinstance(value, dict) else given
+
+
+def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
+    properties = (parameters or {}).get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    return {str(name): str(schema.get("type", "")) for name, schema in properties.items() if isinstance(schema, dict)}
+
+
+def completion_asked(body: CompletionBody, tokenizer: Any, model: ModelLimits, settings: Settings) -> CheckedCall:
+    """Check the body and make its requests.
+
+    Raises:
+        APIError: the body asks for something unsupported or invalid.
+    """
+    refuse_unsupported(body)
+    if body.suffix:
+        raise unsupported("suffix is not supported here.", "suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of is not supported here, unless it is n.", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise unsupported("echo with logprobs is not supported here.", "echo")
+    given = listed(body.prompt)
+    if not given:
+        raise bad("There is no prompt.", "prompt")
+    if len(given) * (body.n or 1) > settings.choices:  # before any of them becomes tokens
+        raise bad(f"{len(given)} prompts with n={body.n or 1} are more than {settings.choices} choices.", "prompt")
+    prompts = [token_ids(one, tokenizer) for one in given]
+    asked = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
+    if body.max_tokens is None and model.context is not None:
+        asked = min(asked, max(model.context - max(map(len, prompts)), 1))
+    lengths = [_checked_length(ids, asked, model, settings, "prompt") for ids in prompts]
+    requests = _requests_of(body, prompts, lengths, body.stops, body.logprobs, model=model, settings=settings)
+    echoes: tuple[str, ...] = ()
+    if body.echo:
+        texts = [one if isinstance(one, str) else str(tokenizer.decode(one)) for one in given]
+        echoes = tuple(text for text in texts for _ in range(body.n or 1))
+    return CheckedCall(requests, body.logprobs, echoes=echoes)
+
+
+def listed(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Each prompt by itself, as text or as ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [one for one in prompt if isinstance(one, int)]
+    return [ids] if ids else [one for one in prompt if not isinstance(one, int)]
+
+
+def token_ids(prompt: str | list[int], tokenizer: Any) -> list[int]:
+    """The token ids of a prompt; ids are returned unchanged."""
+    return [int(token) for token in tokenizer(prompt)["input_ids"]] if isinstance(prompt, str) else prompt

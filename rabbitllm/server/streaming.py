@@ -1,0 +1,344 @@
+"""Answers on their way from the batch's thread to the client: whole, or as server-sent events.
+
+    data: {"id": …}        an event, then an empty line
+    data: [DONE]           the last one
+    : waiting              a comment that keeps the connection alive; clients skip it
+
+A response waits for a client that reads slowly; meanwhile events wait in the `Inbox`. It ends when the client
+disconnects or reads nothing for too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rabbitllm.errors import BusyError, ClosedError, OptionError
+from rabbitllm.generation.request import Delta, Event, Failed, Finished, FinishReason, Request, TokenLogprob
+from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
+from rabbitllm.server.api_error import BUSY, TOO_LATE, APIError, bad, broken, closing
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache, no-transform",
+    "x-accel-buffering": "no",  # otherwise nginx buffers pieces
+}
+NO_RETRY = {"x-should-retry": "false"}
+"""Header against automatic retries by clients: another attempt would take as long."""
+Taken = list[tuple[int, Event]]
+
+
+def text_of(value: Any) -> bytes:
+    """JSON on one line, with every character escaped that a reader may take for a line break."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for character in ("\x85", "\u2028", "\u2029"):
+        if character in text:
+            text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("utf-8", "backslashreplace")
+
+
+def event(value: Any) -> bytes:
+    """One event."""
+    return b"data: " + text_of(value) + b"\n\n"
+
+
+class Inbox:
+    """A queue of one answer's events, from the batch's thread to an event loop whose client may read slowly.
+
+    Waiting pieces are joined, so that the queue is never larger than the answer itself, however many passes produced
+    it. The loop is woken once, however many events arrive meanwhile.
+
+    Args:
+        choices: number of requests.
+        keep_tokens: whether to keep tokens as well as text.
+        text_of: the text to keep of a piece; called in the batch's thread.
+        watch: called with the choice, the event and `time.perf_counter()`, in the batch's thread.
+    """
+
+    def __init__(
+        self,
+        choices: int,
+        *,
+        keep_tokens: bool = True,
+        text_of: Callable[[Delta], str] = lambda piece: piece.text,
+        watch: Callable[[int, Event, float], None] = lambda choice, event, now: None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._there = asyncio.Event()
+        self._lock = threading.Lock()
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._tokens: list[list[TokenLogprob]] = [[] for _ in range(choices)]
+        self._ends: Taken = []
+        self._waiting: dict[int, None] = {}
+        self._rung = False
+        self._keep_tokens = keep_tokens
+        self._text_of = text_of
+        self._watch = watch
+
+    def put(self, choice: int, event: Event) -> None:
+        """Add an event; callable from any thread.
+
+        Raises:
+            RuntimeError: the event loop is closed.
+        """
+        self._watch(choice, event, time.perf_counter())
+        text = self._text_of(event) if isinstance(event, Delta) else ""
+        with self._lock:
+            if isinstance(event, Delta):
+                self._texts[choice].append(text)
+                if self._keep_tokens:
+                    self._tokens[choice] += event.tokens
+                self._waiting[choice] = None
+            else:
+                self._ends.append((choice, event))
+            ring, self._rung = not self._rung, True
+        if ring:
+            self._loop.call_soon_threadsafe(self._there.set)
+
+    async def take(self) -> Taken:
+        """The events that have arrived, with the pieces of each choice joined; waits until there is one.
+
+        A piece always comes before the end of its choice.
+        """
+        await self._there.wait()
+        with self._lock:
+            found: Taken = []
+            for choice in self._waiting:
+                found.append((choice, Delta("".join(self._texts[choice]), tuple(self._tokens[choice]))))
+                self._texts[choice].clear()
+                self._tokens[choice].clear()
+            found += self._ends
+            self._waiting.clear()
+            self._ends = []
+            self._rung = False
+            self._there.clear()
+        return found
+
+
+class Submission:
+    """Requests that the batch has accepted.
+
+    Args:
+        batch: a `rabbitllm.generation.batch.Batch`, or what stands in for it.
+        requests: one for each choice.
+        inbox: receives their events.
+
+    Attributes:
+        finished: the end of each choice; None for those still running.
+        error: code of the refusal that ended a stream.
+
+    Raises:
+        APIError: the batch refuses one of them; then none is submitted.
+    """
+
+    def __init__(self, batch: Any, requests: Sequence[Request], inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._handles: list[Any] = []
+        self._open = len(requests)
+        self.finished: list[Finished | None] = [None] * len(requests)
+        self.error: str | None = None
+        try:
+            for choice, request in enumerate(requests):
+                self._handles.append(batch.submit(request, partial(inbox.put, choice)))
+        except Exception as error:
+            self.cancel()
+            raise refusal_of(error) from error
+
+    def cancel(self) -> None:
+        """Cancel all its requests."""
+        for handle in self._handles:
+            handle.cancel()
+
+    async def events(self) -> AsyncIterator[Sequence[tuple[int, Delta | Finished]]]:
+        """Events as they arrive, until all choices have ended.
+
+        Raises:
+            APIError: a request failed or took too long.
+        """
+        while self._open:
+            found: list[tuple[int, Delta | Finished]] = []
+            for choice, one in await self._inbox.take():
+                if isinstance(one, Failed):
+                    raise refusal_of(one.error)
+                if isinstance(one, Finished):
+                    self.finished[choice] = one
+                    self._open -= 1
+                    if one.ended is FinishReason.TIMEOUT:
+                        raise APIError(
+                            TOO_LATE,
+                            f"The answer was not complete after {one.seconds:.0f} s.",
+                            code="timeout",
+                            headers=NO_RETRY,
+                        )
+                    if one.ended is FinishReason.CANCELLED and not one.new_tokens:
+                        raise closing()
+                found.append((choice, one))
+            yield found
+
+    def ends(self) -> list[Finished]:
+        """The end of each choice that has ended."""
+        return [one for one in self.finished if one is not None]
+
+
+def refusal_of(error: Exception) -> APIError:
+    """The answer to an error of the batch; an unexpected error is logged, its details are not sent to the client."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, BusyError):
+        seconds = max(math.ceil(error.retry_after), 1)
+        return APIError(
+            BUSY,
+            f"As many requests wait as may. Try again in {seconds} s.",
+            code="queue_full",
+            headers={"retry-after": str(seconds)},
+        )
+    if isinstance(error, ClosedError):
+        return closing()
+    if isinstance(error, OptionError):
+        return bad(error.problem)
+    logger.error("A request failed.", exc_info=error)
+    return broken()
+
+
+async def whole(submission: Submission, envelope: Envelope, choices: ChatChoices | CompletionChoices) -> dict[str, Any]:
+    """The whole answer, once it is complete.
+
+    Raises:
+        APIError: see `Submission.events`.
+    """
+    pieces = [Delta("", ())] * len(submission.finished)
+    async for found in submission.events():
+        for choice, one in found:
+            if isinstance(one, Delta):
+                pieces[choice] = Delta(pieces[choice].text + one.text, pieces[choice].tokens + one.tokens)
+    ends = submission.ends()
+    return envelope.whole([choices.whole(choice, pieces[choice], end) for choice, end in enumerate(ends)], ends)
+
+
+async def frames(
+    submission: Submission, envelope: Envelope, choices: ChatChoices | CompletionChoices
+) -> AsyncIterator[bytes]:
+    """The answer as server-sent events, as they arrive."""
+
+    def chunks(parts: Sequence[dict[str, Any]]) -> bytes:
+        return b"".join(event(envelope.chunk([part])) for part in parts)
+
+    yield b"".join(chunks(choices.begin(choice)) for choice in range(len(submission.finished)))
+    try:
+        async for found in submission.events():
+            yield b"".join(
+                chunks(choices.more(choice, one) if isinstance(one, Delta) else choices.end(choice, one))
+                for choice, one in found
+            )
+    except Exception as error:  # the response has begun, so the error is sent as an event
+        refusal = refusal_of(error)
+        submission.error = refusal.code
+        yield event(refusal.as_object())
+        yield DONE
+        return
+    if envelope.include_usage:
+        yield event(envelope.last_chunk(submission.ends()))
+    yield DONE
+
+
+class EventStream(Response):
+    """A response whose frames are written as they arrive.
+
+    Args:
+        frames: the frames, in order.
+        over: called at the end in any case, with whether the client stayed connected until then.
+        heartbeat_seconds: an idle stream sends a comment after this time.
+        stall_seconds: a client that reads nothing for this time is disconnected.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        over: Callable[[bool], None],
+        *,
+        heartbeat_seconds: float,
+        stall_seconds: float,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(HEADERS)
+        self._frames = frames
+        self._over = over
+        self._heartbeat = heartbeat_seconds
+        self._stall = stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write until the end, or until the client stops reading."""
+        writing = asyncio.ensure_future(self._write(send))
+        leaving = asyncio.ensure_future(left(receive))
+        stayed = False
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                stayed = writing.result()
+        finally:
+            self._over(stayed)
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+
+    async def _write(self, send: Send) -> bool:
+        try:
+            await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for frame in self._with_heartbeats():
+                await self._send(send, {"type": "http.response.body", "body": frame, "more_body": True})
+            await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, OSError):
+            return False
+        return True
+
+    async def _send(self, send: Send, message: dict[str, Any]) -> None:
+        async with asyncio.timeout(self._stall):
+            await send(message)
+
+    async def _with_heartbeats(self) -> AsyncIterator[bytes]:
+        coming: asyncio.Future[bytes] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.ensure_future(_next(self._frames))
+                done, _ = await asyncio.wait({coming}, timeout=self._heartbeat)
+                if not done:
+                    yield COMMENT
+                    continue
+                frame, coming = coming.result(), None
+                if not frame:
+                    return
+                yield frame
+        finally:
+            if coming is not None:
+                coming.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await coming
+
+
+async def _next(frames: AsyncIterator[bytes]) -> bytes:
+    async for frame in frames:
+        if frame:
+            return frame
+    return b""
+
+
+async def left(receive: Receive) -> None:
+    """Return when the client has disconnected; the body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,185 @@
+"""Who is let in, in which order, who takes part in a pass, and who is preempted."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rabbitllm.errors import BusyError, ClosedError
+from rabbitllm.generation.packed_batch import grouped
+from rabbitllm.generation.request import FinishReason, Limits, Request
+from rabbitllm.generation.scheduler import (
+    FIRST_TOKENS,
+    MAX_TOKENS,
+    Scheduler,
+    TokenBudget,
+    excess,
+    retry_after,
+    take_part,
+)
+from rabbitllm.generation.sequence import Sequence, SequenceLength
+from tests.support.tiny_models import load
+
+Open = Callable[[int, int], tuple[Scheduler, Callable[[], Sequence]]]
+
+
+@pytest.fixture
+def scheduled(split_folder: Path) -> Iterator[Open]:
+    opened: list[Scheduler] = []
+
+    def make(running: int, waiting: int) -> tuple[Scheduler, Callable[[], Sequence]]:
+        model = load(split_folder, 60_000, dtype="float32")
+        scheduler = Scheduler(model, Limits(running, waiting))
+        opened.append(scheduler)
+
+        def submit() -> Sequence:
+            made = Sequence(model, Request((3, 4), 5), lambda event: None, scheduler.wake)
+            scheduler.submit(made)
+            return made
+
+        return scheduler, submit
+
+    yield make
+    for one in opened:
+        one.end(FinishReason.CANCELLED)
+
+
+def test_preempted_sequences_come_before_those_that_wait(scheduled: Open) -> None:
+    scheduler, submit = scheduled(2, 2)
+    made = [submit() for _ in range(4)]
+    assert scheduler.schedule() == scheduler.running == made[:2]
+    scheduler.preempt(made[1])
+    assert scheduler.running == made[:1]
+    assert scheduler.waiting == made[1:]
+    scheduler.finish(made[0], FinishReason.CANCELLED)
+    scheduler.finish(made[2], FinishReason.CANCELLED)
+    assert not scheduler.running
+    assert scheduler.waiting == [made[1], made[3]]
+    assert scheduler.schedule() == [made[1], made[3]]
+
+
+def test_as_many_wait_as_may_and_as_there_are_places(scheduled: Open) -> None:
+    scheduler, submit = scheduled(2, 1)
+    for _ in range(3):
+        submit()
+    with pytest.raises(BusyError, match="3 requests wait"):
+        submit()
+    scheduler.schedule()
+    with pytest.raises(BusyError, match="1 requests wait"):
+        submit()
+
+
+def test_who_is_no_longer_wanted(scheduled: Open) -> None:
+    scheduler, submit = scheduled(1, 4)
+    late, cancelled, wanted = (submit() for _ in range(3))
+    scheduler.schedule()
+    late.deadline = time.monotonic()
+    cancelled.cancel()
+    assert scheduler.unwanted() == [(late, FinishReason.TIMEOUT), (cancelled, FinishReason.CANCELLED)]
+    scheduler.close()
+    assert scheduler.unwanted() == [(late, FinishReason.TIMEOUT), (cancelled, FinishReason.CANCELLED)]
+    assert scheduler.schedule() == [wanted]
+    scheduler.close(0)
+    scheduler.close(60)  # it was to be over already
+    assert dict(scheduler.unwanted())[wanted] is FinishReason.CANCELLED
+    with pytest.raises(ClosedError):
+        submit()
+
+
+def test_nothing_is_to_be_done_while_it_is_held(scheduled: Open) -> None:
+    scheduler, submit = scheduled(4, 4)
+    told: list[bool] = []
+    with scheduler.held():
+        submit()
+        thread = threading.Thread(target=lambda: told.append(scheduler.wait()))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join(60)
+    assert told == [True]
+    scheduler.finish(scheduler.waiting[0], FinishReason.CANCELLED)
+    scheduler.close()
+    assert not scheduler.wait()
+
+
+texts = st.lists(st.builds(SequenceLength, st.integers(1, 500), st.integers(0, 500)), max_size=12)
+
+
+@given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 600))
+def test_texts_that_go_on_always_take_part_and_prompts_as_far_as_they_fit(tokens: list[int], chunk: int) -> None:
+    chosen = take_part(tokens, chunk)
+    assert {place for place, count in enumerate(tokens) if count == 1} <= set(chosen)
+    prompts = [tokens[place] for place in chosen if tokens[place] > 1]
+    assert sum(prompts) <= chunk or len(prompts) == 1
+    waiting = [place for place, count in enumerate(tokens) if count > 1]
+    assert not waiting or waiting[0] in chosen  # the first one never starves
+
+
+@given(texts, st.integers(1, 100), st.integers(1, 200_000))
+def test_what_is_left_after_places_were_given_back_fits_or_is_one(
+    running: list[SequenceLength], each: int, limit: int
+) -> None:
+    def cost(tokens: int) -> int:
+        return each * tokens
+
+    count = excess(running, cost, limit)
+    left = running[: len(running) - count]
+    assert len(left) >= min(len(running), 1)
+    assert len(left) <= 1 or sum(cost(one.tokens + 1) for one in left) <= limit
+    if count:  # not one more than needed
+        assert sum(cost(one.tokens + 1) for one in running[: len(left) + 1]) > limit
+
+
+def test_prompts_may_make_a_pass_twice_as_long() -> None:
+    pace = TokenBudget()
+    assert pace.prompt_tokens(512) == FIRST_TOKENS
+    pace = pace.after(4, 10.0)
+    assert pace.prompt_tokens(512) == FIRST_TOKENS
+    pace = pace.after(1000, 12.0)  # two milliseconds a token
+    assert pace.prompt_tokens(512) == pytest.approx(5000, rel=0.02)
+    assert pace.after(100, 110.0).prompt_tokens(512) == 512
+    assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MAX_TOKENS
+
+
+def test_a_text_that_is_recomputed_takes_what_its_tokens_add_and_all_passes_but_the_last() -> None:
+    pace = TokenBudget().after(4, 10.0)
+    assert pace.recompute_seconds(100, 512) is None  # not shown yet
+    pace = pace.after(1000, 12.0)
+    assert pace.recompute_seconds(500, 512) == pytest.approx(500 * 0.002)
+    assert pace.recompute_seconds(1500, 512) == pytest.approx(1500 * 0.002 + 2 * 10.0)
+
+
+def test_passes_that_became_slow_are_believed_after_a_while() -> None:
+    pace = TokenBudget().after(1, 1.0)
+    for _ in range(100):
+        pace = pace.after(1, 8.0)
+    assert pace.least == 8.0
+
+
+def test_a_refused_request_is_told_a_time_within_reason() -> None:
+    assert retry_after(0, 64, 0.01) == 1.0
+    assert retry_after(128, 64, 30.0) == 60.0
+    assert retry_after(10_000, 1, 1000.0) == 600.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "groups"),
+    [([], 4, []), ([1, 2, 3], None, [[1, 2, 3]]), ([1, 2, 3], 3, [[1, 2], [3]]), ([9, 1, 1], 4, [[9], [1, 1]])],
+)
+def test_groups_of_neighbours(sizes: list[int], most: int | None, groups: list[list[int]]) -> None:
+    assert [sizes[group] for group in grouped(sizes, most)] == groups
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 20))
+def test_everything_is_in_one_group_and_no_group_could_have_had_the_next(sizes: list[int], most: int) -> None:
+    groups = [sizes[group] for group in grouped(sizes, most)]
+    assert list(itertools.chain(*groups)) == sizes
+    assert all(len(group) == 1 or sum(group) <= most for group in groups)
+    assert all(sum(one) + after[0] > most for one, after in itertools.pairwise(groups))
