@@ -137,7 +137,7 @@ class PassLedger:
 
     def spend(self, **seconds: float) -> None:
         """Add seconds that the caller has spent, by kinds of `WORK`."""
-        self._spent.update(seconds)  # type: ignore[arg-type]  # it counts floats too
+        self._spent.update(seconds)
 
     def unit_done(self) -> None:
         """Record that a unit has computed."""

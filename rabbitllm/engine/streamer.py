@@ -171,7 +171,7 @@ class Streamer:
         self._brought: dict[str, dict[str, torch.Tensor]] = {}
         self._brought_memos: dict[str, Memo] = {name: {} for name in devices}
         self.embedding_rows: EmbeddingRows | None = None
-        self._letting_go: dict[str, Callable[[], object]] = {}
+        self._letting_go: dict[str, Callable[[], None]] = {}
         self.lanes: dict[str, DeviceExecutor] = {}
         for name, device in devices.items():
             moving = {
@@ -351,10 +351,15 @@ class Streamer:
             self._hook(source, device, lambda: part, unbind)
         else:
             streamed = _Streamed(source, lane, self._prefetching)
-            self._hook(source, device, streamed.bring, lambda: (unbind(), streamed.let_go()))
+
+            def let_go() -> None:
+                unbind()
+                streamed.let_go()
+
+            self._hook(source, device, streamed.bring, let_go)
 
     def _hook(
-        self, source: UnitSource, device: Device, bring: Callable[[], PartReader], let_go: Callable[[], object]
+        self, source: UnitSource, device: Device, bring: Callable[[], PartReader], let_go: Callable[[], None]
     ) -> None:
         """Bind a unit's weights before it computes, from the stored bytes that `bring` returns; `let_go` frees them."""
         name, module = source.unit.name, source.unit.module
