@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,131 +48,6 @@ from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
-
-
-MAX_ROWS = 4096
-"""Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
-WORTH_IT = 0.9
-"""Maximum time relative to dequantizing: an equally fast product is not worth different rounding."""
-_ROUNDS, _REPEATS = 3, 4
-
-Shape = tuple[str, int, int, torch.dtype]
-
-
-class FusedChoice:
-    """Caches the result of a trial for each device, shape and dtype."""
-
-    def __init__(self) -> None:
-        self._known: dict[Shape, bool] = {}
-
-    def pays(self, device: Device, form: Quantized, dtype: torch.dtype) -> bool:
-        """Whether to multiply from the codes.
-
-        Args:
-            device: the device that computes.
-            form: the matrix; False at 8bit, or if a row is not a whole number of blocks.
-            dtype: of the input.
-        """
-        if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return False
-        rows, columns = min(form.shape[0], MAX_ROWS), form.shape[1]
-        key = (device.name, rows, columns, dtype)
-        if key not in self._known:
-            name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first
-            self._known[key] = _try(device, Quantized("4bit", (rows, columns), name), dtype)
-        return self._known[key]
-
-
-def is_sooner(fused_seconds: float, dequantized_seconds: float) -> bool:
-    """Whether products from codes are faster by enough to be used."""
-    return fused_seconds < WORTH_IT * dequantized_seconds
-
-
-def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two products differ only by rounding."""
-    error = float((fused.float() - expected.float()).norm())
-    return error <= max(8 * torch.finfo(fused.dtype).eps, 1e-5) * float(expected.float().norm())
-
-
-def _try(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
-    """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
-    try:
-        matrix, x = _sample(device, form, dtype)
-        near = is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantized(dtype)))
-        if not near:
-            logger.warning("bitsandbytes multiplies 4bit codes wrongly on %s; layers are dequantized.", device.name)
-            return False
-        fused = _seconds(device, lambda: matrix.linear(x, None))
-        plain = _seconds(device, lambda: torch.nn.functional.linear(x, matrix.dequantized(dtype)))
-    except Exception as error:
-        logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
-        return False
-    logger.info(
-        "%s at 4bit on %s: %.0f us from codes, %.0f us dequantized.", form.shape, device.name, fused * 1e6, plain * 1e6
-    )
-    return is_sooner(fused, plain)
-
-
-def _sample(device: Device, form: Quantized, dtype: torch.dtype) -> tuple[FusedMatrix, torch.Tensor]:
-    (rows, columns), place = form.shape, device.torch_device
-    generator = torch.Generator().manual_seed(0)
-    payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)
-    absmax = torch.rand(rows * columns // NF4_BLOCK, generator=generator)
-    table, x = torch.linspace(-1, 1, 16), torch.randn(1, columns, generator=generator).to(dtype)
-    return FusedMatrix(form, payload.to(place), absmax.to(place), table.to(place)), x.to(place)
-
-
-def _seconds(device: Device, work: Callable[[], torch.Tensor]) -> float:
-    """Seconds of one call: the best of a few rounds, after a warm-up."""
-    work()
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        device.synchronise()
-        begun = time.perf_counter()
-        for _ in range(_REPEATS):
-            work()
-        device.synchronise()
-        best = min(best, (time.perf_counter() - begun) / _REPEATS)
-    return best
-
-
-def fused_units(
-    sources: Mapping[str, UnitSource],
-    placement: Placement,
-    devices: Mapping[str, Device],
-    weights: WeightMap,
-    store: WeightFiles,
-    choice: FusedChoice,
-) -> dict[str, UnitSource]:
-    """Units that GPUs would dequantize for each use, multiplied from their codes instead where that is faster.
-
-    Resident units were dequantized once and stay so, which serves any number of inputs at once.
-    """
-    found = {}
-    for placed in placement.units:
-        device = devices[placed.device]
-        if not device.shares_host_memory and placed.tier not in (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE):
-            packs = _packs_on(device, choice)
-            found[placed.unit] = source_of(sources[placed.unit].unit, weights, store, packs)
-    return found
-
-
-def fused_experts(
-    experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], choice: FusedChoice
-) -> list[ExpertSource]:
-    """The same for experts; those on the host are unchanged."""
-    places = {placed.unit: devices[placed.device] for placed in placement.experts}
-    return [
-        source if places[source.name].shares_host_memory else packed_by(source, _packs_on(places[source.name], choice))
-        for source in experts
-    ]
-
-
-def _packs_on(device: Device, choice: FusedChoice) -> Packs:
-    def packs(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
-        return FusedMatrix if choice.pays(device, form, dtype) else None
-
-    return packs
 
 
 _MAPPED = (*READY, Tier.PACKED)
@@ -227,9 +102,7 @@ def load_model(
     placement, kept = keep_units(placement, sources, by_name, store)
     experts: Sequence[ExpertSource] = plan.experts
     if not options.exact:
-        choice = FusedChoice()
-        sources = {**sources, **fused_units(sources, placement, by_name, weights, store, choice)}
-        experts = fused_experts(experts, placement, by_name, choice)
+        sources, experts = _fused(sources, experts, placement, by_name, weights, store)
     profiler.in_place = _in_place(model, sources, placement)
     mapped = _mapped_units(sources, placement, by_name)
     read = {source.unit.name: source.spans for source in mapped if not _is_looked_up(model, source)}
@@ -312,7 +185,7 @@ def _compare_before_use(
         if _is_looked_up(model, source):
             check_rows_before(unit.module, next(iter(source.stored.values())), checks)
         elif not ahead.is_checked(unit.name):
-            wait_before(unit.module, partial(ahead.wait_for, unit.name))
+            wait_before(unit.module, functools.partial(ahead.wait_for, unit.name))
 
 
 def _way(
@@ -347,3 +220,104 @@ def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:
     owners = {placed.unit: devices[placed.device].torch_device for placed in placement.units}
     home = devices[placement.home].torch_device
     return lambda path: owners.get(enclosing(path, owners) or "", home)
+
+
+MAX_ROWS = 4096
+"""Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
+WORTH_IT = 0.9
+"""Maximum time relative to dequantizing: an equally fast product is not worth different rounding."""
+_ROUNDS, _REPEATS = 3, 4
+
+
+def _fused(
+    sources: Mapping[str, UnitSource],
+    experts: Sequence[ExpertSource],
+    placement: Placement,
+    devices: Mapping[str, Device],
+    weights: WeightMap,
+    store: WeightFiles,
+) -> tuple[Mapping[str, UnitSource], Sequence[ExpertSource]]:
+    """Units and experts; what GPUs would dequantize for each use is multiplied from its codes where that is faster.
+
+    Resident units were dequantized once and stay so, which serves any number of inputs at once.
+    """
+    packs = {name: fused_packs(device) for name, device in devices.items() if not device.shares_host_memory}
+    dequantized_once = (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE)
+    units = {
+        placed.unit: source_of(sources[placed.unit].unit, weights, store, packs[placed.device])
+        for placed in placement.units
+        if placed.device in packs and placed.tier not in dequantized_once
+    }
+    places = {placed.unit: placed.device for placed in placement.experts}
+    return {**sources, **units}, [packed_by(source, packs.get(places[source.name])) for source in experts]
+
+
+def fused_packs(device: Device) -> Packs:
+    """The choice whether a device multiplies one input from 4bit codes or dequantizes the matrix first: both are timed.
+
+    The faster way depends on the GPU, the shape and the version of bitsandbytes; the trial also verifies the kernel's
+    result on this device. One trial for each shape and dtype, with random codes and inputs, when the model is loaded.
+    """
+    trial = functools.cache(functools.partial(_try, device))
+
+    def packs(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
+        if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return None
+        shape = (min(form.shape[0], MAX_ROWS), form.shape[1])
+        name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first
+        return FusedMatrix if trial(Quantized("4bit", shape, name), dtype) else None
+
+    return packs
+
+
+def is_sooner(fused_seconds: float, dequantized_seconds: float) -> bool:
+    """Whether products from codes are faster by enough to be used."""
+    return fused_seconds < WORTH_IT * dequantized_seconds
+
+
+def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two products differ only by rounding."""
+    error = float((fused.float() - expected.float()).norm())
+    return error <= max(8 * torch.finfo(fused.dtype).eps, 1e-5) * float(expected.float().norm())
+
+
+def _try(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
+    """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
+    try:
+        matrix, x = _sample(device, form, dtype)
+        near = is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantized(dtype)))
+        if not near:
+            logger.warning("bitsandbytes multiplies 4bit codes wrongly on %s; layers are dequantized.", device.name)
+            return False
+        fused = _seconds(device, lambda: matrix.linear(x, None))
+        plain = _seconds(device, lambda: torch.nn.functional.linear(x, matrix.dequantized(dtype)))
+    except Exception as error:
+        logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
+        return False
+    logger.info(
+        "%s at 4bit on %s: %.0f us from codes, %.0f us dequantized.", form.shape, device.name, fused * 1e6, plain * 1e6
+    )
+    return is_sooner(fused, plain)
+
+
+def _sample(device: Device, form: Quantized, dtype: torch.dtype) -> tuple[FusedMatrix, torch.Tensor]:
+    (rows, columns), place = form.shape, device.torch_device
+    generator = torch.Generator().manual_seed(0)
+    payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)
+    absmax = torch.rand(rows * columns // NF4_BLOCK, generator=generator)
+    table, x = torch.linspace(-1, 1, 16), torch.randn(1, columns, generator=generator).to(dtype)
+    return FusedMatrix(form, payload.to(place), absmax.to(place), table.to(place)), x.to(place)
+
+
+def _seconds(device: Device, work: Callable[[], torch.Tensor]) -> float:
+    """Seconds of one call: the best of a few rounds, after a warm-up."""
+    work()
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        device.synchronise()
+        begun = time.perf_counter()
+        for _ in range(_REPEATS):
+            work()
+        device.synchronise()
+        best = min(best, (time.perf_counter() - begun) / _REPEATS)
+    return best

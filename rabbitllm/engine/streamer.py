@@ -34,7 +34,7 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
-from rabbitllm.engine.prefetch import FilledSlot, Loader, PinnedUnits, Uploader, bytes_of, largest
+from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.engine.units import Memo, PartReader, Place, UnitSource, mapped_part
 from rabbitllm.engine.weight_tensors import called_by, untrainable
@@ -131,7 +131,7 @@ class Streamer:
         devices: by name.
         store: the split directory.
         profiler: records times.
-        kept: device name -> its units in pinned host memory.
+        kept: device name -> its pinned host memory, with units.
         pools: device name -> the pool of its streamed experts.
         way: how streamed units are read.
         prefetching: read the next unit while this one computes.
@@ -148,7 +148,7 @@ class Streamer:
         devices: Mapping[str, Device],
         store: WeightFiles,
         profiler: Profiler,
-        kept: Mapping[str, PinnedUnits],
+        kept: Mapping[str, HostBuffers],
         pools: Mapping[str, ExpertPool],
         *,
         way: ReadMode = THROUGH_THE_CACHE,
@@ -187,10 +187,10 @@ class Streamer:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
         self._watch_calls(sources, placement)
 
-    def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: PinnedUnits | None) -> Loader | Uploader:
+    def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: HostBuffers | None) -> Loader | Uploader:
         disk = SpanReader(self._store, self.way, self._store.checks)
         if kept is not None:
-            return Uploader(moving, kept.units, disk, device, self._profiler, kept.memory)
+            return Uploader(moving, disk, device, self._profiler, kept)
         buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
         return Loader(moving, disk, device, self._profiler, buffers, SLOTS - 1)
 
@@ -241,18 +241,19 @@ class Streamer:
         Threads take turns; members of joint passes meet in the turn of their hub. Weights that an interrupted pass left
         are freed when it ends, and when another one begins.
         """
-        shared = getattr(self._model, "shared_passes", None)
         if _calling.get() is self:
             yield
-        elif shared is not None and shared.is_member():
-            with self._call_of_a_member():
+            return
+        shared = getattr(self._model, "shared_passes", None)
+        if shared is not None and shared.is_member():
+            token = _calling.set(self)
+            try:
                 yield
-        else:
-            with self._own_pass():
-                yield
-
-    @contextlib.contextmanager
-    def _own_pass(self) -> Iterator[None]:
+            finally:
+                _calling.reset(token)
+                if not self._has_turn:
+                    self._forget_what_was_read()
+            return
         with self.turn:
             self._come_home()
             token, inside = _calling.set(self), self._has_turn
@@ -266,16 +267,6 @@ class Streamer:
                 self._has_turn = inside
                 if not inside:
                     self._let_go()
-
-    @contextlib.contextmanager
-    def _call_of_a_member(self) -> Iterator[None]:
-        token = _calling.set(self)
-        try:
-            yield
-        finally:
-            _calling.reset(token)
-            if not self._has_turn:
-                self._forget_what_was_read()
 
     def begin(self) -> None:
         """Prepare a pass.

@@ -434,12 +434,12 @@ class Lanes:
         self.gpu = FakeGpu(0)
         self.memory = HostBuffers(self.gpu)
         self.disk = Disk(opened)
-        self.kept = {}
+        self.kept = self.memory.units
         for name in kept:
             self.kept[name] = self.memory.take(opened.sources[name].buffer_bytes)
             SpanReader(opened.store, THROUGH_THE_CACHE).read(opened.sources[name].spans, bytes_of(self.kept[name]))
         streamed = {name: opened.sources[name] for name in LAYERS}
-        self.up = Uploader(streamed, self.kept, self.disk, self.gpu, opened.profiler, self.memory)
+        self.up = Uploader(streamed, self.disk, self.gpu, opened.profiler, self.memory)
 
     def pass_over(self, names: Sequence[str], then: Sequence[str] = ()) -> None:
         """Take, check and give back each, expecting the ones behind it."""
