@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import command_line
 from rabbitllm.batch_jobs.items import BatchAnswer, Generate, Item, JobLimits
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.chunks import WorkerPool
 from rabbitllm.ray.ray_answers import RayAnswers

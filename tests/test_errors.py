@@ -21,7 +21,7 @@ from rabbitllm.errors import (
     StorageError,
     system_errors_by_name,
 )
-from rabbitllm.models.convert.convert import convert
+from rabbitllm.models.convert import convert
 from rabbitllm.storage import durable
 from tests.support.builders import build_checkpoint
 

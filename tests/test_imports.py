@@ -108,7 +108,7 @@ print(torch.cuda.is_available())
 
 @pytest.mark.parametrize(
     "module",
-    ["errors", "base.options", "base.progress", "storage.durable", "telemetry.profiler", "display.picture", "version"],
+    ["errors", "base.options", "base.progress", "storage.durable", "telemetry.profiler", "display.pictures", "version"],
 )
 def test_the_ground_floor_stands_alone(module: str) -> None:
     loaded = set(python(f"import sys; import rabbitllm.{module}; print(*sys.modules)").split())

@@ -24,9 +24,8 @@ from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory
-from rabbitllm.models.library.find import compression_here
-from rabbitllm.models.pull.loaded import load, pulled
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.library import compression_here
+from rabbitllm.models.pull import Wish, load, pulled
 from rabbitllm.server.loading import with_room
 
 SPARE_TOKENS = 256

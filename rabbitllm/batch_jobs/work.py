@@ -17,7 +17,7 @@ from rabbitllm.batch_jobs.run import Groups, Progress, head_of, keep, run
 from rabbitllm.batch_jobs.spool import opened as opened_input
 from rabbitllm.display.region import THE_REGION
 from rabbitllm.generation.request import Sampling
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from rabbitllm.errors import ChatError, RabbitLLMError
 from rabbitllm.generation.request import Answer, AnswerWork, FinishReason
 from rabbitllm.generation.session import Session
 from rabbitllm.generation.streams import print_text
-from rabbitllm.telemetry.totals import PINNED_UPLOAD, READ, UPLOAD
+from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, UPLOAD
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "/system": ("[TEXT]", "set the system prompt; without a text show it, with - remove it"),

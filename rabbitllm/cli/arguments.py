@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from rabbitllm.base.options import Hosts
-    from rabbitllm.models.pull.make import Wish
+    from rabbitllm.models.pull import Wish
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -154,8 +154,8 @@ def wish_to_run(
     """
     from rabbitllm.base.options import expand
     from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.models.library.find import compression_here
-    from rabbitllm.models.pull.make import Wish
+    from rabbitllm.models.library import compression_here
+    from rabbitllm.models.pull import Wish
 
     place = expand(folder) if folder is not None else None
     if compression is None:

@@ -55,11 +55,8 @@ def bench_command(
     """
     from rich.console import Console
 
-    from rabbitllm.bench.measure import BenchRequest, measure
-    from rabbitllm.bench.record import as_record
-    from rabbitllm.bench.report import headline, show, summary
-    from rabbitllm.display.figure import check_picture
-    from rabbitllm.display.picture import draw
+    from rabbitllm.bench import BenchRequest, as_record, headline, measure, show, summary
+    from rabbitllm.display.pictures import check_picture, draw_pass
     from rabbitllm.engine.tier_picture import draw_placement
 
     for picture in filter(None, (plot, plot_tiers)):
@@ -79,7 +76,7 @@ def bench_command(
             model, BenchRequest(tokens, prompt_tokens, batch, turns), options, lambda text: status.update(f"{text} …")
         )
     if plot is not None:
-        draw(measured.trace, plot, headline(measured), summary(measured))
+        draw_pass(measured.trace, plot, headline(measured), summary(measured))
     if plot_tiers is not None:
         draw_placement(measured.placement, plot_tiers, headline(measured))
     if trace is not None:

@@ -59,7 +59,7 @@ def chat_command(
     from rich.console import Console
 
     from rabbitllm.generation.request import Sampling
-    from rabbitllm.models.pull.loaded import loaded_model
+    from rabbitllm.models.pull import loaded_model
     from rabbitllm.run.together import called_together
 
     sampling = Sampling(temperature, top_p, seed)

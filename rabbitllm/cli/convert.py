@@ -44,9 +44,9 @@ def convert_command(
     from rich.text import Text
 
     from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
-    from rabbitllm.display.disk_picture import pictured
+    from rabbitllm.display.pictures import pictured
     from rabbitllm.display.split_display import shown
-    from rabbitllm.models.convert.convert import convert
+    from rabbitllm.models.convert import convert
 
     start = time.perf_counter()
     with pictured(plot) as disk, shown():

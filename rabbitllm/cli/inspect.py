@@ -35,10 +35,8 @@ def inspect_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.models.inspection.choice import RowChoice
-    from rabbitllm.models.inspection.look import look
-    from rabbitllm.models.inspection.record import as_record
-    from rabbitllm.models.inspection.report import ON_A_TERMINAL, show
+    from rabbitllm.models.inspection import look
+    from rabbitllm.models.inspection_report import ON_A_TERMINAL, RowChoice, as_record, show
 
     disable_progress_bars()  # at most an index or a config is fetched
     if isinstance(sys.stdout, io.TextIOWrapper):  # a piece that the terminal cannot encode is shown escaped

@@ -23,9 +23,8 @@ def ls_command(
     from rich.console import Console
 
     from rabbitllm.base.options import expand
-    from rabbitllm.models.library.entry import as_record
-    from rabbitllm.models.library.find import below, known
-    from rabbitllm.models.library.report import put_entries
+    from rabbitllm.models.library import as_record, below, known
+    from rabbitllm.models.library_report import put_entries
 
     found = {entry.folder.resolve(): entry for entry in known()}
     for folder in folders or ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
@@ -37,6 +38,9 @@ class _Commands(TyperGroup):
     """The commands, with the same treatment of interrupts and broken pipes for every version of typer."""
 
     def invoke(self, ctx: Any) -> Any:
+        # names in a checkpoint may hold what the terminal's encoding lacks, lone surrogates included
+        with contextlib.suppress(AttributeError):  # a notebook's stream has no encoding
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         try:
             with system_errors_by_name():
                 result = super().invoke(ctx)

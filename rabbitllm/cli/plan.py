@@ -51,7 +51,7 @@ def plan_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.display.figure import check_picture
+    from rabbitllm.display.pictures import check_picture
     from rabbitllm.estimate.plan import plan
     from rabbitllm.estimate.report import draw_plan, show
     from rabbitllm.splitter.split_estimate import as_json as as_record

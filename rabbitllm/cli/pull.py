@@ -75,13 +75,12 @@ def pull_command(
     from rich.console import Console
 
     from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.display.disk_picture import pictured
+    from rabbitllm.display.pictures import pictured
     from rabbitllm.display.split_display import shown
-    from rabbitllm.models.pull import make
-    from rabbitllm.models.pull.report import show_dry_run, show_pulled
+    from rabbitllm.models import pull as pulling
 
     disable_progress_bars()  # shards have our own bar, and other files are small
-    wish = make.Wish(
+    wish = pulling.Wish(
         name=model,
         compression=compression_of(compression),
         folder=folder,
@@ -101,20 +100,20 @@ def pull_command(
     console = Console(highlight=False)
     if dry_run:
         with Console(stderr=True).status("reading headers …"):
-            found = make.dry_run(wish)
+            found = pulling.dry_run(wish)
         if as_json:
-            put_json(make.dry_run_record(found))
+            put_json(pulling.dry_run_record(found))
         else:
-            show_dry_run(found, wish, console)
+            pulling.show_dry_run(found, wish, console)
         raise typer.Exit(0 if found.fits else 1)
     with contextlib.redirect_stdout(sys.stderr), pictured(plot), shown():
         if ray is None:
-            pulled = make.pull(wish)
+            pulled = pulling.pull(wish)
         else:
             from rabbitllm.ray.pull import pull_on
 
             pulled = pull_on(ray, wish, ray_tasks)
     if as_json:
-        put_json(make.pulled_record(pulled))
+        put_json(pulling.pulled_record(pulled))
     else:
-        show_pulled(pulled, wish, console)
+        pulling.show_pulled(pulled, wish, console)

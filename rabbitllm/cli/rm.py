@@ -34,10 +34,9 @@ def rm_command(
     from rabbitllm.base.options import expand
     from rabbitllm.base.terminal import put, size
     from rabbitllm.errors import OptionError
-    from rabbitllm.models.library.find import one_of_model
-    from rabbitllm.models.library.original import original_of
-    from rabbitllm.models.library.remove import plan_removal, refuse_only_copy, remove
-    from rabbitllm.models.library.report import put_removal
+    from rabbitllm.models.library import one_of_model
+    from rabbitllm.models.library_report import put_removal
+    from rabbitllm.models.remove import original_of, plan_removal, refuse_only_copy, remove
     from rabbitllm.store.locations import meant
 
     plain = expand(model)

@@ -88,7 +88,7 @@ def run_command(
     from rabbitllm.generation.session import answer
     from rabbitllm.generation.streams import print_text
     from rabbitllm.generation.template import has_template
-    from rabbitllm.models.pull.loaded import loaded_model
+    from rabbitllm.models.pull import loaded_model
     from rabbitllm.run.prompt import answer_record, how_it_ended, prompt_ids, put_statistics
     from rabbitllm.run.together import called_together, own_device, work
 

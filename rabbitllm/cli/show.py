@@ -20,8 +20,8 @@ def show_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.models.library.report import put_shown
-    from rabbitllm.models.library.show import show, shown_record
+    from rabbitllm.models.library_report import put_shown
+    from rabbitllm.models.show import show, shown_record
 
     disable_progress_bars()  # at most a config is fetched
     with Console(stderr=True).status("reading headers …"):

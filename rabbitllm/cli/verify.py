@@ -34,7 +34,7 @@ def verify_command(
     Example: rabbitllm verify Qwen/Qwen2.5-7B-Instruct --compression 4bit
     """
     from rabbitllm.base.options import expand
-    from rabbitllm.models.library.find import of_model, one_of_model
+    from rabbitllm.models.library import of_model, one_of_model
     from rabbitllm.prepare import read_lock, repair_split
 
     folder, saving_path = expand(model), expand(place) if place is not None else None
@@ -62,7 +62,7 @@ def verify_command(
 
 
 def _verify_and_show(folder: Path) -> Verification:
-    from rabbitllm.display.verify_display import shown_reading
+    from rabbitllm.display.split_display import shown_reading
 
     with shown_reading(sum(path.stat().st_size for path in folder.glob("*.safetensors"))) as tell:
         return verify(folder, tell)

@@ -23,7 +23,7 @@ from rich.table import Table
 from rabbitllm.base import progress
 from rabbitllm.base.terminal import amount
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out
-from rabbitllm.display.disk_picture import pictured
+from rabbitllm.display.pictures import pictured
 from rabbitllm.splitter.journal import starting_afresh
 
 COMPRESSION = "4bit"

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 from rabbitllm.base.forks import in_child
 from rabbitllm.base.terminal import Row, text_of
-from rabbitllm.display.form import DisplayForm, form_of, size_of
-from rabbitllm.display.terminal import Terminal
+from rabbitllm.display.terminal import DisplayForm, Terminal, form_of, size_of
 
 # An output of a notebook's cell that is updated in place.
 

@@ -10,17 +10,162 @@ Invariant: between two writes the cursor is at the end of the others' text, neve
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
 
 from rabbitllm.base.terminal import PLAIN_LETTERS, STYLES, Row
-from rabbitllm.display.form import size_of
-from rabbitllm.display.nested_bars import NestedBars
+
+
+class DisplayForm(enum.Enum):
+    """A form of progress display."""
+
+    TERMINAL = "rows that change in place"
+    NOTEBOOK = "an output that is replaced"
+    LINES = "a line every few seconds"
+
+
+def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> DisplayForm:
+    """The form for a stream, in its current state.
+
+    Lines if nobody watches the output (files, pipes, CI, Kaggle's commit runs) and if rows cannot change: on terminals
+    without escape sequences, in a notebook's `!command`, whose output only looks like a terminal's, and while rich
+    draws something on this stream.
+    """
+    if in_notebook():
+        return DisplayForm.LINES if environment.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else DisplayForm.NOTEBOOK
+    isatty = getattr(stream, "isatty", None)
+    if isatty is None or not isatty():
+        return DisplayForm.LINES
+    if environment.get("TERM") == "dumb" or "JPY_PARENT_PID" in environment:
+        return DisplayForm.LINES
+    if type(stream).__module__ == "rich.file_proxy":
+        return DisplayForm.LINES
+    if os.name == "nt" and "WT_SESSION" not in environment:  # an older console may not support escape sequences
+        return DisplayForm.LINES
+    return DisplayForm.TERMINAL
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    if "ipykernel" not in sys.modules:
+        return False
+    from IPython.core.getipython import get_ipython
+
+    return hasattr(get_ipython(), "kernel")
+
+
+def size_of(stream: Any) -> tuple[int, int]:
+    """Columns and rows of the terminal behind a stream; if it reports none, those of the environment."""
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        size = shutil.get_terminal_size()
+    return (size.columns or 80, size.lines or 24)
+
+
+# tqdm bars of other code: while a region is shown they are drawn as its rows, and write nothing themselves.
+#
+# Depends on two parts of tqdm: its list of instances, and the stream of each. If tqdm has changed, its bars are not
+# touched.
+
+
+_MOVES = re.compile(r"(?:\n|\x1b\[A)+|\r.*", re.DOTALL)
+
+
+class NestedBars:
+    """The adopted bars.
+
+    Args:
+        left: called with the last state of a bar that should remain on the screen.
+    """
+
+    def __init__(self, left: Callable[[str], None]) -> None:
+        self._left = left
+        self._inside: dict[int, tuple[Any, Callable[[str], Any]]] = {}
+
+    def adopt(self, stream: Any) -> bool:
+        """Adopt new bars on this stream, or on stdout; return whether there were any."""
+        new = [bar for bar in _bars() if id(bar) not in self._inside and _is_on(bar, stream)]
+        for bar in new:
+            self._take_in(bar)
+        return bool(new)
+
+    def is_theirs(self, text: str) -> bool:
+        """Whether a text is a bar's drawing or cursor movement, rather than a line."""
+        return _MOVES.fullmatch(text) is not None
+
+    def rows(self) -> list[str]:
+        """The bars in their current state, from top to bottom."""
+        there = sorted((bar for bar, _ in self._inside.values()), key=lambda bar: abs(getattr(bar, "pos", 0)))
+        found = []
+        for bar in there:
+            if not getattr(bar, "disable", True):
+                with contextlib.suppress(Exception):  # another thread may be closing it
+                    found.append(str(bar))
+        return found
+
+    def let_go(self) -> None:
+        """Give the bars their stream back, so that they draw themselves. Call it without any lock: tqdm has its own."""
+        inside, self._inside = list(self._inside.values()), {}
+        for bar, write in inside:
+            bar.fp.wrapper_setattr("write", write)
+        for bar, _ in inside:
+            if not getattr(bar, "disable", True):
+                bar.refresh()
+
+    def _take_in(self, bar: Any) -> None:
+        state = {"text": ""}
+
+        def write(text: str) -> None:
+            closed = getattr(bar, "disable", True)
+            if text.startswith("\r"):
+                state["text"] = text[1:].rstrip()
+            if closed and text == "\n" and _stays(bar):
+                self._forget(bar)
+                self._left(state["text"])
+            elif closed and text.startswith("\r") and not _stays(bar):
+                self._forget(bar)
+
+        own = bar.fp.write
+        bar.fp.wrapper_setattr("write", write)
+        self._inside[id(bar)] = (bar, own)
+
+    def _forget(self, bar: Any) -> None:
+        self._inside.pop(id(bar), None)
+
+
+def _bars() -> list[Any]:
+    """The open bars of tqdm."""
+    module = sys.modules.get("tqdm.std")
+    instances = getattr(getattr(module, "tqdm", None), "_instances", ())
+    for _ in range(3):
+        try:
+            return [bar for bar in instances if not getattr(bar, "disable", True)]
+        except RuntimeError:  # another thread opened one meanwhile
+            continue
+    return []
+
+
+def _stays(bar: Any) -> bool:
+    """Whether a closed bar leaves its last state on the screen."""
+    leave = getattr(bar, "leave", True)
+    return bool(leave) if leave is not None else not getattr(bar, "pos", 0)
+
+
+def _is_on(bar: Any, stream: Any) -> bool:
+    file = getattr(bar, "fp", None)
+    return hasattr(file, "wrapper_setattr") and any(file == other for other in (stream, sys.stdout))
+
+
+# The terminal
+
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 TAB = 8

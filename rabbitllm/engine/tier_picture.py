@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.terminal import unit_of
-from rabbitllm.display.figure import blank, check_picture, unframed, write
+from rabbitllm.display.pictures import blank, check_picture, unframed, write
 from rabbitllm.engine.placement import PlacedUnit, Placement, Tier, enclosing
 
 READY, STORED = "on the GPU, ready", "on the GPU, as stored"

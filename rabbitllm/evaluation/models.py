@@ -18,7 +18,7 @@ from rabbitllm.checkpoints.local import entry_in
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import CheckpointError, QualityError
-from rabbitllm.models.library.find import compression_here
+from rabbitllm.models.library import compression_here
 from rabbitllm.store.locations import meant
 from rabbitllm.store.manifest import directory_name, read_manifest
 

@@ -31,8 +31,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.streams import TextStream
 from rabbitllm.generation.template import PLAIN_END, has_template, prompt_ids
-from rabbitllm.telemetry.passes import PassSums
-from rabbitllm.telemetry.totals import EXPERT_TIERS, NOTHING, PINNED_UPLOAD, READ, UPLOAD
+from rabbitllm.telemetry.passes import EXPERT_TIERS, NOTHING, PINNED_UPLOAD, READ, UPLOAD, PassSums
 
 MOVED = (READ, UPLOAD, PINNED_UPLOAD)
 """Stages whose bytes are part of an answer's work."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Item, JobLimits
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 from rabbitllm.store.manifest import BitAllocation
 
 WEIGHTS, CACHE = 0.5, 0.3

@@ -16,7 +16,7 @@ from rabbitllm.batch_jobs.input_scan import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.batch_jobs.loading import digest_of
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.chunks import in_chunks, staff_of
 from rabbitllm.ray.cluster import connected, say

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rabbitllm.base.terminal import counted
-from rabbitllm.models.pull.make import Pulled, Wish, pull
+from rabbitllm.models.pull import Pulled, Wish, pull
 from rabbitllm.ray.batch import everywhere
 from rabbitllm.ray.cluster import connected, say
 from rabbitllm.ray.ray_shard_executor import RayShardExecutor

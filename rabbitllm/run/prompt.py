@@ -16,8 +16,7 @@ from rabbitllm.base.terminal import counted, put_fact, size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.request import Answer, FinishReason
 from rabbitllm.generation.template import has_template, template_ids
-from rabbitllm.telemetry.passes import PROMPT, PassSums
-from rabbitllm.telemetry.totals import COMPUTE, DEQUANTIZE, NOTHING, READ_WAIT, UPLOAD_WAIT
+from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE, NOTHING, PROMPT, READ_WAIT, UPLOAD_WAIT, PassSums
 
 WAIT_SECONDS = 1.5
 """Time after which waiting for the pipe is reported on stderr."""

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from rabbitllm.base.options import Hosts
 from rabbitllm.errors import OptionError
-from rabbitllm.models.pull.loaded import loaded_model
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish, loaded_model
 
 
 def called_together(

@@ -12,8 +12,7 @@ from rich.console import Console
 from rabbitllm.base.options import expand
 from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.generation.memory import left_to_requests
-from rabbitllm.models.pull.loaded import load, pulled
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish, load, pulled
 from rabbitllm.server.embeddings import PoolingRecipe, recipe_in
 from rabbitllm.store.locations import meant
 

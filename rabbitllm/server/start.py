@@ -16,7 +16,7 @@ from rich.text import Text
 from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.tier_picture import places
 from rabbitllm.generation.request import BatchStats, Limits
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.loading import loaded
 from rabbitllm.server.server import serve

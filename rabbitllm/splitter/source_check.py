@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rabbitllm.base import progress
 from rabbitllm.checkpoints.checkpoint import Checkpoint, FileStat, ShardMetadata, file_stat, has_digest
-from rabbitllm.display.verify_display import shown_reading
+from rabbitllm.display.split_display import shown_reading
 from rabbitllm.errors import CorruptShardError, SplitMismatchError
 from rabbitllm.formats.tensor_spec import TensorSpec, read_run
 from rabbitllm.splitter.journal import Replay

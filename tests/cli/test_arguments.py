@@ -9,7 +9,7 @@ import pytest
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.cli.arguments import wish_to_run
 from rabbitllm.errors import OptionError
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import split
 

@@ -24,7 +24,7 @@ from rabbitllm.errors import (
     SplitMismatchError,
     UnsafePickleError,
 )
-from rabbitllm.models.convert.convert import WORK_NAME, Conversion, convert
+from rabbitllm.models.convert import WORK_NAME, Conversion, convert
 from rabbitllm.storage.durable import Step
 from tests.support.builders import (
     INDEX_NAME,
@@ -301,7 +301,7 @@ def test_an_uncompressed_split_gives_the_very_checkpoint(tmp_path: Path, named: 
     split_folder = split(folder, folder, sequential=True)
     assert not list(folder.glob("*.safetensors"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rabbitllm.models.convert.convert.SHARD_BYTES", 1 << 40 if shards == 1 else 60_000)
+        patch.setattr("rabbitllm.models.convert.SHARD_BYTES", 1 << 40 if shards == 1 else 60_000)
         made = convert(split_folder if named == "the split" else folder, tmp_path / "new")
         again = convert(split_folder, tmp_path / "new")
     assert (made.shards == 1) is (shards == 1)
@@ -439,7 +439,7 @@ def check_broken_off(tmp_path: Path, kind: str, options: dict[str, Any], samples
 
 KILL = """
 import os, signal, sys
-from rabbitllm.models.convert.convert import convert
+from rabbitllm.models.convert import convert
 from tests.support.splitting import Counter
 from tests.support.ticks import observe_ticks
 

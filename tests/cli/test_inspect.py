@@ -20,10 +20,8 @@ from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
-from rabbitllm.models.inspection.choice import RowChoice
-from rabbitllm.models.inspection.files import look_at_file
-from rabbitllm.models.inspection.look import look
-from rabbitllm.models.inspection.report import runs, show
+from rabbitllm.models.inspection import look, look_at_file
+from rabbitllm.models.inspection_report import RowChoice, runs, show
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub

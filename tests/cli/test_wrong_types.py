@@ -217,3 +217,13 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_before_a_split(
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     assert outcome("pull", str(folder)) == "refused"
     assert not [*folder.glob("splitted_model*/*.safetensors")]
+
+
+def test_what_no_terminal_can_show_is_shown_as_escapes(sound: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sound, tmp_path / "model", ignore=shutil.ignore_patterns("splitted_model*"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "padding_side": "\ud800"}))
+    result = CliRunner().invoke(app, ["pull", str(folder), "--dry-run"])
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "\\ud800" in result.output

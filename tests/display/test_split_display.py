@@ -1,4 +1,4 @@
-"""What a person sees of a split: rows on a terminal, lines elsewhere, nothing where someone else shows it."""
+"""What a person sees of a split, or of a check: rows on a terminal, lines elsewhere; nothing where it is shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rabbitllm.base.progress import (
 )
 from rabbitllm.base.terminal import text_of
 from rabbitllm.display import region
-from rabbitllm.display.split_display import line_of, rows_of, shown
+from rabbitllm.display.split_display import Reading, line_of, rows_of, shown
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.screen import TerminalStream
 from tests.support.splitting import split
@@ -176,3 +176,39 @@ def test_someone_who_only_keeps_events_changes_nothing(tmp_path: Path, capsys: p
     with progress.listening(lambda event: None, shows=False), shown():
         split(source)
     assert "split into 6 layers" in capsys.readouterr().err
+
+
+# The check of layer files
+
+
+def at(seconds: list[float], total: int = 4 << 30) -> Reading:
+    return Reading(total, lambda: seconds[0])
+
+
+def test_a_row_says_how_much_how_fast_and_how_long() -> None:
+    now = [100.0]
+    reading = at(now)
+    reading.add(600 << 20)
+    reading.add(424 << 20)
+    now[0] = 102.0
+    (row,) = reading.rows(100)
+    said = text_of(row)
+    assert said.startswith("reading ━━━━━━────")
+    assert said.endswith(" 25 % · 1.00 of 4.00 GiB · 512 MiB/s · 6 s left")
+    assert reading.line() == "reading 25 %, 1.00 of 4.00 GiB, 512 MiB/s, 6 s left"
+
+
+def test_every_width_is_kept() -> None:
+    now = [0.0]
+    reading = at(now)
+    reading.add(123_456_789)
+    now[0] = 3.0
+    for width in range(20, 121):
+        (row,) = reading.rows(width)
+        assert len(text_of(row)) <= width
+        assert "3 %" in text_of(row)
+
+
+def test_at_the_very_beginning_and_of_nothing() -> None:
+    assert text_of(at([5.0]).rows(80)[0]).endswith(" 0 % · 0.00 of 4.00 GiB · 0 MiB/s")
+    assert "100 %" in at([5.0], 0).line()

@@ -21,8 +21,8 @@ from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
 from rabbitllm.quant import fused_products
+from rabbitllm.telemetry.passes import EXPERT_TIERS
 from rabbitllm.telemetry.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, PINNED_UPLOAD, READ, UPLOAD
-from rabbitllm.telemetry.totals import EXPERT_TIERS
 from tests.engine.test_prefetch import until
 from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched

@@ -97,10 +97,12 @@ def test_tensors_by_themselves(tmp_path: Path) -> None:
 
 
 def damage(path: Path) -> None:
-    """Flip a bit of the last tensor's data."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    """Flip a bit of the last tensor's data, in place: a thread of an earlier load may still read a mapping of it."""
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rabbitllm.errors import ChatError
 from rabbitllm.generation.request import Answer, FinishReason, Sampling
 from rabbitllm.generation.session import ChatOptions, Session
 from rabbitllm.generation.template import prompt_ids
-from rabbitllm.telemetry.totals import READ
+from rabbitllm.telemetry.passes import READ
 from tests.chat.talkers import FORGETFUL, family_of, parrot_folder, talker, talker_folder
 from tests.support.builders import FAMILIES
 from tests.support.hybrid_families import HYBRIDS

@@ -36,8 +36,8 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
 )
 from rabbitllm.estimate.report import show
-from rabbitllm.models.convert.convert import convert
-from rabbitllm.models.pull.make import Wish, dry_run, pull
+from rabbitllm.models.convert import convert
+from rabbitllm.models.pull import Wish, dry_run, pull
 from rabbitllm.rabbitllm_1_names import split_and_save_layers
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME

@@ -21,7 +21,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.cli.main import app
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
-from rabbitllm.models.library.find import compression_here, one_of_model
+from rabbitllm.models.library import compression_here, one_of_model
 from rabbitllm.quant.compression import DOUBLE, scheme_of, schemes
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import groups

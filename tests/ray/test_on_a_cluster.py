@@ -35,7 +35,7 @@ from rabbitllm.errors import (
     OptionError,
     ResultsError,
 )
-from rabbitllm.models.pull.make import Shards, Wish, pull
+from rabbitllm.models.pull import Shards, Wish, pull
 from rabbitllm.ray import node_check, ray_answers
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.batch import answering_on

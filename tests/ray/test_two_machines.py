@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from rabbitllm.base import progress
-from rabbitllm.models.pull.make import Wish, pull
+from rabbitllm.models.pull import Wish, pull
 from rabbitllm.ray.cluster import nodes
 from rabbitllm.ray.node_check import check_machines
 from rabbitllm.ray.ray_shard_executor import RayShardExecutor

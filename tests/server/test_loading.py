@@ -6,7 +6,7 @@ import pytest
 
 from rabbitllm.engine.devices import default_budget
 from rabbitllm.engine.free_memory import available_ram
-from rabbitllm.models.pull.make import Wish
+from rabbitllm.models.pull import Wish
 from rabbitllm.server import loading
 from rabbitllm.server.loading import with_room
 from tests.support.fake_gpu import FakeGpu

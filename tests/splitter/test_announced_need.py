@@ -21,8 +21,7 @@ from rabbitllm.base.progress import listening
 from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.checkpoints.hub_cache import snapshot_of
 from rabbitllm.errors import NotEnoughSpaceException
-from rabbitllm.models.pull.make import Wish, dry_run, pull
-from rabbitllm.models.pull.report import show_dry_run
+from rabbitllm.models.pull import Wish, dry_run, pull, show_dry_run
 from rabbitllm.splitter.disk_budget import on_disk
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment

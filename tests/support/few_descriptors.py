@@ -19,7 +19,7 @@ import torch
 import rabbitllm
 from rabbitllm import prepare
 from rabbitllm.checkpoints.naming import register_layer_naming
-from rabbitllm.models.convert.convert import convert
+from rabbitllm.models.convert import convert
 from rabbitllm.storage import durable
 from rabbitllm.storage.durable import Step
 from rabbitllm.store.layer_store import verify

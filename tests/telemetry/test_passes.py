@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from rabbitllm.telemetry.passes import FURTHER, PROMPT, Pass, PassInput, PassSums, median_of, median_pass, sums_of
-from rabbitllm.telemetry.totals import COMPUTE, DEQUANTIZE, READ, READ_WAIT, UPLOAD, WRITE, Total, limit_of
+from rabbitllm.telemetry.passes import (
+    COMPUTE,
+    DEQUANTIZE,
+    FURTHER,
+    PROMPT,
+    READ,
+    READ_WAIT,
+    UPLOAD,
+    WRITE,
+    Pass,
+    PassInput,
+    PassSums,
+    Total,
+    limit_of,
+    median_of,
+    median_pass,
+    sums_of,
+)
 
 
 def a_pass(number: int, wall: float, entry: PassInput, made: int | None = None, **seconds: float) -> Pass:

@@ -1,33 +1,169 @@
-"""An inspection as text for people: a summary, then a table. Decides nothing and opens nothing.
+"""An inspection as text for people (a summary, then a table) and as a JSON object. Decides nothing and opens nothing.
 
 Laid out for 80 columns; columns that do not fit are left out of the table, with a note. Outside a terminal every row
-is one plain line with all columns.
+is one plain line with all columns. The JSON has everything in the report, with exact numbers and nothing shortened.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, size
 from rabbitllm.formats.sentencepiece_model import NormalizerSpec, PieceType, SentencePieceModel, TrainerSpec
-from rabbitllm.models.inspection.choice import RowChoice, searched
-from rabbitllm.models.inspection.records import (
+from rabbitllm.models.inspection import (
     Content,
     Entries,
     Inspection,
+    Opcode,
     Pickle,
     Pickles,
     ShardMap,
     Tensors,
     Vocabulary,
 )
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RowChoice:
+    """A choice of rows.
+
+    Attributes:
+        name: a substring of names, or a pattern with `*`, `?` or `[]` for whole names; None for all.
+        skip: number of rows to skip.
+        limit: limit of rows to show; None for all.
+    """
+
+    name: str | None = None
+    skip: int = 0
+    limit: int | None = None
+
+    def matches(self, text: str) -> bool:
+        """Whether a name is chosen."""
+        if self.name is None:
+            return True
+        if any(sign in self.name for sign in "*?["):
+            return fnmatch.fnmatchcase(text, self.name)
+        return self.name in text
+
+    def of(self, rows: Sequence[T], name_of: Callable[[T], str]) -> tuple[Sequence[T], int, int]:
+        """The rows to show, the number of rows whose name matches, and the number of these after the last row shown."""
+        wanted = rows if self.name is None else [row for row in rows if self.matches(name_of(row))]
+        end = len(wanted) if self.limit is None else self.skip + self.limit
+        shown = wanted[self.skip : end]
+        return shown, len(wanted), max(len(wanted) - self.skip - len(shown), 0)
+
+
+def searched(opcode: Opcode) -> str:
+    """The text of an opcode that names are matched against."""
+    return f"{opcode.name} {opcode.argument}"
+
+
+# JSON
+
+
+def as_record(found: Inspection, choice: RowChoice) -> dict[str, Any]:
+    """The record for `json.dump`. The summary covers everything, the rows are those of the choice."""
+    record: dict[str, Any] = {"source": found.source, "format": found.format, "bytes": found.size}
+    if found.shards:
+        record |= {"files": dict(found.shards), "missing": list(found.absent), "beside": list(found.beside)}
+    match found.content:
+        case Tensors():
+            record |= _tensors_record(found.content, choice)
+        case Vocabulary():
+            record |= _vocabulary_record(found.content.model, choice)
+        case Entries():
+            shown, _, more = choice.of([*found.content.entries.items()], lambda pair: pair[0])
+            record |= {"entries": dict(shown), "more": more}
+        case ShardMap():
+            pairs, _, more = choice.of([*found.content.weight_map.items()], lambda pair: pair[0])
+            shards = Counter(found.content.weight_map.values())
+            record |= {"metadata": dict(found.content.metadata), "shards": dict(shards)}
+            record |= {"weight_map": dict(pairs), "more": more}
+        case Pickles():
+            record["pickles"] = [_pickle_record(pickle, choice) for pickle in found.content.pickles]
+    if found.refusal is not None:
+        kind = type(found.refusal).__name__
+        record["refused"] = {"error": kind, "problem": found.refusal.problem, "remedy": found.refusal.remedy}
+    return record
+
+
+def _tensors_record(content: Tensors, choice: RowChoice) -> dict[str, Any]:
+    tensors, _, more = choice.of(content.tensors, lambda tensor: tensor.name)
+    return {
+        "tensor_count": len(content.tensors),
+        "tensor_bytes": content.nbytes,
+        "parameters": content.parameters,
+        "dtypes": dict(content.dtypes),
+        "layers": list(content.layers),
+        "sharing": content.sharing,
+        "strided": content.strided,
+        "metadata": dict(content.metadata),
+        "left_out": list(content.left_out),
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "stride": list(tensor.strides),
+                "offset": tensor.offset,
+                "bytes": tensor.nbytes,
+                "layer": tensor.layer,
+                "file": tensor.file,
+                "storage": tensor.storage,
+            }
+            for tensor in tensors
+        ],
+        "more": more,
+    }
+
+
+def _vocabulary_record(model: SentencePieceModel, choice: RowChoice) -> dict[str, Any]:
+    pieces, _, more = choice.of(model.pieces, lambda piece: piece.text)
+    denormalizer = model.denormalizer
+    return {
+        "piece_count": len(model.pieces),
+        "types": {PieceType(kind).name.lower(): count for kind, count in Counter(model.pieces.types).most_common()},
+        "special_ids": dataclasses.asdict(model.special_ids()),
+        "trainer": {**dataclasses.asdict(model.trainer), "model_type": model.trainer.model_type.name.lower()},
+        "normalizer": dataclasses.asdict(model.normalizer),
+        "denormalizer": None if denormalizer is None else dataclasses.asdict(denormalizer),
+        "samples": [dataclasses.asdict(sample) for sample in model.samples],
+        "pieces": [
+            {"id": piece.id, "piece": piece.text, "score": piece.score, "type": piece.type.name.lower()}
+            for piece in pieces
+        ],
+        "more": more,
+    }
+
+
+def _pickle_record(pickle: Pickle, choice: RowChoice) -> dict[str, Any]:
+    opcodes, _, more = choice.of(pickle.opcodes, searched)
+    return {
+        "name": pickle.name,
+        "bytes": pickle.nbytes,
+        "opcode_count": len(pickle.opcodes),
+        "opcodes": [
+            {"byte": opcode.position, "opcode": opcode.name, "argument": opcode.argument} for opcode in opcodes
+        ],
+        "more": more,
+        "stopped": pickle.stopped,
+    }
+
+
+# Text
+
 
 ON_A_TERMINAL = 50
 """Default number of rows on a terminal."""

@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, shortened, size
-from rabbitllm.models.library.config_summary import ConfigSummary
-from rabbitllm.models.library.entry import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
-from rabbitllm.models.library.original import Original
-from rabbitllm.models.library.remove import Removal
-from rabbitllm.models.library.show import Shown
+from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
+from rabbitllm.models.remove import Original, Removal
+from rabbitllm.models.show import ConfigSummary, Shown
 from rabbitllm.store import locations
 
 _COLUMNS = (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import pickletools
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,15 +23,30 @@ from rabbitllm.errors import (
     UnsafePathError,
     UnsafePickleError,
 )
-from rabbitllm.formats.shard_header import Weights
-from rabbitllm.models.inspection.files import WeightlessFile, kind_of, look_at_file
-from rabbitllm.models.inspection.records import Entries, Pickles, ShardMap, TensorInfo, Tensors, Vocabulary
+from rabbitllm.formats.shard_header import Weights, recognise_file
+from rabbitllm.formats.torch_file import pickle_of
+from rabbitllm.models.inspection import (
+    Entries,
+    Opcode,
+    Pickles,
+    ShardMap,
+    TensorInfo,
+    Tensors,
+    Vocabulary,
+    WeightlessFile,
+    is_row_major,
+    kind_of,
+    list_pickles,
+    look_at_file,
+    row_major,
+)
+from rabbitllm.models.inspection_report import RowChoice, searched
 from tests.attacks import pickles, protobuf_files, torch_zips
 from tests.attacks.protobuf_files import SOUND
 from tests.formats.test_torch_zip import views
 from tests.support.builders import llama_tensors
 from tests.support.published import LAYERS, llama_2_shapes, write_llama_2_vocabulary, write_llama_2_weights
-from tests.support.torch_files import archive, pack
+from tests.support.torch_files import Member, archive, changed, pack, tensor_pickle
 
 
 def tensors_of(path: Path) -> Tensors:
@@ -195,3 +213,111 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointNotFoundError, match="neither a file nor a folder"):
         look_at_file(tmp_path / "pipe")
+
+
+# Opcodes of pickles of every kind of file, as `pickletools` lists them, where nothing may be run
+
+
+def listed(path: Path) -> Pickles:
+    return list_pickles(path, recognise_file(path))
+
+
+def test_a_torch_zip(tmp_path: Path) -> None:
+    path = tmp_path / "x.pth"
+    torch.save(views(), path)
+    (found,) = listed(path).pickles
+    data = pickle_of(path)
+    expected = [(opcode.name, at) for opcode, _, at in pickletools.genops(data)]
+    assert [(opcode.name, opcode.position) for opcode in found.opcodes] == expected
+    assert (found.name, found.nbytes, found.stopped) == ("data.pkl", len(data), None)
+    assert found.opcodes[4].argument == "'whole'"
+    depths = {opcode.name: opcode.depth for opcode in found.opcodes}
+    assert (depths["STOP"], depths["SETITEMS"]) == (0, 0)
+    assert max(opcode.depth for opcode in found.opcodes) == 3
+
+
+def test_a_file_from_before_torch_1_6(tmp_path: Path) -> None:
+    path = tmp_path / "x.pth"
+    torch.save({"w": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
+    assert recognise_file(path) is Weights.TORCH_LEGACY
+    found = listed(path).pickles
+    content = path.read_bytes()
+    assert len(found) == 5
+    for one in found:
+        assert (one.opcodes[0].name, one.opcodes[-1].name, one.stopped) == ("PROTO", "STOP", None)
+        begin, end = one.opcodes[0].position, one.opcodes[-1].position
+        assert content[begin : begin + 2] == b"\x80\x02"
+        assert content[end : end + 1] == b"."
+    assert "'torch._utils _rebuild_tensor_v2'" in [opcode.argument for opcode in found[3].opcodes]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_bare_pickle_of_any_protocol(tmp_path: Path, protocol: int) -> None:
+    value = {"a": [1, 2.5, (None, True)], "b": b"\0\1", "c": {"d"}}
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(value, protocol))
+    (found,) = list_pickles(tmp_path / "x.pkl", Weights.PICKLE).pickles
+    assert [o.name for o in found.opcodes] == [o.name for o, _, _ in pickletools.genops(pickle.dumps(value, protocol))]
+
+
+def test_a_pickle_that_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "x.pkl").write_bytes(b"\x80\x02}X\x05\x00\x00\x00abcdeX\xff\xff\xff\xff.")
+    (found,) = listed(tmp_path / "x.pkl").pickles
+    assert [opcode.name for opcode in found.opcodes] == ["PROTO", "EMPTY_DICT", "BINUNICODE"]
+    assert found.stopped is not None
+    assert "cannot be listed beyond byte 3" in found.stopped
+
+
+def test_a_zip_that_is_refused_is_listed_by_pythons_reader(tmp_path: Path) -> None:
+    """Two pickles of one name, one more of another, one compressed."""
+    other = [Member("archive/data.pkl", b"\x80\x02cos\nsystem\n."), Member("archive/constants.pkl", b"\x80\x02).")]
+    (tmp_path / "x.pth").write_bytes(pack([*archive(), *other]))
+    found = listed(tmp_path / "x.pth").pickles
+    assert [one.name for one in found] == ["archive/data.pkl", "archive/data.pkl", "archive/constants.pkl"]
+    assert "'os system'" in [opcode.argument for opcode in found[1].opcodes]
+    with zipfile.ZipFile(tmp_path / "y.pth", "w", zipfile.ZIP_DEFLATED) as archived:
+        archived.writestr("archive/data.pkl", tensor_pickle())
+    (one,) = listed(tmp_path / "y.pth").pickles
+    assert one.opcodes[-1].name == "STOP"
+
+
+def test_what_no_reader_understands_lists_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x.pth").write_bytes(pack(archive())[:-30])
+    assert listed(tmp_path / "x.pth").pickles == ()
+    (tmp_path / "y.pth").write_bytes(pack(changed(archive(), "data.pkl", central={"method": 99})))
+    assert listed(tmp_path / "y.pth").pickles == ()
+
+
+# Which rows are shown
+
+
+NAMES = ["a.weight", "b.weight", "a.bias", "[x]"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "matching", "more"),
+    [
+        (RowChoice(), NAMES, 4, 0),
+        (RowChoice(limit=3), NAMES[:3], 4, 1),
+        (RowChoice(skip=1, limit=2), NAMES[1:3], 4, 1),
+        (RowChoice(skip=9, limit=2), [], 4, 0),
+        (RowChoice("weight"), NAMES[:2], 2, 0),
+        (RowChoice("a.*"), ["a.weight", "a.bias"], 2, 0),
+        (RowChoice("?.bias"), ["a.bias"], 1, 0),
+        (RowChoice("weigh?"), [], 0, 0),
+        (RowChoice("[[]x]"), ["[x]"], 1, 0),
+        (RowChoice("a", skip=1, limit=1), ["a.bias"], 2, 0),
+        (RowChoice(""), NAMES, 4, 0),
+    ],
+)
+def test_rows(choice: RowChoice, shown: list[str], matching: int, more: int) -> None:
+    assert choice.of(NAMES, str) == (shown, matching, more)
+
+
+def test_an_opcode_is_found_by_its_name_and_by_its_argument() -> None:
+    assert searched(Opcode(2, 0, "GLOBAL", "'os system'")) == "GLOBAL 'os system'"
+
+
+def test_strides() -> None:
+    assert [row_major(shape) for shape in ((), (3,), (2, 3, 4), (2, 0, 4))] == [(), (1,), (12, 4, 1), (4, 4, 1)]
+    assert is_row_major((2, 1, 3), (3, 99, 1))
+    assert not is_row_major((2, 3), (1, 2))

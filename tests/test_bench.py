@@ -6,9 +6,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rabbitllm.bench.measure import BenchRequest, Measured, measure, peak_memory
-from rabbitllm.bench.record import as_record
-from rabbitllm.bench.report import shares
+from rabbitllm.bench import BenchRequest, Measured, as_record, measure, peak_memory, shares
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
 

@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.errors import CheckpointNotFoundError, OptionError
-from rabbitllm.models.library.entry import DAMAGED, UNFINISHED, WHOLE, SplitEntry, as_record, look
-from rabbitllm.models.library.find import below, known, of_model, one_of_model
+from rabbitllm.models.library import (
+    DAMAGED,
+    UNFINISHED,
+    WHOLE,
+    SplitEntry,
+    as_record,
+    below,
+    known,
+    look,
+    of_model,
+    one_of_model,
+)
 from rabbitllm.store import locations
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from tests.support.builders import cut, llama_tensors, write_shards

@@ -1,21 +1,233 @@
-"""Disk use during a split: recorded from its events, and drawn by matplotlib (PNG, SVG or PDF by the file's suffix).
+"""Pictures of a pass and of the disk during a split (PNG, SVG or PDF by the file's suffix), drawn by matplotlib.
 
-Independent of how a split works; a point is one measurement of the disk, from an event.
+matplotlib is imported when the first figure is made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rabbitllm.base import progress
 from rabbitllm.base.terminal import amount, duration, unit_of
-from rabbitllm.display.figure import blank, check_picture, unframed, write
+from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.storage.durable import write_whole
+from rabbitllm.telemetry.passes import (
+    CALLER_STAGES,
+    COMPUTE,
+    COPIES,
+    DEQUANTIZE,
+    PINNED_UPLOAD,
+    PROMPT,
+    READ,
+    READ_WAIT,
+    UPLOAD,
+    UPLOAD_WAIT,
+    Pass,
+    median_pass,
+)
+from rabbitllm.telemetry.profiler import Event, Trace
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def check_picture(path: str | Path) -> None:
+    """Refuse, before anything is measured, a picture that could not be drawn afterwards.
+
+    Raises:
+        OptionError: the suffix of the name is not a supported format.
+        MissingPackageError: matplotlib is not installed.
+    """
+    ending = Path(path).suffix.removeprefix(".").lower()
+    if ending not in FORMATS:
+        raise OptionError(f"{path} is no name of a picture.", f"Give it one that ends in .{', .'.join(FORMATS)}.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError(
+            "A picture needs the package matplotlib.", 'Install it: pip install ".[plot]" in a copy of the repository.'
+        ) from error
+
+
+def blank(width: float, height: float) -> Any:
+    """An empty white figure of this size in inches, independent of the backend of the process."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def unframed(axes: Any) -> None:
+    """Remove the sides of axes that have no scale."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def write(figure: Any, path: str | Path, dpi: int = 150) -> None:
+    """Write a figure in the format of the file's suffix; an existing file is replaced.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=Path(path).suffix[1:].lower(), dpi=dpi)
+    write_whole(Path(path), buffer.getvalue())
+
+
+# The timing of one pass. Above, a timeline: the threads that provide weights, and the caller. Below, the caller's time
+# and the disk's for each layer.
+
+
+COLOURS: Mapping[str, str] = {
+    READ: "#0072B2",
+    UPLOAD: "#56B4E9",
+    PINNED_UPLOAD: "#009E73",
+    READ_WAIT: "#D9D9D9",
+    UPLOAD_WAIT: "#A6A6A6",
+    DEQUANTIZE: "#CC79A7",
+    COMPUTE: "#E69F00",
+}
+"""Okabe and Ito's palette, which is safe for colour-blind readers."""
+_STAGE_LABELS: Mapping[str, str] = {READ: "disk", UPLOAD: "copy to device", READ_WAIT: "wait for weights"}
+_LANES: Sequence[tuple[str, frozenset[str]]] = (
+    ("disk", frozenset({READ})),
+    ("copy", frozenset(COPIES)),
+    ("caller", frozenset(CALLER_STAGES)),
+)
+_CALLERS = CALLER_STAGES
+_BRINGERS = (READ, *COPIES)
+_MAX_NAMES = 40
+"""Limit of layers that are all named below the bars."""
+_WIDTH, _HEIGHT = 11.0, 6.2
+"""Size in inches."""
+
+
+def draw_pass(trace: Trace, path: str | Path, title: str = "", note: str = "") -> None:
+    """Draw the median pass of a trace.
+
+    Args:
+        trace: a trace with at least one complete pass.
+        path: path of the file, which is replaced.
+        title: first line, above the picture.
+        note: second line.
+
+    Raises:
+        OptionError, MissingPackageError: see `check_picture`; or there is no complete pass.
+        OSError: the file cannot be written.
+    """
+    check_picture(path)
+    events = trace.events
+    earliest = min((event.start for event in events), default=float("inf"))
+    whole = [one for one in trace.passes if not trace.dropped or one.start >= earliest]
+    chosen = median_pass(whole)
+    if chosen is None:
+        raise OptionError("There is no whole pass to draw_pass.", "Trace more passes, or keep more events.")
+    write(_pass_figure(chosen, events, title, note), path)
+
+
+def _events_of(events: Iterable[Event], one: Pass) -> list[Event]:
+    """Events that overlap the pass."""
+    end = one.start + one.wall
+    return [event for event in events if event.end > one.start and event.start < end]
+
+
+def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, float]]:
+    """layer -> stage -> seconds of a pass, layers in its order.
+
+    Reading and copying count for the pass that used the weights: those of the first layer arrived at the end of the
+    previous pass, and this pass prefetches them for the next.
+    """
+    known = list(events)
+    spent: dict[str, dict[str, float]] = {}
+    used: dict[str, float] = {}
+    for event in sorted(_events_of(known, one), key=lambda event: event.start):
+        if event.stage in _CALLERS:
+            stages = spent.setdefault(event.layer, {})
+            stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
+            used[event.layer] = event.end
+    for event in sorted(known, key=lambda event: event.start):
+        if event.stage in _BRINGERS and event.end <= used.get(event.layer, 0.0):
+            spent[event.layer][event.stage] = event.seconds
+    return spent
+
+
+def _pass_figure(one: Pass, events: Sequence[Event], title: str, note: str) -> Any:
+    figure = blank(_WIDTH, _HEIGHT)
+    above, below = figure.subplots(2, 1, height_ratios=(1, 1.9))
+    inside = _events_of(events, one)
+    _timeline(above, one, inside)
+    _bars(below, spent_by_layer(one, events))
+    present = [stage for stage in COLOURS if any(event.stage == stage for event in inside)]
+    handles = [_patch(COLOURS[stage], _STAGE_LABELS.get(stage, stage)) for stage in present]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.suptitle("\n".join(line for line in (title, note) if line), x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _timeline(axes: Any, one: Pass, events: Sequence[Event]) -> None:
+    """Draw a lane for the disk, one for copies, one for the caller; x in milliseconds of the pass."""
+    lanes = [(name, stages) for name, stages in _LANES if any(event.stage in stages for event in events)]
+    for row, (_, stages) in enumerate(lanes):
+        for stage in stages:
+            spans = [_clipped(event, one) for event in events if event.stage == stage]
+            axes.broken_barh(spans, (row - 0.36, 0.72), color=COLOURS[stage], edgecolor="white", linewidth=0.3)
+    axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlim(0, one.wall * 1e3)
+    kind = f"over {one.tokens} tokens of prompt" if one.kind == PROMPT else f"over {_tokens(one.tokens)}"
+    axes.set_xlabel(f"milliseconds of pass {one.number}, {kind}")
+    unframed(axes)
+
+
+def _clipped(event: Event, one: Pass) -> tuple[float, float]:
+    """Start and length in milliseconds of the part within the pass."""
+    start, end = max(event.start - one.start, 0.0), min(event.end - one.start, one.wall)
+    return start * 1e3, (end - start) * 1e3
+
+
+def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
+    """Draw two bars for each layer: the caller's times, stacked, and next to them those of the disk and the copies."""
+    layers = list(spent)
+    brings = any(stage in stages for stages in spent.values() for stage in _BRINGERS)
+    width = 0.4 if brings else 0.8
+    for stages, shift in ((_CALLERS, width / 2 if brings else 0.0), (_BRINGERS, -width / 2)):
+        bottom = [0.0] * len(layers)
+        for stage in stages:
+            heights = [spent[layer].get(stage, 0.0) * 1e3 for layer in layers]
+            axes.bar([x + shift for x in range(len(layers))], heights, width, bottom, color=COLOURS[stage])
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    step = max(-(-len(layers) // _MAX_NAMES), 1)
+    axes.set_xticks(range(0, len(layers), step), _short(layers)[::step], rotation=90, fontsize=8)
+    axes.set_xlim(-0.6, len(layers) - 0.4)
+    axes.set_ylabel("milliseconds")
+    unframed(axes)
+
+
+def _short(layers: Sequence[str]) -> list[str]:
+    """Names of layers without a common prefix such as `model.`."""
+    return [layer.removeprefix("model.").removeprefix("transformer.") for layer in layers]
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
+def _patch(colour: str, label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour, label=label)
+
+
+# Disk use during a split, recorded from its events; a point is one measurement of the disk, from an event.
+
 
 MAX_POINTS = 4_000
 """Limit of points; beyond it they are thinned to half: the higher of two neighbours is kept, so no peak is lost."""
@@ -26,7 +238,7 @@ SPLIT_COLOUR, SOURCE_COLOUR, LIMIT_COLOUR, WHOLE_COLOUR = "#0072B2", "#BDBDBD", 
 LABELLED, APART = 0.14, 0.04
 """Parts of the width: for labels at its left, and between two shard numbers."""
 MAX_LABEL = 60
-_WIDTH, _HEIGHT, _DPI = 8.0, 4.4, 200
+_DISK_WIDTH, _DISK_HEIGHT, _DISK_DPI = 8.0, 4.4, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +345,7 @@ def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
 
 @contextlib.contextmanager
 def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
-    """Record splits inside the context, and draw the record at the end, also if one fails.
+    """Record splits inside the context, and draw_disk the record at the end, also if one fails.
 
     Args:
         path: path of the picture; None for no picture.
@@ -152,10 +364,10 @@ def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
             yield record
     finally:
         if record.points:
-            draw(record, path)
+            draw_disk(record, path)
 
 
-def draw(record: DiskRecord, path: str | Path) -> None:
+def draw_disk(record: DiskRecord, path: str | Path) -> None:
     """Draw a record with at least one point.
 
     Raises:
@@ -163,13 +375,13 @@ def draw(record: DiskRecord, path: str | Path) -> None:
         OSError: the file cannot be written.
     """
     check_picture(path)
-    write(_drawn(record), path, _DPI)
+    write(_disk_figure(record), path, _DISK_DPI)
 
 
-def _drawn(record: DiskRecord) -> Any:
+def _disk_figure(record: DiskRecord) -> Any:
     points, peak = record.points, record.peak
     assert peak is not None
-    figure = blank(_WIDTH, _HEIGHT)
+    figure = blank(_DISK_WIDTH, _DISK_HEIGHT)
     axes = figure.subplots()
     most = max(peak.total, record.source_bytes)
     scale, unit = unit_of(most)

@@ -11,9 +11,8 @@ from huggingface_hub import hf_hub_download
 
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, UnknownArchitectureError
-from rabbitllm.models.library.entry import WHOLE
-from rabbitllm.models.pull.make import Pulled, Shards, Wish, dry_run, dry_run_record, pull, pulled_record
-from rabbitllm.models.pull.report import next_command
+from rabbitllm.models.library import WHOLE
+from rabbitllm.models.pull import Pulled, Shards, Wish, dry_run, dry_run_record, next_command, pull, pulled_record
 from rabbitllm.store import locations
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment

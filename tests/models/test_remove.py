@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.errors import SplitError
-from rabbitllm.models.library.entry import HALF_REMOVED, look
-from rabbitllm.models.library.original import original_of
-from rabbitllm.models.library.remove import plan_removal, refuse_only_copy, remove
+from rabbitllm.models.library import HALF_REMOVED, look
+from rabbitllm.models.remove import original_of, plan_removal, refuse_only_copy, remove
 from rabbitllm.splitter.lock import locked
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store import locations

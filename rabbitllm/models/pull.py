@@ -1,4 +1,4 @@
-"""Prepares a model and reports where its parts are; or predicts whether it would fit.
+"""Prepares a model and reports where its parts are; or predicts whether it would fit; and loads it.
 
 A split as `AutoModel.from_pretrained` makes it, with one difference: the shards of a repository are by default taken
 one at a time, and those fetched for the split are not kept; files that the user had before are kept, in the hub cache
@@ -8,13 +8,18 @@ as well as in a folder.
 from __future__ import annotations
 
 import enum
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from rabbitllm import prepare
+from rabbitllm.auto_model import AutoModel
 from rabbitllm.base import progress
 from rabbitllm.base.options import (
     Hosts,
@@ -25,9 +30,11 @@ from rabbitllm.base.options import (
     parse_max_memory,
     parse_size,
 )
+from rabbitllm.base.terminal import counted, put, put_fact, size, size_rounded_up
 from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.display.split_display import shown
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
-from rabbitllm.models.library.entry import SplitEntry, as_record, look
+from rabbitllm.models.library import SplitEntry, as_record, look
 from rabbitllm.prepare.make import TooLittle
 from rabbitllm.quant.compression import check_fitting
 from rabbitllm.splitter.filler import ShardExecutor
@@ -317,3 +324,159 @@ def dry_run_record(found: DryRun) -> dict[str, Any]:
         else {"need_bytes": lacking.need, "have_bytes": lacking.have, "where": lacking.where},
         "obstacle": found.outlook.obstacle,
     }
+
+
+# Loading
+
+
+def loaded_model(
+    wish: Wish, console: Console, *, split: bool = True, profiling: bool = False, fast_bfloat16: bool = False
+) -> Any:
+    """The model, as `AutoModel.from_pretrained` gives it.
+
+    Args:
+        wish: the model and the options for loading it.
+        console: receives the progress messages.
+        split: False to stream from the checkpoint's own shards without writing anything.
+        profiling: whether to profile from the first pass on.
+        fast_bfloat16: see `AutoModel.from_pretrained`.
+
+    Raises:
+        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
+    """
+    found = pulled(wish) if split else None
+    return load(wish, found, console, profiling_mode=profiling, fast_bfloat16=fast_bfloat16)
+
+
+def pulled(wish: Wish) -> Pulled:
+    """Split the model unless that is done, with a progress display; this process will load it.
+
+    Raises:
+        RabbitLLMError: see `pull`.
+    """
+    with shown():
+        return pull(wish, loads=True)
+
+
+def load(wish: Wish, found: Pulled | None, console: Console, **more: Any) -> Any:
+    """The model, as `AutoModel.from_pretrained` gives it.
+
+    Args:
+        wish: the model and the options for loading it.
+        found: its split; None to stream from the checkpoint's own shards.
+        console: receives the progress messages.
+        **more: for `from_pretrained`.
+
+    Raises:
+        RabbitLLMError: see `AutoModel.from_pretrained`.
+    """
+    options: dict[str, Any] = {
+        "device": wish.where,
+        "max_memory": wish.max_memory,
+        "trust_remote_code": wish.trust_remote_code,
+        "verify_checksums": wish.verify_checksums,
+        "hosts": wish.hosts,
+        **more,
+    }
+    by_name: dict[str, Any] = {
+        "compression": wish.compression,
+        "layer_shards_saving_path": wish.folder,
+        "revision": wish.access.revision,
+    }
+    if found is None:
+        with shown():
+            return AutoModel.from_pretrained(wish.name, split=False, **by_name, **options)
+    with console.status("loading …"):
+        if found.config_folder == found.entry.folder:
+            return AutoModel.from_pretrained(found.entry.folder, **options)
+        return AutoModel.from_pretrained(wish.name, **by_name, **options)
+
+
+# The final report of `rabbitllm pull`: locations, sizes, and the next command
+
+
+def show_pulled(pulled: Pulled, wish: Wish, console: Console) -> None:
+    """Print the outcome."""
+    entry = pulled.entry
+    how = entry.compression or "uncompressed"
+    state = "is ready; it was whole already" if pulled.before else "is ready"
+    put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
+    put_fact(console, "layers", f"{entry.layers}, {size(entry.nbytes)} in {entry.folder}")
+    if (said := _of_the_original(pulled)) is not None:
+        put_fact(console, "original", said)
+    if not pulled.before:
+        put_fact(console, "time", f"{pulled.seconds:.1f} s, at most {size(pulled.peak_disk_bytes)} in the folder")
+    put_fact(console, "next", next_command(pulled, wish))
+
+
+def _of_the_original(pulled: Pulled) -> str | None:
+    match pulled.shards:
+        case Shards.KEPT:
+            return f"kept, in {pulled.shards_at}"
+        case Shards.FETCHED:
+            return "on the hub; the shards that were fetched for this are not kept"
+        case Shards.DELETED:
+            return "its shards are gone: these layer files are the only copy"
+        case Shards.PARTLY:
+            return f"some of its shards are in {pulled.shards_at}"
+        case None:
+            return None
+
+
+def next_command(pulled: Pulled, wish: Wish) -> str:
+    """The command that runs this model."""
+    return shlex.join(["rabbitllm", "run", *model_words(pulled.name, wish)]) + ' "What is a rabbit?"'
+
+
+def model_words(name: str, wish: Wish) -> list[str]:
+    """The arguments that name a model and this split of it."""
+    words = [name]
+    if wish.compression is not None:
+        words += ["--compression", wish.compression]
+    if wish.folder is not None:
+        words += ["--dir", str(wish.folder)]
+    if wish.access.revision is not None:
+        words += ["--revision", wish.access.revision]
+    return words
+
+
+def show_dry_run(found: DryRun, wish: Wish, console: Console) -> None:
+    """Print the plan, and whether it fits."""
+    outlook, how = found.outlook, found.outlook.compression or "uncompressed"
+    put(console, Text(f"{found.name}, {how}", "bold"))
+    if outlook.output_bytes is not None:
+        put_fact(console, "layers", f"{size(outlook.output_bytes)} in {outlook.folder}")
+    if outlook.state == "unfinished":
+        used = f"{outlook.shards_used} of {counted(outlook.shards, 'shard')} used up"
+        put_fact(console, "begun", f"{used}; pull goes on from there")
+    route = found.route or (found.routes[-1] if found.routes else None)
+    if route is not None:
+        put_fact(console, "on the disk", f"at most {size_rounded_up(route.disk_bytes)} more than now")
+        created = f"{size_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
+        put_fact(console, "it creates", f"at most {created}; --max-disk limits this")
+        put_fact(console, "shards", _of_the_shards(found, wish))
+    put(console, _verdict(found))
+
+
+def _of_the_shards(found: DryRun, wish: Wish) -> str:
+    if wish.sequential:
+        return "each is deleted when it is used up"
+    route = found.route or found.routes[-1]
+    if wish.keep_shards:
+        return "fetched into the hub cache, and kept"
+    return "kept where they are" if route.name == STANDARD else "fetched one by one and not kept; those here stay"
+
+
+def _verdict(found: DryRun) -> Text:
+    if found.outlook.finished:
+        return Text("It is whole already: nothing to do.", "bold green")
+    if found.outlook.obstacle is not None:
+        return Text(f"It cannot be split: {found.outlook.obstacle}.", "bold red")
+    if found.fits:
+        return Text("It fits. `rabbitllm plan` says how long it takes.", "bold green")
+    if not found.routes:
+        return Text("There is no such way: `rabbitllm plan` shows those there are.", "bold red")
+    lacking = found.routes[-1].lacking
+    assert lacking is not None
+    text = f"It does not fit: it needs {lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}."
+    return Text(f"{text} `rabbitllm plan` shows what would.", "bold red")

@@ -1,1 +1,0 @@
-"""`rabbitllm bench`: measures how fast a model generates on this machine, and how the time is divided."""

@@ -1,1 +1,0 @@
-"""`rabbitllm convert`: any splittable checkpoint as sharded safetensors."""

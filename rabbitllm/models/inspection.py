@@ -1,0 +1,538 @@
+"""The content of a file, a checkpoint's folder, a split directory or a repository, without reading any weights.
+
+Finds them as a split would and reads headers, directories and pickles; of a repository, by range requests. Writes only
+small files into the hub cache.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import stat
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import prepare
+from rabbitllm.base.options import expand
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidecar
+from rabbitllm.checkpoints.fetch import side_by_side
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.checkpoints.index import ALL_WEIGHT_SUFFIXES, read_index
+from rabbitllm.checkpoints.naming import assign_layers, guessed_naming, layer_order, naming_for
+from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
+from rabbitllm.formats.bounded import read_json
+from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
+from rabbitllm.formats.sentencepiece_model import SentencePieceModel, read_model
+from rabbitllm.formats.shard_header import HEAD_BYTES, TORCH, Weights, read_shard_header, recognise
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.formats.torch_file import PICKLE, TorchTensor, pickle_of, read_legacy_torch, read_torch_zip
+from rabbitllm.splitter.plan import tensors_by_shard
+from rabbitllm.store.layer_store import LayerStore, StoredTensor
+from rabbitllm.store.manifest import JOURNAL_NAME, is_finished
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file.
+
+    Attributes:
+        name: its name in the file; in a split directory, its name in the checkpoint.
+        dtype: as safetensors names it; "8bit", "4bit" or "4bit-double" where it is compressed.
+        shape, strides: shape and strides in elements.
+        offset: of its first byte, from the start of the file.
+        nbytes: its size in row-major order.
+        layer: id of its layer.
+        file: name of its file.
+        storage: in a torch zip, the entry whose bytes it views; several tensors may view the same.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    nbytes: int
+    layer: str
+    file: str
+    storage: str | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of a file, or of all files of a checkpoint.
+
+    Attributes:
+        tensors: in the order of the file.
+        layers: ids in the order of a pass.
+        metadata: `__metadata__` of a safetensors file.
+        left_out: keys of a training checkpoint that hold no weights.
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    layers: tuple[str, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def dtypes(self) -> Mapping[str, int]:
+        """Number of tensors of each dtype, most frequent first."""
+        return dict(Counter(tensor.dtype for tensor in self.tensors).most_common())
+
+    @property
+    def sharing(self) -> int:
+        """Number of tensors that share a storage with an earlier one."""
+        held = [tensor.storage for tensor in self.tensors if tensor.storage is not None and tensor.elements]
+        return len(held) - len(set(held))
+
+    @property
+    def strided(self) -> int:
+        """Number of tensors that are not row-major."""
+        return sum(tensor.elements > 0 and not is_row_major(tensor.shape, tensor.strides) for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A `tokenizer.model`."""
+
+    model: SentencePieceModel
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A JSON object: `params.json`, `config.json` and the like."""
+
+    entries: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMap:
+    """An index: tensor name -> shard, and its metadata."""
+
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Opcode:
+    """One opcode of a pickle: its byte offset, the number of open marks, its name, and its argument as text."""
+
+    position: int
+    depth: int
+    name: str
+    argument: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pickle:
+    """A pickle's opcodes.
+
+    Attributes:
+        name: the entry of a zip, or the file.
+        nbytes: its length, or the length of the rest of the file from its beginning.
+        opcodes: as many as could be decoded.
+        stopped: why the list ends before the pickle; None if it is complete.
+    """
+
+    name: str
+    nbytes: int
+    opcodes: tuple[Opcode, ...]
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pickles:
+    """The pickles of a file, listed but not run."""
+
+    pickles: tuple[Pickle, ...]
+
+
+Content = Tensors | Vocabulary | Entries | ShardMap | Pickles
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The content of a file, folder or repository.
+
+    Attributes:
+        source: as the user wrote it; for a repository, with its commit.
+        format: in words.
+        size: bytes of the file, or of all shards.
+        content: None where nothing could be read.
+        shards: each file of weights of a checkpoint, with its bytes.
+        absent: missing shards that the index names.
+        beside: names of the other files of a checkpoint.
+        has_pickle: whether `--opcodes` would list anything.
+        refusal: the error that a split would raise.
+    """
+
+    source: str
+    format: str
+    size: int
+    content: Content | None = None
+    shards: Mapping[str, int] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    has_pickle: bool = False
+    refusal: RabbitLLMError | None = None
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements, as torch reports them."""
+    strides = [1] * len(shape)
+    for at in range(len(shape) - 2, -1, -1):
+        strides[at] = strides[at + 1] * max(shape[at + 1], 1)
+    return tuple(strides)
+
+
+def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
+    return all(size == 1 or a == b for size, a, b in zip(shape, strides, row_major(shape), strict=True))
+
+
+# A single file: its format by its first bytes, and its content by that format's reader.
+
+
+# The pickles of a file as lists of opcodes, for people to look at. Nothing of them is run, built or imported.
+#
+# A refused file is the one most worth looking at, so content that the strict readers refuse is still listed as far as
+# possible: a zip unlike torch's by Python's own reader (which may see another file in it than torch does), a truncated
+# pickle up to its end.
+
+MAX_PICKLES = 8
+"""Limit of pickles per file. A torch file from before 1.6 has five in a row, a TorchScript archive two."""
+HAVE_PICKLES = (Weights.TORCH_ZIP, Weights.TORCH_LEGACY, Weights.PICKLE)
+_OPENS = {"MARK"}
+_CLOSES = {
+    *("TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS", "ADDITEMS", "FROZENSET", "INST", "OBJ", "POP_MARK"),
+}
+
+
+def list_pickles(path: Path, kind: Weights) -> Pickles:
+    """Every pickle of a local file.
+
+    Args:
+        path: the file.
+        kind: its format; one of `HAVE_PICKLES`.
+    """
+    if kind is Weights.TORCH_ZIP:
+        return Pickles(tuple(_listed(data, name) for name, data in _pickles_of_zip(path)))
+    with path.open("rb") as stream:
+        data = stream.read(MAX_PICKLE_BYTES)
+    return Pickles(tuple(_one_after_the_other(data, path.name, 5 if kind is Weights.TORCH_LEGACY else 1)))
+
+
+def _pickles_of_zip(path: Path) -> list[tuple[str, bytes]]:
+    try:
+        return [(PICKLE, pickle_of(path))]
+    except CheckpointError:
+        return list(_by_pythons_reader(path))
+
+
+def _by_pythons_reader(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The pickles of any zip; the size limit holds for each, whatever size it declares."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wanted = (entry for entry in archive.infolist() if entry.filename.endswith(".pkl"))
+            for entry in itertools.islice(wanted, MAX_PICKLES):
+                with archive.open(entry) as stream:
+                    yield entry.filename, stream.read(MAX_PICKLE_BYTES)
+    except (zipfile.BadZipFile, zlib.error, OSError, ValueError, RuntimeError, NotImplementedError, EOFError):
+        return  # the strict reader has reported the problem
+
+
+def _one_after_the_other(data: bytes, name: str, most: int) -> Iterator[Pickle]:
+    at = 0
+    for number in range(min(most, MAX_PICKLES)):
+        listed = _listed(data[at:], f"{name}, pickle {number + 1}" if most > 1 else name, at)
+        yield listed
+        if listed.stopped is not None:
+            return
+        at = listed.opcodes[-1].position + 1
+
+
+def _listed(data: bytes, name: str, begin: int = 0) -> Pickle:
+    """A pickle's opcodes up to its STOP; positions count from `begin` bytes before the pickle."""
+    opcodes: list[Opcode] = []
+    depth, stopped = 0, None
+    try:
+        for opcode in list_opcodes(data, name):
+            depth -= depth > 0 and opcode.name in _CLOSES
+            opcodes.append(Opcode(begin + opcode.position, depth, opcode.name, opcode.argument))
+            depth += opcode.name in _OPENS
+    except CheckpointError as error:
+        stopped = error.problem
+    if stopped is None and len(opcodes) == MAX_LISTED and opcodes[-1].name != "STOP":
+        stopped = f"More than {MAX_LISTED:,} opcodes are not listed."
+    return Pickle(name, len(data), tuple(opcodes), stopped)
+
+
+class WeightlessFile(enum.Enum):
+    """A file without weights; the value is its format in words."""
+
+    VOCABULARY = "a SentencePiece vocabulary"
+    JSON = "JSON"
+
+
+def kind_of(head: bytes, name: str) -> Weights | WeightlessFile:
+    """The format of a file that begins with `head`; its name decides only where `head` is of no known format."""
+    found = recognise(head)
+    if found is not Weights.UNKNOWN:
+        return found
+    if _begins_with_a_piece(head):
+        return WeightlessFile.VOCABULARY
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        return WeightlessFile.JSON
+    return WeightlessFile.VOCABULARY if name.endswith(".model") else found
+
+
+def _begins_with_a_piece(head: bytes) -> bool:
+    """Whether the first message has a text and a score, and perhaps a type, as sentencepiece writes them."""
+    return len(head) > 3 and head[0] == head[2] == 0x0A and head[1] - head[3] in (7, 9)
+
+
+def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
+    """The content of a file; for a file that its reader refuses, with the refusal.
+
+    Args:
+        path: a regular file.
+        opcodes: list its pickles instead of its tensors; a bare pickle can only be listed so.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file, or it cannot be read.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its writer
+        raise CheckpointNotFoundError(
+            f"{path} is neither a file nor a folder.", "Name a file, a folder or a repository."
+        )
+    try:
+        with path.open("rb") as stream:
+            kind = kind_of(stream.read(HEAD_BYTES), path.name)
+    except PermissionError:
+        raise CheckpointNotFoundError(f"{path} may not be read.", "Check its permissions.") from None
+    content, refusal = _read(path, kind)
+    has_pickle = kind in HAVE_PICKLES
+    if isinstance(kind, Weights) and has_pickle and (opcodes or kind is Weights.PICKLE):
+        content = list_pickles(path, kind)
+    return Inspection(str(path), kind.value, found.st_size, content, has_pickle=has_pickle, refusal=refusal)
+
+
+def _read(path: Path, kind: Weights | WeightlessFile) -> tuple[Content | None, CheckpointError | None]:
+    try:
+        if kind is WeightlessFile.VOCABULARY:
+            return Vocabulary(read_model(path)), None
+        if kind is WeightlessFile.JSON:
+            return _read_text(path), None
+        return _read_weights(path, kind), None
+    except CheckpointError as error:
+        return None, error
+
+
+def _read_text(path: Path) -> Content:
+    if path.name.endswith(".index.json"):
+        metadata = read_json(path).get("metadata")
+        return ShardMap(read_index(path).weight_map, metadata if isinstance(metadata, dict) else {})
+    return Entries(read_json(path))
+
+
+def _read_weights(path: Path, kind: Weights | WeightlessFile) -> Tensors:
+    family = family_in(path.parent)
+    if kind in TORCH:
+        read = read_torch_zip(path) if kind is Weights.TORCH_ZIP else read_legacy_torch(path)
+        layers, order = layers_of((tensor.name for tensor in read.tensors), family)
+        return Tensors(
+            tuple(_of_torch(tensor, layers[tensor.name], zipped=kind is Weights.TORCH_ZIP) for tensor in read.tensors),
+            order,
+            left_out=read.left_out,
+        )
+    header = read_shard_header(path)
+    layers, order = layers_of((spec.name for spec in header.tensors), family)
+    return Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in header.tensors), order, header.metadata)
+
+
+def family_in(folder: Path) -> str | None:
+    """The `model_type` of the config in a folder, if there is a readable one."""
+    try:
+        family = read_json(folder / "config.json").get("model_type")
+    except (CheckpointError, OSError):
+        return None
+    return family if isinstance(family, str) else None
+
+
+def layers_of(names: Iterable[str], family: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The id of each tensor's layer, and all ids in the order of a pass; guessed for an unknown family."""
+    assigned = assign_layers(list(names), family, naming_for(family) or guessed_naming())
+    stems = {layer.id: layer.stem for layer in assigned.values()}
+    ids = {tensor: layer.id for tensor, layer in assigned.items()}
+    return ids, tuple(sorted(stems, key=lambda layer: layer_order(stems[layer])))
+
+
+def of_spec(spec: TensorSpec, layer: str) -> TensorInfo:
+    """A tensor in a shard's header."""
+    strides = row_major(spec.shape) if spec.strides is None else spec.strides
+    return TensorInfo(spec.name, spec.dtype, spec.shape, strides, spec.offset, spec.nbytes, layer, spec.file)
+
+
+def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
+    return TensorInfo(
+        tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        tensor.strides,
+        tensor.offset,
+        tensor.nbytes,
+        layer,
+        tensor.file,
+        f"data/{tensor.storage}" if zipped else tensor.storage,
+    )
+
+
+# A name
+
+
+HEADER_THREADS = 8
+_FILE_SUFFIXES = (*ALL_WEIGHT_SUFFIXES, ".model", ".json")
+
+
+def look(
+    name: str | Path, *, revision: str | None = None, token: str | bool | None = None, opcodes: bool = False
+) -> Inspection:
+    """The content of a file, folder or repository.
+
+    Args:
+        name: a file, a folder, or a repository as `organisation/name`.
+        revision: branch, tag or commit of the repository.
+        token: access token for the hub.
+        opcodes: list the pickles of a file instead of its tensors.
+
+    Returns:
+        A record; its `refusal` is the problem with it, if any.
+
+    Raises:
+        CheckpointNotFoundError: nothing of that name exists.
+        HubError: the hub did not answer.
+        OptionError: opcodes of something that is not a file.
+    """
+    path = expand(name)
+    if str(name) and path.exists() and not path.is_dir():
+        return look_at_file(path, opcodes=opcodes)
+    if opcodes:
+        raise OptionError(f"--opcodes lists the pickles of a file, and {name} is none.", "Name one of its files.")
+    if path.is_dir() and is_finished(path):
+        return _look_at_split(path)
+    if path.is_dir() and (path / JOURNAL_NAME).exists():
+        raise CheckpointNotFoundError(
+            f"{path} is a split that is unfinished; some of its tensors are still in their shards.",
+            "Name the checkpoint that it is made from: `rabbitllm plan` says how far it came, and the call that began "
+            "it goes on.",
+        )
+    if not path.is_dir() and path.suffix in _FILE_SUFFIXES:
+        raise CheckpointNotFoundError(f"There is no file {str(path)!r}.", "Check the path.")
+    return _look_at_checkpoint(str(name), revision, token)
+
+
+def _look_at_split(folder: Path) -> Inspection:
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    sizes = {path.name: path.stat().st_size for path in files if path.suffix == ".safetensors"}
+    beside = tuple(path.name for path in files if is_sidecar(path.name, path.stat().st_size))
+    total = sum(sizes.values())
+    try:
+        store = LayerStore(folder)
+    except RabbitLLMError as error:
+        return Inspection(str(folder), "a split directory", total, None, sizes, beside=beside, refusal=error)
+    layers, order = layers_of(store.tensors, family_in(folder))
+    if store.manifest is not None:
+        layers = {tensor: record.id for record in store.manifest.layers for tensor in record.tensors}
+        order = tuple(record.id for record in store.manifest.layers)
+    content = Tensors(tuple(_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values()), order)
+    made = "RabbitLLM 1.1's" if store.manifest is None else f"of {store.manifest.source.name}"
+    title = f"a split directory, {store.compression or 'uncompressed'}, {made}"
+    return Inspection(str(folder), title, total, content, sizes, beside=beside)
+
+
+def _stored(tensor: StoredTensor, layer: str) -> TensorInfo:
+    first = tensor.parts[0]
+    dtype = tensor.quantized.scheme if tensor.quantized is not None else first.dtype
+    strides = row_major(tensor.shape)
+    return TensorInfo(tensor.name, dtype, tensor.shape, strides, first.offset, tensor.nbytes, layer, first.file)
+
+
+def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | None) -> Inspection:
+    sought = prepare.Sought(name, access=HubAccess(revision, token), only_look=True)
+    source = prepare.find(sought)
+    checkpoint = prepare.open_weights(source, [source.split_folder])
+    if checkpoint is None:
+        return _look_at_split(source.split_folder)
+    shards = checkpoint.index.shards
+    found = dict(zip(shards, side_by_side(lambda s: _facts(checkpoint, s), shards, HEADER_THREADS), strict=True))
+    facts = {shard: one for shard, one in found.items() if isinstance(one, ShardMetadata)}
+    absent = tuple(shard for shard, one in found.items() if one is None)
+    specs = [spec for one in facts.values() for spec in one.header.tensors]
+    layers, order = layers_of((spec.name for spec in specs), family_in(source.config_folder))
+    commit = source.repository.commit if source.repository is not None else None
+    return Inspection(
+        name if commit is None else f"{name} at commit {commit}",
+        "a checkpoint on the hub" if commit is not None else "a checkpoint",
+        sum(one.size for one in facts.values()),
+        Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in specs), order),
+        {shard: one.size for shard, one in facts.items()},
+        absent,
+        _sidecars(checkpoint),
+        refusal=_refusal(checkpoint, found, facts, absent),
+    )
+
+
+def _facts(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointError | None:
+    """The metadata of a shard, or the error in it; None where the shard is absent."""
+    try:
+        return checkpoint.facts(shard)
+    except CheckpointError as error:
+        return error
+
+
+def _refusal(
+    checkpoint: Checkpoint,
+    found: Mapping[str, ShardMetadata | CheckpointError | None],
+    facts: Mapping[str, ShardMetadata],
+    absent: tuple[str, ...],
+) -> CheckpointError | None:
+    """The error that a split would raise: an unsound shard, missing shards, or an unsound index."""
+    broken = next((one for one in found.values() if isinstance(one, CheckpointError)), None)
+    if broken is not None:
+        return broken
+    if absent:
+        some = ", ".join(absent[:5]) + (" …" if len(absent) > 5 else "")
+        return MissingShardError(
+            f"{checkpoint.label} lacks {len(absent)} of the {len(found)} shards its index names: {some}.",
+            "Put them there, or give the repository they come from.",
+        )
+    try:
+        tensors_by_shard(checkpoint.index, facts.values())
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _sidecars(checkpoint: Checkpoint) -> tuple[str, ...]:
+    return tuple(sorted(checkpoint.sidecar_sizes()))

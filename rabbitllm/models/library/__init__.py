@@ -1,1 +1,0 @@
-"""The split directories of this machine: listing them, describing their models, removing them."""

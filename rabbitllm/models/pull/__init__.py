@@ -1,1 +1,0 @@
-"""`rabbitllm pull`: prepare a model, or predict whether it would fit."""

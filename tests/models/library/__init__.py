@@ -1,1 +1,0 @@
-"""Tests of the split directories of this machine."""

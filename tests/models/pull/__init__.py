@@ -1,1 +1,0 @@
-"""Tests of getting a model ready."""
