@@ -61,7 +61,7 @@ def expert_sources(
                 name = ".".join(part for part in (unit.name, path) if part)
                 leaves = _leaves(name, module, by_target, weights, store)
                 if leaves:
-                    experts: int = module.num_experts  # type: ignore[assignment]
+                    experts: int = module.num_experts
                     used = min(_used(model, module), experts)
                     found.append(
                         packed_by(ExpertSource(name, unit.name, module, experts, used, *_lay_out(leaves)), packs)

@@ -48,7 +48,7 @@ def available_ram() -> int:
     """Bytes that this process may still allocate within the machine, its control groups, and its own limits."""
     import psutil
 
-    rooms = [found.room for found in (*group_limits(), *process_limits())]
+    rooms = [*(group.room for group in group_limits()), *(limit.room for limit in process_limits())]
     return min([int(psutil.virtual_memory().available), *rooms])
 
 
