@@ -118,7 +118,7 @@ def split(checkpoint: Path, compression: str | None) -> Path:
     from rabbitllm import prepare
     from rabbitllm.base.options import SplitOptions
 
-    source = prepare.find(prepare.Sought(str(checkpoint), compression))
+    source = prepare.find(prepare.ModelSpec(str(checkpoint), compression))
     prepare.ensure_split(source, SplitOptions(compression))
     return source.split_folder
 

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line
+from rabbitllm import prepare
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.batch_jobs.items import BatchAnswer, Generate, Item, JobLimits
-from rabbitllm.models.pull import Wish
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.chunks import WorkerPool
 from rabbitllm.ray.ray_answers import RayAnswers
@@ -159,7 +160,8 @@ class Sleeper:
 
 def by_actors(log: Path, lines: int) -> Iterator[int]:
     """Chunks of as many lines."""
-    workers = RayAnswers(WorkerPool(WORKERS, 1, 0, WORKERS), WorkerJob(Wish("none"), str(log), JobLimits()), Sleeper)
+    job = WorkerJob(LoadRequest(prepare.ModelSpec("none"), None), str(log), JobLimits())
+    workers = RayAnswers(WorkerPool(WORKERS, 1, 0, WORKERS), job, Sleeper)
     chunks = [range(at, at + AT_A_TIME) for at in range(0, lines, AT_A_TIME)]
     for group in workers.answered(chunks, lambda index: Item(index, index, Generate("", 1))):
         yield from (one.index for one in group)

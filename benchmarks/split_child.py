@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rabbitllm import prepare
 from rabbitllm.base import progress
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 
 LIBRARIES = ("torch", "bitsandbytes.functional", "rabbitllm.quant.cpu_kernels")
 TOLD = (progress.SplitStarted, progress.ShardDone, progress.SplitDone)
@@ -31,9 +31,13 @@ def main() -> None:
         importlib.import_module(library)
     job = json.loads(sys.argv[1])
     options = SplitOptions(
-        compression="4bit", sequential=True, max_disk=job["max_disk"], shard_transfer=job["mode"], profiling=True
+        compression="4bit",
+        shards=ShardPolicy.DELETE_USED,
+        max_disk=job["max_disk"],
+        shard_transfer=job["mode"],
+        profiling=True,
     )
-    source = prepare.find(prepare.Sought(job["repository"], options.compression, Path(job["folder"])))
+    source = prepare.find(prepare.ModelSpec(job["repository"], options.compression, Path(job["folder"])))
     with progress.listening(say):
         profiler = prepare.ensure_split(source, options)
     stages = {stage: asdict(total) for stage, total in profiler.stages.items()}

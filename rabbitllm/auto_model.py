@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +13,17 @@ from rabbitllm import prepare
 from rabbitllm.base.options import (
     FIRST_GPU,
     Hosts,
+    ShardPolicy,
     SplitOptions,
     StreamOptions,
-    check_transfer,
     expand,
     parse_max_memory,
-    parse_size,
     reject_unknown,
 )
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
 from rabbitllm.errors import OptionError, system_errors_by_name
-from rabbitllm.quant.compression import check_fitting
 from rabbitllm.storage.folder_lock import FolderLock
-from rabbitllm.store.manifest import check_split
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
@@ -119,7 +117,9 @@ class AutoModel:
                 with its position, tokens per second, and where the time is spent.
             cache_layers: keep the bytes of this many decoder layers in host memory, whatever `max_memory` says.
             offload_small_layers: give embeddings, norm and head no preference over decoder layers.
-            sequential_shard_processing: take one shard at a time, and delete it as soon as it is used up.
+            sequential_shard_processing: take one shard at a time, and delete it as soon as it is used up. Without it
+                all are kept; those of a repository are first fetched into the hub cache. (The commands and
+                `rabbitllm.batch` take them one at a time, and do not keep those that they fetch.)
             revision: branch, tag or commit of the repository; resolved to a commit once.
             cache_dir: the hub cache.
             local_files_only: send no requests to the hub.
@@ -161,19 +161,18 @@ class AutoModel:
         for name, (default, instead) in WITHOUT_EFFECT.items():
             if given[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
-        check_split(compression)
-        split_options = SplitOptions(
-            compression=compression,
-            sequential=sequential_shard_processing,
-            delete_original=delete_original,
-            max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
-            min_free=parse_size(min_free_disk, "min_free_disk"),
-            shard_transfer=check_transfer(shard_transfer, sequential_shard_processing),
+        shards = ShardPolicy.of(sequential=sequential_shard_processing, delete_original=delete_original)
+        split_options = prepare.split_options(
+            compression,
+            shards,
+            max_disk=max_disk,
+            min_free_disk=min_free_disk,
+            shard_transfer=shard_transfer,
             profiling=profiling_mode,
-            fit_scales=check_fitting(compression, fit_scales=fit_scales),
+            fit_scales=fit_scales,
             verify_source=verify_source,
         )
-        stream_options = StreamOptions(
+        run_options = StreamOptions(
             device=None if device is None or device is FIRST_GPU else str(device),
             dtype=None if dtype in (None, "auto") else str(dtype).removeprefix("torch."),
             attn_implementation=attn_implementation,
@@ -189,25 +188,66 @@ class AutoModel:
             fast_bfloat16=fast_bfloat16,
             verify_checksums=verify_checksums,
         )
-        access = HubAccess(
-            revision,
-            token if token is not None else hf_token,
-            expand(cache_dir) if cache_dir else None,
-            local_files_only,
-        )
-        saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
-        sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=not split)
+        cache = expand(cache_dir) if cache_dir else None
+        access = HubAccess(revision, token if token is not None else hf_token, cache, local_files_only)
+        folder = expand(layer_shards_saving_path) if layer_shards_saving_path else None
+        spec = prepare.ModelSpec(str(path_or_repo_id), compression, folder, access)
         if not split:
-            _check_unsplit(split_options)
-            return _load_unsplit(sought, stream_options, hosts)
-        return _load(sought, split_options, stream_options, hosts)
+            check_unsplit(split_options)
+        return load(LoadRequest(spec, split_options if split else None, run_options, hosts))
 
 
-def _check_unsplit(options: SplitOptions) -> None:
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """A model, how it is split and how it runs, as `from_pretrained`, the commands and `batch` ask for it.
+
+    Attributes:
+        spec: the model.
+        split: options of the split; None to stream from the checkpoint's own shards and write nothing.
+        run: options for running it.
+        hosts: processes that compute it together.
+    """
+
+    spec: prepare.ModelSpec
+    split: SplitOptions | None
+    run: StreamOptions = field(default_factory=StreamOptions)
+    hosts: Hosts | None = None
+
+
+@system_errors_by_name()
+def load(request: LoadRequest) -> Any:
+    """Return the model as `AutoModel.from_pretrained` does, and split it first unless that is done.
+
+    Raises:
+        RabbitLLMError: see the tree in `rabbitllm.errors`.
+    """
+    options, devices = request.run, _devices(request.run)
+    source = prepare.find(request.spec, only_look=request.split is None)
+    if request.split is None and not source.finished:
+        return _load_unsplit(request, source, devices)
+    if request.split is not None:
+        split_options = prepare.with_memory(request.split, options, devices)
+        with (
+            split_display.shown(options.show_progress),
+            prepare.acceptance(source, options, devices, too_little=_too_little(request.hosts)) as accept,
+        ):
+            profile = prepare.ensure_split(source, split_options, prepare.quantize_on(devices), accept=accept)
+        if profile.enabled and profile.stages:
+            print(profile.report())
+    with prepare.read_lock(source.split_folder) as lock:
+        return _locked(_model(source.split_folder, options, source.config_folder, devices, request.hosts), lock)
+
+
+def check_unsplit(options: SplitOptions) -> None:
+    """Refuse options of a split for a model that is not split.
+
+    Raises:
+        OptionError: see above.
+    """
     named = {
         f"compression={options.compression!r}": options.compression is not None,
-        "sequential_shard_processing=True": options.sequential,
-        "delete_original=True": options.delete_original,
+        "sequential_shard_processing=True": options.shards.deletes_used,
+        "delete_original=True": options.shards.deletes_rest,
         "verify_source=True": options.verify_source,
     }
     if wrong := next((name for name, given in named.items() if given), None):
@@ -216,37 +256,15 @@ def _check_unsplit(options: SplitOptions) -> None:
         )
 
 
-def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions, hosts: Hosts | None) -> Any:
+def _load_unsplit(request: LoadRequest, source: prepare.Source, devices: Sequence[Device]) -> Any:
     from rabbitllm.store.layer_store import UnsplitStore
 
-    devices = _devices(stream_options)
-    source = prepare.find(sought)
-    if source.finished:
-        with prepare.read_lock(source.split_folder) as lock:
-            return _locked(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), lock)
-    with split_display.shown(stream_options.show_progress):
-        with prepare.acceptance(source, stream_options, devices, too_little=_too_little(hosts)) as accept:
+    with split_display.shown(request.run.show_progress):
+        with prepare.acceptance(source, request.run, devices, too_little=_too_little(request.hosts)) as accept:
             prepare.check_before_fetching(source, accept)
         checkpoint, lock = prepare.whole_checkpoint(source)
     with lock:
-        return _locked(_model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices, hosts), lock)
-
-
-def _load(
-    sought: prepare.Sought, split_options: SplitOptions, stream_options: StreamOptions, hosts: Hosts | None
-) -> Any:
-    devices = _devices(stream_options)
-    source = prepare.find(sought)
-    split_options = prepare.with_memory(split_options, stream_options, devices)
-    with (
-        split_display.shown(stream_options.show_progress),
-        prepare.acceptance(source, stream_options, devices, too_little=_too_little(hosts)) as accept,
-    ):
-        profile = prepare.ensure_split(source, split_options, prepare.quantize_on(devices), accept=accept)
-    if profile.enabled and profile.stages:
-        print(profile.report())
-    with prepare.read_lock(source.split_folder) as lock:
-        return _locked(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), lock)
+        return _locked(_model(UnsplitStore(checkpoint), request.run, checkpoint.folder, devices, request.hosts), lock)
 
 
 def _too_little(hosts: Hosts | None) -> TooLittle:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
-from rabbitllm.base.options import SplitOptions, StreamOptions, expand
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.display import split_display
@@ -124,7 +124,7 @@ def split_and_save_layers(
         RabbitLLMError: see the tree in `rabbitllm.errors`.
     """
     check_compression(compression)
-    sought = prepare.Sought(
+    spec = prepare.ModelSpec(
         str(checkpoint_path),
         compression,
         expand(layer_shards_saving_path) if layer_shards_saving_path else None,
@@ -132,11 +132,13 @@ def split_and_save_layers(
         repo_id,
         splitted_model_dir_name,
     )
-    source = prepare.find(sought)
-    options = SplitOptions(compression, sequential_shard_processing, delete_original)
+    source = prepare.find(spec)
+    shards = ShardPolicy.of(sequential=sequential_shard_processing, delete_original=delete_original)
+    options = SplitOptions(compression, shards)
     with split_display.shown(), contextlib.ExitStack() as stack:
-        deletes = sequential_shard_processing or delete_original
-        accept = stack.enter_context(prepare.acceptance(source, StreamOptions(device="cpu"))) if deletes else None
+        accept = None
+        if shards.deletes_original:
+            accept = stack.enter_context(prepare.acceptance(source, StreamOptions(device="cpu")))
         prepare.ensure_split(source, options, _quantize_on(compression), _naming(layer_names), accept=accept)
     return str(source.split_folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,20 +24,62 @@ BIG_LAYER_BYTES = 10 * 1000**3
 """Layers above this size cause a warning; they are filled on disk, so splitting takes no RAM, but streaming does."""
 
 
+class ShardPolicy(enum.Enum):
+    """What a split does with the shards of its source.
+
+    The first word says when shards are deleted; `_AND_REST` deletes what is left of the original when the split is
+    complete.
+
+    - KEEP: never. Those of a repository are all fetched into the hub cache before the split begins.
+    - DELETE_FETCHED: only those that the split fetches itself, which it takes one at a time.
+    - DELETE_USED: each as soon as it is used up, one at a time, wherever it is.
+    """
+
+    KEEP = "keep"
+    KEEP_AND_REST = "keep, and delete the original at the end"
+    DELETE_FETCHED = "delete fetched ones"
+    DELETE_FETCHED_AND_REST = "delete fetched ones, and the original at the end"
+    DELETE_USED = "delete used ones"
+    DELETE_USED_AND_REST = "delete used ones, and the rest of the original at the end"
+
+    @classmethod
+    def of(cls, *, sequential: bool, delete_original: bool, keep_fetched: bool = True) -> ShardPolicy:
+        """Return the policy for the arguments of users; `keep_fetched` has no effect with `sequential`."""
+        name = "DELETE_USED" if sequential else "KEEP" if keep_fetched else "DELETE_FETCHED"
+        return cls[f"{name}_AND_REST" if delete_original else name]
+
+    @property
+    def takes_one_at_a_time(self) -> bool:
+        """Whether shards of a repository are fetched one at a time, and not kept."""
+        return self not in (ShardPolicy.KEEP, ShardPolicy.KEEP_AND_REST)
+
+    @property
+    def deletes_used(self) -> bool:
+        """Whether each shard is deleted as soon as it is used up, wherever it is."""
+        return self in (ShardPolicy.DELETE_USED, ShardPolicy.DELETE_USED_AND_REST)
+
+    @property
+    def deletes_rest(self) -> bool:
+        """Whether the rest of the original is deleted when the split is complete."""
+        return self.name.endswith("_AND_REST")
+
+    @property
+    def deletes_original(self) -> bool:
+        """Whether files are deleted that the split did not fetch itself."""
+        return self.deletes_used or self.deletes_rest
+
+
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
     """Options of a split.
 
     Attributes:
         compression: None, one for all tensors ("8bit", "4bit", "4bit-double"), or "auto" for bits chosen by tensor.
-        sequential: take one shard at a time and delete it as soon as it is used up.
-        delete_original: remove the original when the split is complete; with `sequential`, the rest of it.
+        shards: what becomes of the shards.
         max_disk: bytes that the split may create (layer files and fetched shards); None for what is free.
-        shard_transfer: how shards of a repository arrive on the sequential route: "file" (each is fetched whole, and
-            the next one meanwhile if the disk has room), "stream" (none is ever a file), or "auto" (the first of these
-            that fits).
-        keep_own: for a repository without `sequential`: take one shard at a time, and delete those that the split
-            fetched itself; shards in the hub cache are kept.
+        shard_transfer: how shards of a repository arrive that are taken one at a time: "file" (each is fetched whole,
+            and the next one meanwhile if the disk has room), "stream" (none is ever a file), or "auto" (the first of
+            these that fits).
         memory: at "auto", bytes in which all weights should be resident; None for no such limit.
         memory_is_said: whether the caller gave those bytes; else they are what is free.
         fit_scales: at 4bit and 4bit-double choose scales that fit their blocks best, instead of bitsandbytes' own.
@@ -48,14 +91,12 @@ class SplitOptions:
     """
 
     compression: str | None = None
-    sequential: bool = False
-    delete_original: bool = False
+    shards: ShardPolicy = ShardPolicy.KEEP
     max_disk: int | None = None
     profiling: bool = False
     threads: int = field(default_factory=lambda: usable_cores())
     shard_transfer: str = "auto"
     min_free: int = 1_000_000_000
-    keep_own: bool = False
     memory: int | None = None
     memory_is_said: bool = False
     fit_scales: bool = False

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.options import expand, parse_size
+from rabbitllm.base.options import StreamOptions, expand, parse_max_memory, parse_size
 from rabbitllm.batch_jobs.installed import check_installed
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling
 from rabbitllm.batch_jobs.lines import pooling_of
 from rabbitllm.batch_jobs.spool import STDIN
+from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import system_errors_by_name
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def batch(
         exact: compute each line's rows separately; see `rabbitllm.batch_jobs.items.JobLimits`.
         overwrite: replace an existing output.
         compression, device, max_memory, dtype, revision, trust_remote_code: of `AutoModel.from_pretrained`, for a model
-            that is not loaded yet; without `compression`, that of a split on this machine.
+            that is not loaded yet; without `compression`, that of a split on this machine. Shards that are fetched for
+            a split are not kept.
 
     Returns:
         One object for each line, in the order of the input; with `out`, the final progress.
@@ -84,18 +86,18 @@ def batch(
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
     if isinstance(model, str | os.PathLike):
-        from rabbitllm.batch_jobs.loading import wish_of
+        from rabbitllm import prepare
+        from rabbitllm.auto_model import LoadRequest
+        from rabbitllm.models.library import compression_to_run
+        from rabbitllm.models.pull import shard_policy
 
         name = str(model)
-        wish = wish_of(
-            name,
-            compression=compression,
-            device=device,
-            max_memory=max_memory,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
+        run = StreamOptions(
+            device=device, dtype=dtype, max_memory=parse_max_memory(max_memory), trust_remote_code=trust_remote_code
         )
-        load, said = loading(wish, limits, dtype=dtype), settings_of(wish, dtype)
+        spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))
+        request = LoadRequest(spec, prepare.split_options(spec.compression, shard_policy()), run)
+        load, said = loading(request, limits), settings_of(request)
     else:
         name = str(model.name_or_path)
         load, said = lambda survey: Ready(model), {"dtype": str(model.dtype).removeprefix("torch.")}

@@ -16,16 +16,15 @@ from typing import Any
 
 from rich.console import Console
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.batch_jobs.input_scan import InputScan
 from rabbitllm.batch_jobs.order import CHARACTERS_OF_A_TOKEN, GENERATIONS
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory
-from rabbitllm.models.library import compression_here
-from rabbitllm.models.pull import Wish, load, pulled
+from rabbitllm.models.pull import load, pulled
 from rabbitllm.server.loading import with_room
 
 SPARE_TOKENS = 256
@@ -54,55 +53,33 @@ class BatchModel:
     weights: str | None = None
 
 
-def wish_of(name: str, *, compression: str | None = None, revision: str | None = None, **more: Any) -> Wish:
-    """The wish for a model.
-
-    Args:
-        name: the name as the user wrote it.
-        compression: None for that of a split on this machine.
-        revision: branch, tag or commit.
-        **more: further fields of `Wish`.
-    """
-    chosen = compression_here(name, None) if compression is None else compression
-    return Wish(name=name, compression=None if chosen == "none" else chosen, access=HubAccess(revision), **more)
-
-
 def loaded(
-    wish: Wish,
-    console: Console,
-    survey: InputScan,
-    sequences: int,
-    *,
-    split: bool = True,
-    dtype: str | None = None,
-    cache_bytes: int | None = None,
+    request: LoadRequest, console: Console, survey: InputScan, sequences: int, cache_bytes: int | None = None
 ) -> BatchModel:
     """Load the model.
 
     Args:
-        wish: the model and the options for loading it.
+        request: the model, its split and its run.
         console: receives the progress messages.
         survey: the scan of the input.
         sequences: limit of lines answered at a time.
-        split: False to stream from the checkpoint's own shards without writing anything.
-        dtype: the dtype to compute in; None for the config's.
         cache_bytes: limit of the KV cache; None for the need of the lines, up to half of the free memory.
 
     Raises:
         RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
     """
-    found = pulled(wish) if split else None
+    run, found = request.run, pulled(request)
     is_said = cache_bytes is not None
     pass_bytes = 0
-    if found is not None and wish.max_memory is None:
+    if found is not None and run.max_memory is None:
         lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
-        free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
-        config = read_config(found.config_folder, wish.trust_remote_code)
+        free = sum(device.free_bytes() for device in resolve_devices(run.device, None))
+        config = read_config(found.config_folder, run.trust_remote_code)
         if cache_bytes is None:
-            cache_bytes = min(needed_bytes(config, lengths, sequences, dtype), free // CACHE_SHARE) or None
-        pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // MAX_PASS_SHARE)
-    weights = with_room(wish, cache_bytes, pass_bytes)
-    model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
+            cache_bytes = min(needed_bytes(config, lengths, sequences, run.dtype), free // CACHE_SHARE) or None
+        pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), run.dtype), free // MAX_PASS_SHARE)
+    run = replace(run, max_memory=with_room(run, cache_bytes, pass_bytes), show_progress=False)
+    model = load(replace(request, run=run), found, console)
     if cache_bytes is not None and not is_said:  # less may be free now than was predicted
         cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
     if found is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.batch_jobs.display import JobDisplay
 from rabbitllm.batch_jobs.input_scan import InputScan, surveyed
 from rabbitllm.batch_jobs.items import Defaults, JobLimits
@@ -17,7 +18,6 @@ from rabbitllm.batch_jobs.run import Groups, Progress, head_of, keep, run
 from rabbitllm.batch_jobs.spool import opened as opened_input
 from rabbitllm.display.region import THE_REGION
 from rabbitllm.generation.request import Sampling
-from rabbitllm.models.pull import Wish
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +113,12 @@ def _answer(batch: BatchJob, survey: InputScan, journal: BatchJournal) -> Progre
         ready.model.pass_line = line
 
 
-def loading(
-    wish: Wish, limits: JobLimits, *, split: bool = True, dtype: str | None = None
-) -> Callable[[InputScan], Ready]:
+def loading(request: LoadRequest, limits: JobLimits) -> Callable[[InputScan], Ready]:
     """A function that loads a model for a scanned input.
 
     Args:
-        wish: the model and the options for loading it.
+        request: the model, its split and its run.
         limits: limits of the batch.
-        split, dtype: see `loading.loaded`.
     """
 
     def load(survey: InputScan) -> Ready:
@@ -132,15 +129,14 @@ def loading(
 
         errors = Console(stderr=True, highlight=False)
         with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
-            found = loaded(
-                wish, errors, survey, limits.sequences, split=split, dtype=dtype, cache_bytes=limits.cache_bytes
-            )
+            found = loaded(request, errors, survey, limits.sequences, limits.cache_bytes)
         logging.set_verbosity_error()  # no warnings about missing kernels amid progress
         return Ready(found.model, found.cache_bytes, found.weights)
 
     return load
 
 
-def settings_of(wish: Wish, dtype: str | None) -> dict[str, Any]:
+def settings_of(request: LoadRequest) -> dict[str, Any]:
     """The settings of a model that change answers, without its name."""
-    return {"compression": wish.compression, "revision": wish.access.revision, "dtype": dtype}
+    spec = request.spec
+    return {"compression": spec.compression, "revision": spec.access.revision, "dtype": request.run.dtype}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
+    from rabbitllm.auto_model import LoadRequest
     from rabbitllm.base.options import Hosts
-    from rabbitllm.models.pull import Wish
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -129,53 +133,93 @@ def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
     return found or None
 
 
-def wish_to_run(
-    model: str,
-    *,
-    compression: str | None,
-    folder: Path | None,
-    sequential: bool,
-    max_disk: str | None,
-    device: str | None,
-    max_memory: list[str] | None,
-    no_split: bool = False,
-    verify_source: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    no_verify_checksums: bool = False,
-    hosts: Hosts | None = None,
-) -> Wish:
-    """The model to prepare, from the unconverted options of a command that runs a model.
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The options that the commands share which run a model, declared once; `with_model_options` adds them."""
 
-    Without `--compression`, the compression is that of a split on this machine; with `--no-split` there is none.
+    compression: CompressionHereOption = None
+    device: DeviceOption = None
+    max_memory: MemoryOption = None
+    dtype: DtypeOption = None
+    folder: FolderOption = None
+    max_disk: MaxDiskOption = None
+    sequential: SequentialOption = False
+    no_split: NoSplitOption = False
+    verify_source: VerifySourceOption = False
+    revision: RevisionOption = None
+    trust_remote_code: TrustOption = False
+    no_verify_checksums: NoVerifyOption = False
+    fast_bfloat16: FastOption = False
 
-    Raises:
-        OptionError: a limit that names no device.
+    def request(self, model: str, hosts: Hosts | None = None, *, profiling: bool = False) -> LoadRequest:
+        """Parse and check them.
+
+        Without `--compression`, the compression is that of a split on this machine; with `--no-split` there is none.
+
+        Raises:
+            OptionError: a limit that names no device, or options that are invalid or contradict each other.
+        """
+        from rabbitllm import prepare
+        from rabbitllm.auto_model import LoadRequest, check_unsplit
+        from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory
+        from rabbitllm.checkpoints.hub import HubAccess
+        from rabbitllm.models.library import compression_to_run
+        from rabbitllm.models.pull import shard_policy
+
+        folder = expand(self.folder) if self.folder is not None else None
+        word = "none" if self.no_split and self.compression is None else self.compression
+        spec = prepare.ModelSpec(model, compression_to_run(model, word, folder), folder, HubAccess(self.revision))
+        shards = shard_policy(sequential=self.sequential)
+        split = prepare.split_options(
+            spec.compression, shards, max_disk=self.max_disk, verify_source=self.verify_source
+        )
+        if self.no_split:
+            check_unsplit(SplitOptions(spec.compression))
+        run = StreamOptions(
+            device=self.device,
+            dtype=self.dtype,
+            max_memory=parse_max_memory(limits_of(self.max_memory)),
+            profiling=profiling,
+            trust_remote_code=self.trust_remote_code,
+            fast_bfloat16=self.fast_bfloat16,
+            verify_checksums=not self.no_verify_checksums,
+        )
+        return LoadRequest(spec, None if self.no_split else split, run, hosts)
+
+
+NO_OPTIONS = ModelOptions()
+
+
+def with_model_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that declares the fields of `ModelOptions` in place of a command's parameter `options`.
+
+    Args:
+        left_out: fields that the command does not have.
     """
-    from rabbitllm.base.options import expand
-    from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.models.library import compression_here
-    from rabbitllm.models.pull import Wish
 
-    place = expand(folder) if folder is not None else None
-    if compression is None:
-        chosen = None if no_split else compression_here(model, place)
-    else:
-        chosen = compression_of(compression)
-    return Wish(
-        name=model,
-        compression=chosen,
-        folder=place,
-        sequential=sequential,
-        verify_source=verify_source,
-        access=HubAccess(revision),
-        max_disk=max_disk,
-        device=device,
-        max_memory=limits_of(max_memory),
-        trust_remote_code=trust_remote_code,
-        verify_checksums=not no_verify_checksums,
-        hosts=hosts,
-    )
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(ModelOptions, include_extras=True)
+        shared = [
+            Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=hints[field.name])
+            for field in fields(ModelOptions)
+            if field.name not in left_out
+        ]
+
+        @functools.wraps(command)
+        def called(**given: Any) -> None:
+            options = ModelOptions(**{parameter.name: given.pop(parameter.name) for parameter in shared})
+            command(**given, options=options)
+
+        own = get_type_hints(command, include_extras=True)
+        parameters: list[Parameter] = []
+        for parameter in signature(command).parameters.values():
+            is_place = parameter.name == "options"
+            parameters += shared if is_place else [parameter.replace(annotation=own[parameter.name])]
+        called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return called
+
+    return decorate
 
 
 def put_json(record: Any) -> None:

@@ -12,30 +12,21 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
-    CompressionHereOption,
-    DeviceOption,
-    DtypeOption,
+    NO_OPTIONS,
     ExactOption,
-    FolderOption,
     JsonOption,
-    MaxDiskOption,
-    MemoryOption,
     ModelArgument,
-    NoSplitOption,
-    NoVerifyOption,
+    ModelOptions,
     RayOption,
-    RevisionOption,
     SeedOption,
-    SequentialOption,
     TemperatureOption,
     TopPOption,
-    TrustOption,
-    VerifySourceOption,
     put_json,
-    wish_to_run,
+    with_model_options,
 )
 
 
+@with_model_options("fast_bfloat16")
 def batch_command(
     model: ModelArgument,
     source: Annotated[
@@ -67,18 +58,7 @@ def batch_command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an output that is there, or begun with something else.")
     ] = False,
-    compression: CompressionHereOption = None,
-    device: DeviceOption = None,
-    max_memory: MemoryOption = None,
-    dtype: DtypeOption = None,
-    folder: FolderOption = None,
-    max_disk: MaxDiskOption = None,
-    sequential: SequentialOption = False,
-    no_split: NoSplitOption = False,
-    verify_source: VerifySourceOption = False,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    no_verify_checksums: NoVerifyOption = False,
+    options: ModelOptions = NO_OPTIONS,
     ray: RayOption = None,
     ray_workers: Annotated[
         int | None, typer.Option("--ray-workers", help="With --ray: by default one for each GPU, or each machine.")
@@ -106,20 +86,7 @@ def batch_command(
     from rabbitllm.batch_jobs.spool import STDIN, columns_of
     from rabbitllm.batch_jobs.work import BatchJob, loading, settings_of, work
 
-    wish = wish_to_run(
-        model,
-        compression=compression,
-        folder=folder,
-        sequential=sequential,
-        max_disk=max_disk,
-        device=device,
-        max_memory=max_memory,
-        no_split=no_split,
-        verify_source=verify_source,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        no_verify_checksums=no_verify_checksums,
-    )
+    request = options.request(model)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "--cache-disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
@@ -128,17 +95,17 @@ def batch_command(
         source=source if source == STDIN else expand(source),
         out=output,
         name=model,
-        load=loading(wish, limits, split=not no_split, dtype=dtype),
+        load=loading(request, limits),
         defaults=Defaults(max_new_tokens, temperature, top_p, seed, tuple(stop or ()), pooling_of(pooling), normalise),
         limits=limits,
-        settings=settings_of(wish, dtype),
+        settings=settings_of(request),
         columns=columns_of(column or ()),
         overwrite=overwrite,
     )
     if ray is not None:
         from rabbitllm.ray.batch import answering_on
 
-        elsewhere = answering_on(ray, wish, model, limits, workers=ray_workers, split=not no_split, dtype=dtype)
+        elsewhere = answering_on(ray, request, model, limits, ray_workers)
         task = replace(task, elsewhere=elsewhere)
     disable_progress_bars()  # shards have our own bar, and other files are small
     console = Console(stderr=True, highlight=False)

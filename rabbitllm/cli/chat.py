@@ -10,24 +10,19 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    NO_OPTIONS,
     AddressOption,
-    CompressionHereOption,
-    DeviceOption,
-    FastOption,
-    FolderOption,
-    MaxDiskOption,
-    MemoryOption,
     ModelArgument,
-    NoVerifyOption,
+    ModelOptions,
     SeedOption,
-    SequentialOption,
     TemperatureOption,
     TopPOption,
     WorkersOption,
-    wish_to_run,
+    with_model_options,
 )
 
 
+@with_model_options("dtype", "no_split", "verify_source", "revision", "trust_remote_code")
 def chat_command(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
@@ -37,14 +32,7 @@ def chat_command(
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    compression: CompressionHereOption = None,
-    device: DeviceOption = None,
-    max_memory: MemoryOption = None,
-    folder: FolderOption = None,
-    max_disk: MaxDiskOption = None,
-    sequential: SequentialOption = False,
-    fast_bfloat16: FastOption = False,
-    no_verify_checksums: NoVerifyOption = False,
+    options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
 ) -> None:
@@ -65,19 +53,9 @@ def chat_command(
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)
     disable_progress_bars()  # shards have our own bar, and other files are small
-    wish = wish_to_run(
-        model,
-        compression=compression,
-        folder=folder,
-        sequential=sequential,
-        max_disk=max_disk,
-        device=device,
-        hosts=called_together(workers, address, model, errors),
-        max_memory=max_memory,
-        no_verify_checksums=no_verify_checksums,
-    )
+    request = options.request(model, called_together(workers, address, model, errors))
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded = loaded_model(wish, errors, fast_bfloat16=fast_bfloat16)
+        loaded = loaded_model(request, errors)
     loaded.profiler.enabled = True  # only now: no profile of a split, no timers at resident layers
 
     from transformers import logging

@@ -74,46 +74,47 @@ def pull_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
+    from rabbitllm import prepare
+    from rabbitllm.auto_model import LoadRequest
+    from rabbitllm.base.options import StreamOptions, expand, parse_max_memory
     from rabbitllm.checkpoints.hub import HubAccess
     from rabbitllm.display.pictures import pictured
     from rabbitllm.display.split_display import shown
     from rabbitllm.models import pull as pulling
 
     disable_progress_bars()  # shards have our own bar, and other files are small
-    wish = pulling.Wish(
-        name=model,
-        compression=compression_of(compression),
-        folder=folder,
-        sequential=sequential,
-        keep_shards=keep_shards,
-        delete_original=delete_original,
-        access=HubAccess(revision, token),
+    spec = prepare.ModelSpec(
+        model, compression_of(compression), expand(folder) if folder is not None else None, HubAccess(revision, token)
+    )
+    split = prepare.split_options(
+        spec.compression,
+        pulling.shard_policy(sequential=sequential, keep_shards=keep_shards, delete_original=delete_original),
         max_disk=max_disk,
         min_free_disk=min_free_disk,
         shard_transfer=shard_transfer,
-        device=device,
-        max_memory=limits_of(max_memory),
-        trust_remote_code=trust_remote_code,
         fit_scales=fit_scales,
         verify_source=verify_source,
     )
+    limits = parse_max_memory(limits_of(max_memory))
+    run = StreamOptions(device=device, max_memory=limits, trust_remote_code=trust_remote_code)
+    request = LoadRequest(spec, split, run)
     console = Console(highlight=False)
     if dry_run:
         with Console(stderr=True).status("reading headers …"):
-            found = pulling.dry_run(wish)
+            found = pulling.dry_run(request)
         if as_json:
             put_json(pulling.dry_run_record(found))
         else:
-            pulling.show_dry_run(found, wish, console)
+            pulling.show_dry_run(found, request, console)
         raise typer.Exit(0 if found.fits else 1)
     with contextlib.redirect_stdout(sys.stderr), pictured(plot), shown():
         if ray is None:
-            pulled = pulling.pull(wish)
+            pulled = pulling.pull(request)
         else:
             from rabbitllm.ray.pull import pull_on
 
-            pulled = pull_on(ray, wish, ray_tasks)
+            pulled = pull_on(ray, request, ray_tasks)
     if as_json:
         put_json(pulling.pulled_record(pulled))
     else:
-        pulling.show_pulled(pulled, wish, console)
+        pulling.show_pulled(pulled, request, console)

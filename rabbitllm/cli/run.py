@@ -5,36 +5,28 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    NO_OPTIONS,
     AddressOption,
-    CompressionHereOption,
-    DeviceOption,
-    FastOption,
-    FolderOption,
     JsonOption,
-    MaxDiskOption,
-    MemoryOption,
     ModelArgument,
-    NoSplitOption,
-    NoVerifyOption,
-    RevisionOption,
+    ModelOptions,
     SeedOption,
-    SequentialOption,
     TemperatureOption,
     TopPOption,
-    TrustOption,
-    VerifySourceOption,
     WorkersOption,
     put_json,
-    wish_to_run,
+    with_model_options,
 )
 
 
+@with_model_options("dtype")
 def run_command(
     model: ModelArgument,
     prompt: Annotated[
@@ -48,18 +40,7 @@ def run_command(
     top_p: TopPOption = None,
     seed: SeedOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Go on with the text as it is; no chat template.")] = False,
-    compression: CompressionHereOption = None,
-    device: DeviceOption = None,
-    max_memory: MemoryOption = None,
-    folder: FolderOption = None,
-    max_disk: MaxDiskOption = None,
-    sequential: SequentialOption = False,
-    no_split: NoSplitOption = False,
-    verify_source: VerifySourceOption = False,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    no_verify_checksums: NoVerifyOption = False,
-    fast_bfloat16: FastOption = False,
+    options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
     verbose: Annotated[
@@ -96,27 +77,13 @@ def run_command(
     errors = Console(stderr=True, highlight=False)
     hosts = called_together(workers, address, model, errors)
     disable_progress_bars()  # shards have our own bar, and other files are small
-    wish = wish_to_run(
-        model,
-        compression=compression,
-        folder=folder,
-        sequential=sequential,
-        max_disk=max_disk,
-        device=own_device(device, hosts),
-        max_memory=max_memory,
-        no_split=no_split,
-        verify_source=verify_source,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        no_verify_checksums=no_verify_checksums,
-        hosts=hosts,
-    )
+    request = replace(options, device=own_device(options.device, hosts)).request(model, hosts, profiling=verbose)
     if hosts is not None and not hosts.is_first:
-        work(wish, Console(stderr=True, quiet=True), split=not no_split)
+        work(request, Console(stderr=True, quiet=True))
         return
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded = loaded_model(wish, errors, split=not no_split, profiling=verbose, fast_bfloat16=fast_bfloat16)
+        loaded = loaded_model(request, errors)
     load_seconds = time.perf_counter() - start
     ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
     most = most_new_tokens(loaded, ids.shape[-1], max_new_tokens)
@@ -124,7 +91,7 @@ def run_command(
     with errors.status("reading the prompt …") as status:
         found = answer(loaded, ids, most, sampling, write, status.stop)
     if as_json:
-        put_json(answer_record(model, found, load_seconds, _where(loaded, wish)))
+        put_json(answer_record(model, found, load_seconds, _where(loaded, request.spec.compression)))
     elif found.text and not found.text.endswith("\n"):
         print_text("\n")
     if (ended := how_it_ended(found, most, raw=raw and has_template(loaded.tokenizer))) is not None and not as_json:
@@ -135,11 +102,11 @@ def run_command(
         raise typer.Exit(exit_codes.INTERRUPTED)
 
 
-def _where(model: Any, wish: Any) -> dict[str, Any]:
+def _where(model: Any, compression: str | None) -> dict[str, Any]:
     """The options of the run, for `--json`."""
     return {
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "compression": wish.compression,
+        "compression": compression,
         "folder": model.name_or_path,
     }

@@ -12,23 +12,15 @@ import typer
 from rabbitllm.base.options import expand
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
-    CompressionHereOption,
-    DeviceOption,
-    DtypeOption,
+    NO_OPTIONS,
     ExactOption,
-    FolderOption,
-    MaxDiskOption,
-    MemoryOption,
     ModelArgument,
-    NoSplitOption,
-    NoVerifyOption,
-    RevisionOption,
-    SequentialOption,
-    TrustOption,
-    wish_to_run,
+    ModelOptions,
+    with_model_options,
 )
 
 
+@with_model_options("verify_source", "fast_bfloat16")
 def serve_command(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="To listen at; 0.0.0.0 for every address of this machine.")] = "127.0.0.1",
@@ -73,17 +65,7 @@ def serve_command(
     timeout: Annotated[float | None, typer.Option(help="Seconds for a request; none by default.", min=0.001)] = None,
     grace: Annotated[float, typer.Option(help="Seconds in which what runs is finished at the end.", min=0)] = 30.0,
     max_body: Annotated[str, typer.Option(help="Of a request.")] = "4MiB",
-    compression: CompressionHereOption = None,
-    device: DeviceOption = None,
-    max_memory: MemoryOption = None,
-    dtype: DtypeOption = None,
-    folder: FolderOption = None,
-    max_disk: MaxDiskOption = None,
-    sequential: SequentialOption = False,
-    no_split: NoSplitOption = False,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    no_verify_checksums: NoVerifyOption = False,
+    options: ModelOptions = NO_OPTIONS,
 ) -> None:
     """Answer requests over HTTP as OpenAI's interface has them; one pass over the weights answers all of them.
 
@@ -111,19 +93,7 @@ def serve_command(
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     aside_bytes = None if aside is None else parse_size(aside, "--aside")
     aside_folder = None if aside_dir is None else expand(str(aside_dir))
-    wish = wish_to_run(
-        model,
-        compression=compression,
-        folder=folder,
-        sequential=sequential,
-        max_disk=max_disk,
-        device=device,
-        max_memory=max_memory,
-        no_split=no_split,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        no_verify_checksums=no_verify_checksums,
-    )
+    request = options.request(model)
     disable_progress_bars()  # shards have our own bar, and other files are small
     logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)
@@ -131,7 +101,7 @@ def serve_command(
     from rabbitllm.generation.request import Limits
     from rabbitllm.server.loading import served_name as name_of
     from rabbitllm.server.settings import Settings
-    from rabbitllm.server.start import serve_wish
+    from rabbitllm.server.start import serve_model
 
     limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, aside_folder)
     settings = Settings(
@@ -143,6 +113,6 @@ def serve_command(
         seconds=timeout,
         most_new_tokens=max_new_tokens,
     )
-    if serve_wish(wish, limits, settings, listening, console, grace=grace, split=not no_split, dtype=dtype):
+    if serve_model(request, limits, settings, listening, console, grace):
         sys.stderr.flush()
         os._exit(exit_codes.INTERRUPTED)

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from rabbitllm.cli.arguments import (
-    CompressionHereOption,
-    DeviceOption,
-    FolderOption,
-    MemoryOption,
+    NO_OPTIONS,
     ModelArgument,
-    NoSplitOption,
-    NoVerifyOption,
-    RevisionOption,
-    TrustOption,
-    wish_to_run,
+    ModelOptions,
+    with_model_options,
 )
 
 
+@with_model_options("dtype", "max_disk", "sequential", "verify_source", "fast_bfloat16")
 def worker_command(
     model: ModelArgument,
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the first process waits.", show_default=False)],
-    compression: CompressionHereOption = None,
-    device: DeviceOption = None,
-    max_memory: MemoryOption = None,
-    folder: FolderOption = None,
-    no_split: NoSplitOption = False,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    no_verify_checksums: NoVerifyOption = False,
+    options: ModelOptions = NO_OPTIONS,
 ) -> None:
     """Compute a span of a model's layers for `rabbitllm run --workers N` on another host, until that ends.
 
@@ -49,19 +38,6 @@ def worker_command(
 
     hosts = Hosts(join)
     disable_progress_bars()  # shards have our own bar, and other files are small
-    wish = wish_to_run(
-        model,
-        compression=compression,
-        folder=folder,
-        sequential=False,
-        max_disk=None,
-        device=own_device(device, hosts),
-        max_memory=max_memory,
-        no_split=no_split,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        no_verify_checksums=no_verify_checksums,
-        hosts=hosts,
-    )
+    request = replace(options, device=own_device(options.device, hosts)).request(model, hosts)
     with contextlib.redirect_stdout(sys.stderr):
-        work(wish, Console(stderr=True, highlight=False), split=not no_split)
+        work(request, Console(stderr=True, highlight=False))

@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.base.options import ShardPolicy, StreamOptions, expand, parse_max_memory, parse_size
 from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.source_scan import SourceScan
-from rabbitllm.quant.compression import CODES, check_fitting
+from rabbitllm.quant.compression import CODES
 from rabbitllm.splitter import split_estimate
 from rabbitllm.splitter.bit_allocation import AllocationSummary, allocation_of
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
@@ -40,7 +40,7 @@ from rabbitllm.splitter.split_estimate import (
     commonest_dtype,
 )
 from rabbitllm.store.layer_file import LAYER_SUFFIX
-from rabbitllm.store.manifest import MANIFEST_NAME, check_split
+from rabbitllm.store.manifest import MANIFEST_NAME
 
 MIN_FREE_DISK = "1GB"
 
@@ -88,21 +88,15 @@ def plan(
     Raises:
         RabbitLLMError: an invalid argument, no such source, or a malformed one.
     """
-    check_split(compression)
-    options = SplitOptions(
-        compression=compression,
-        max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
-        min_free=parse_size(min_free_disk, "min_free_disk"),
-        fit_scales=check_fitting(compression, fit_scales=fit_scales),
-    )
+    options = prepare.split_options(compression, max_disk=max_disk, min_free_disk=min_free_disk, fit_scales=fit_scales)
     stream_options = StreamOptions(device=device, max_memory=parse_max_memory(max_memory))
     options = prepare.with_memory(options, stream_options)
     said = None if bandwidth is None else _said_rate(bandwidth)
     saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
-    sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=True)
-    source = prepare.find(sought)
-    survey = SourceScan(source, sought, options)
+    spec = prepare.ModelSpec(str(path_or_repo_id), compression, saving_path, access)
+    source = prepare.find(spec, only_look=True)
+    survey = SourceScan(source, spec, options)
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
@@ -248,8 +242,10 @@ def _route(survey: SourceScan, name: str, compression: str | None, measured: Rat
 
 def _placed(survey: SourceScan, name: str, compression: str | None) -> tuple[SplitPlan, DiskBudget]:
     """Return plan and disk state on a route; on the standard one missing shards go to the hub cache first."""
-    sequential = name != STANDARD and not survey.options.keep_own
-    plan, request = survey.feasible[compression], survey.request(compression, sequential=sequential)
+    fetched = (ShardPolicy.DELETE_FETCHED, ShardPolicy.DELETE_FETCHED_AND_REST)
+    frees = name != STANDARD and survey.options.shards not in fetched
+    shards = ShardPolicy.DELETE_USED if frees else ShardPolicy.KEEP
+    plan, request = survey.feasible[compression], survey.request(compression, shards)
     if name != STANDARD or survey.source.repository is None:
         return plan, disk_budget_of(request, plan)
     kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
@@ -32,13 +32,13 @@ class SourceScan:
 
     Attributes:
         source: the result of `prepare.find`.
-        sought: the request for it.
+        spec: the model as it was named.
         options: the caller's.
         refused: why loading would refuse a split, by compression; filled in before `feasible` is used.
     """
 
     source: prepare.Source
-    sought: prepare.Sought
+    spec: prepare.ModelSpec
     options: SplitOptions
     refused: dict[str | None, str] = field(default_factory=dict)
 
@@ -48,9 +48,9 @@ class SourceScan:
         if self.source.repository is None and self.source.local is None:
             folder = self.source.split_folder
             manifest = read_manifest(folder)
-            return {manifest.compression if manifest is not None else self.sought.compression: folder}
-        found = {c: prepare.folder_at(self.source, self.sought, c) for c in COMPRESSIONS}
-        mixed = prepare.folder_at(self.source, self.sought, AUTO)
+            return {manifest.compression if manifest is not None else self.spec.compression: folder}
+        found = {c: prepare.folder_at(self.source, self.spec, c) for c in COMPRESSIONS}
+        mixed = prepare.folder_at(self.source, self.spec, AUTO)
         if self.options.compression == AUTO or is_finished(mixed) or (mixed / JOURNAL_NAME).exists():
             found[AUTO] = mixed
         return found
@@ -110,7 +110,7 @@ class SourceScan:
     def base(self) -> SplitPlan | None:
         """The uncompressed plan, from headers or, if shards are gone, from a journal; None if neither is left."""
         if self._gone is None and self.checkpoint is not None:
-            return plan_split(self.request(None, sequential=False))
+            return plan_split(self.request(None))
         return next((recompressed(earlier.plan, None) for earlier in self.journals.values()), None)
 
     @cached_property
@@ -133,7 +133,7 @@ class SourceScan:
             return recompressed(self.base, AUTO, made.chosen)
         if self.checkpoint is None or AUTO in self.journals:
             return None
-        request = self.request(AUTO, sequential=False)
+        request = self.request(AUTO)
         try:
             disk_budget = disk_budget_of(request, recompressed(self.base, AUTO))
             return with_choice(self.base, disk_budget, request.options, request.experts_a_token)
@@ -225,11 +225,11 @@ class SourceScan:
     def _differs(self, known: SourceIdentity) -> str | None:
         return known.differs_from(self._identity) if self._identity is not None else None
 
-    def request(self, compression: str | None, *, sequential: bool) -> SplitRequest:
-        """Return the request for the split that `from_pretrained` would make, on one of the two routes."""
+    def request(self, compression: str | None, shards: ShardPolicy = ShardPolicy.KEEP) -> SplitRequest:
+        """Return the request for the split that `from_pretrained` would make."""
         assert self.checkpoint is not None
         family = self.config.get("model_type")
-        options = dataclasses.replace(self.options, compression=compression, sequential=sequential)
+        options = dataclasses.replace(self.options, compression=compression, shards=shards)
         named = family if isinstance(family, str) else None
         folder, picked = self.folders[compression], experts_a_token(self.config)
         return SplitRequest(self.checkpoint, folder, named, options, experts_a_token=picked)

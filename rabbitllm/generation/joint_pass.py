@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -356,7 +356,7 @@ class JointPasses:
         inside = list(members)
         if not inside:
             return
-        with self._model.joint_pass(_entry(inside)):
+        with self._model.joint_pass(PassInput(1, sum(member.tokens for member in inside))):
             carriers = self._carriers(inside)
             carried = {member for carrier in carriers for member in carrier.members}
             others = [member for member in inside if member not in carried]
@@ -536,11 +536,6 @@ def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's ordinary call, with its hooks."""
     call: Callable[..., Any] = module._call_impl
     return call(*args, **kwargs)
-
-
-def _entry(members: Iterable[Member]) -> PassInput:
-    """The input of a pass: the tokens of all members."""
-    return PassInput(1, sum(member.tokens for member in members), None, None)
 
 
 def _copy_of(error: Exception) -> Exception:

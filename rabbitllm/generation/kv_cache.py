@@ -351,7 +351,7 @@ CONTINUING = frozenset(
     }
 )
 """Model types whose states continue with further prompts (transformers 5.23), tested in
-`tests/generation/test_kept_cache.py`."""
+`tests/generation/test_kv_cache.py`."""
 MAX_MARKS = 2
 """The most marks kept: the beginning of a turn and the end of its prompt."""
 

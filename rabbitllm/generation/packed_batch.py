@@ -107,7 +107,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.lengths = list(lengths)
         self._caches = list(caches)
         self._shares = shares
-        self._file = file
+        self._file = file if file is not None and any(map(file.holds, caches)) else None
         self._asked = 0
         self._given: dict[int, _Updated] = {}
         self._latest: dict[int, int] = {}
@@ -401,7 +401,7 @@ PACKABLE = frozenset(
         *("qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
     }
 )
-"""Model types (transformers 5.23), tested in `tests/generation/test_packed_families.py`."""
+"""Model types (transformers 5.23), tested in `tests/generation/test_packed_batch.py`."""
 WITH_IMAGES = frozenset({"gemma3", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Model types around a text model of `PACKABLE`; calls with images are not packed: their arguments are unknown."""
 _BY_LONGEST = ("dynamic", "longrope")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions, StreamOptions, check_transfer, expand, parse_size
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
@@ -109,12 +109,12 @@ class _Named:
     work: Path
 
     def _find(self) -> prepare.Source:
-        return prepare.find(prepare.Sought(self.name, None, self.work, self.access, only_look=True))
+        return prepare.find(prepare.ModelSpec(self.name, None, self.work, self.access), only_look=True)
 
     def split(self, options: SplitOptions) -> None:
         source = self._find()
         naming = _naming(prepare.family_of(source.config_folder))
-        if not (options.sequential or options.delete_original):
+        if not options.shards.deletes_original:
             prepare.ensure_split(source, options, naming=naming)
             return
         try:
@@ -187,7 +187,7 @@ class _File:
                 split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
                 return
             clear_away(self.split_folder)
-            if options.delete_original:
+            if options.shards.deletes_rest:
                 discard_original(checkpoint)
 
     def checkpoint(self) -> Checkpoint | None:
@@ -406,12 +406,9 @@ def convert(
         SplitMismatchError: the folder holds a conversion, finished or not, of another checkpoint.
         RabbitLLMError: the source is malformed, or the disk budget is too small; nothing was changed.
     """
-    options = SplitOptions(
-        sequential=sequential,
-        delete_original=delete_original,
-        max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
-        min_free=parse_size(min_free_disk, "min_free_disk"),
-        shard_transfer=check_transfer(shard_transfer, sequential),
+    shards = ShardPolicy.of(sequential=sequential, delete_original=delete_original)
+    options = prepare.split_options(
+        None, shards, max_disk=max_disk, min_free_disk=min_free_disk, shard_transfer=shard_transfer
     )
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
     target = expand(folder)

@@ -479,8 +479,8 @@ def _stored(tensor: StoredTensor, layer: str) -> TensorInfo:
 
 
 def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | None) -> Inspection:
-    sought = prepare.Sought(name, access=HubAccess(revision, token), only_look=True)
-    source = prepare.find(sought)
+    spec = prepare.ModelSpec(name, access=HubAccess(revision, token))
+    source = prepare.find(spec, only_look=True)
     checkpoint = prepare.open_weights(source, [source.split_folder])
     if checkpoint is None:
         return _look_at_split(source.split_folder)

@@ -289,6 +289,13 @@ def compression_here(name: str, saving_path: Path | None = None) -> str | None:
     return min(whole, key=losses_first, default=None)
 
 
+def compression_to_run(name: str, word: str | None, folder: Path | None = None) -> str | None:
+    """The compression that a user says ("none" in any spelling), else that of a split on this machine."""
+    if word is None:
+        return compression_here(name, folder)
+    return None if word.lower() == "none" else word
+
+
 def no_split_of(name: str) -> CheckpointNotFoundError:
     """The error for a model without a split on this machine."""
     error = CheckpointNotFoundError(

@@ -10,37 +10,29 @@ from __future__ import annotations
 import enum
 import shlex
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm import prepare
-from rabbitllm.auto_model import AutoModel
+from rabbitllm import auto_model, prepare
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base import progress
 from rabbitllm.base.options import (
-    Hosts,
+    ShardPolicy,
     SplitOptions,
     StreamOptions,
-    check_transfer,
-    expand,
-    parse_max_memory,
-    parse_size,
 )
 from rabbitllm.base.terminal import counted, put, put_fact, size, size_rounded_up
-from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display.split_display import shown
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.models.library import SplitEntry, as_record, look
 from rabbitllm.prepare.make import TooLittle
-from rabbitllm.quant.compression import check_fitting
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.split_estimate import STANDARD, CompressionEstimate, Rates, Route
-from rabbitllm.store.manifest import AUTO, check_split
 
 
 class Shards(enum.Enum):
@@ -52,94 +44,28 @@ class Shards(enum.Enum):
     PARTLY = "partly here"
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A model and the options for preparing it.
+def shard_policy(*, sequential: bool = False, keep_shards: bool = False, delete_original: bool = False) -> ShardPolicy:
+    """What becomes of the shards, as the commands say it: by default those that are fetched are not kept.
 
-    Attributes:
-        name: a folder, a file of weights, a split directory or a repository.
-        compression: None, a single one for all tensors, or "auto".
-        folder: the split directory; None for the usual one.
+    Args:
         sequential: delete each shard once it is used up, wherever it is.
         keep_shards: for a repository: fetch all shards into the hub cache first, and keep them.
         delete_original: remove the rest of the original once the split is complete.
-        access: how to reach the hub.
-        max_disk, min_free_disk: in bytes, or text such as "1GB".
-        shard_transfer: "auto", "file" or "stream".
-        device, max_memory, trust_remote_code: of the later generation; errors in them are raised before the split. By
-            default the first GPU, else the CPU.
-        verify_checksums: likewise; see `StreamOptions`.
-        hosts: likewise: processes that compute it together.
-        fit_scales, verify_source: see `SplitOptions`.
+
+    Raises:
+        OptionError: `sequential` and `keep_shards`.
     """
+    if sequential and keep_shards:
+        raise OptionError("sequential deletes shards, and keep_shards keeps them all.", "Leave one of them out.")
+    return ShardPolicy.of(sequential=sequential, delete_original=delete_original, keep_fetched=keep_shards)
 
-    name: str
-    compression: str | None = None
-    folder: Path | None = None
-    sequential: bool = False
-    keep_shards: bool = False
-    delete_original: bool = False
-    access: HubAccess = field(default_factory=HubAccess)
-    max_disk: int | str | None = None
-    min_free_disk: int | str = "1GB"
-    shard_transfer: str = "auto"
-    device: str | None = None
-    max_memory: Mapping[int | str, int | str] | None = None
-    trust_remote_code: bool = False
-    verify_checksums: bool = True
-    hosts: Hosts | None = None
-    fit_scales: bool = False
-    verify_source: bool = False
 
-    def sought(self, *, only_look: bool = False) -> prepare.Sought:
-        """The model to look for."""
-        folder = expand(self.folder) if self.folder is not None else None
-        return prepare.Sought(self.name, self.compression, folder, self.access, only_look=only_look)
-
-    def split_options(self) -> SplitOptions:
-        """The options of the split, checked.
-
-        Raises:
-            OptionError: options that contradict each other or are invalid.
-        """
-        check_split(self.compression)
-        if self.sequential and self.keep_shards:
-            raise OptionError("sequential deletes shards, and keep_shards keeps them all.", "Leave one of them out.")
-        one_at_a_time = self.sequential or not self.keep_shards
-        return SplitOptions(
-            compression=self.compression,
-            sequential=self.sequential,
-            keep_own=not self.sequential and not self.keep_shards,
-            delete_original=self.delete_original,
-            max_disk=None if self.max_disk is None else parse_size(self.max_disk, "max_disk"),
-            min_free=parse_size(self.min_free_disk, "min_free_disk"),
-            shard_transfer=check_transfer(self.shard_transfer, one_at_a_time),
-            fit_scales=check_fitting(self.compression, fit_scales=self.fit_scales),
-            verify_source=self.verify_source,
-        )
-
-    def too_little(self, *, loads: bool = False) -> TooLittle:
-        """The reaction if one layer does not fit the memory of this process: a split may be for another machine, unless
-        this process `loads` it or the wish names a device or limits."""
-        if self.hosts is not None:
-            return "ignore"
-        return "refuse" if loads or self.device is not None or self.max_memory is not None else "warn"
-
-    @property
-    def where(self) -> str:
-        """The device to generate on."""
-        from rabbitllm.engine.devices import default_device
-
-        return self.device or default_device()
-
-    def stream_options(self) -> StreamOptions:
-        """The options for running it."""
-        limits = parse_max_memory(self.max_memory)
-        return StreamOptions(device=self.where, max_memory=limits, trust_remote_code=self.trust_remote_code)
-
-    def with_memory(self, options: SplitOptions) -> SplitOptions:
-        """The options of a split; for "auto", with the memory in which its weights should be resident."""
-        return prepare.with_memory(options, self.stream_options()) if options.compression == AUTO else options
+def _too_little(request: LoadRequest, *, loads: bool = False) -> TooLittle:
+    """The reaction if one layer does not fit the memory of this process: a split may be for another machine, unless
+    this process `loads` it or the request names a device or limits."""
+    if request.hosts is not None:
+        return "ignore"
+    return "refuse" if loads or request.run.device is not None or request.run.max_memory is not None else "warn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,23 +119,22 @@ class DryRun:
 
 
 @system_errors_by_name()
-def pull(wish: Wish, executor: ShardExecutor | None = None, *, loads: bool = False) -> Pulled:
+def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: bool = False) -> Pulled:
     """Find a model, split it unless that is done, and report where its parts are.
 
     Args:
-        wish: the model and the options for preparing it.
+        request: the model, its split and its later run, errors in which are raised before the split.
         executor: fills layer files elsewhere, quantizing on the CPU; None for this process.
         loads: whether this process will load the model; if not, a layer too large for memory is only a warning,
-            unless the wish has a device or limits.
+            unless the request has a device or limits.
 
     Raises:
         RabbitLLMError: see `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
     """
     start = time.perf_counter()
-    options = wish.split_options()
-    source = prepare.find(wish.sought())
+    assert request.split is not None
+    source = prepare.find(request.spec)
     before = source.finished
-    options = wish.with_memory(options)
     done: list[progress.SplitDone] = []
 
     def note(event: progress.Event) -> None:
@@ -217,8 +142,8 @@ def pull(wish: Wish, executor: ShardExecutor | None = None, *, loads: bool = Fal
             done.append(event)
 
     with progress.listening(note, shows=False):
-        too_little = wish.too_little(loads=loads) if executor is None else "ignore"
-        _split(source, options, wish.stream_options(), executor, too_little)
+        too_little = _too_little(request, loads=loads) if executor is None else "ignore"
+        _split(source, prepare.with_memory(request.split, request.run), request.run, executor, too_little)
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
@@ -231,7 +156,7 @@ def pull(wish: Wish, executor: ShardExecutor | None = None, *, loads: bool = Fal
 def _split(
     source: prepare.Source,
     options: SplitOptions,
-    stream_options: StreamOptions,
+    run: StreamOptions,
     executor: ShardExecutor | None,
     too_little: TooLittle,
 ) -> None:
@@ -240,9 +165,9 @@ def _split(
     if source.finished:
         prepare.ensure_split(source, options)
         return
-    devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
+    devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
     where = "cpu" if executor is not None else prepare.quantize_on(devices)
-    with prepare.acceptance(source, stream_options, devices, too_little=too_little) as accept:
+    with prepare.acceptance(source, run, devices, too_little=too_little) as accept:
         prepare.ensure_split(source, options, where, executor=executor, accept=accept)
 
 
@@ -263,7 +188,7 @@ def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, P
 
 
 @system_errors_by_name()
-def dry_run(wish: Wish) -> DryRun:
+def dry_run(request: LoadRequest) -> DryRun:
     """Predict from headers whether `pull` would fit, by the plan's own estimate. Writes and measures nothing.
 
     Raises:
@@ -272,22 +197,23 @@ def dry_run(wish: Wish) -> DryRun:
     from rabbitllm.estimate.plan import outlook_at  # imports all measuring code, which a split does not need
     from rabbitllm.estimate.source_scan import SourceScan
 
-    options = wish.with_memory(wish.split_options())
-    sought = wish.sought(only_look=True)
-    source = prepare.find(sought)
-    survey = SourceScan(source, sought, options)
+    assert request.split is not None
+    options = prepare.with_memory(request.split, request.run)
+    source = prepare.find(request.spec, only_look=True)
+    survey = SourceScan(source, request.spec, options)
     compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
     if compression in survey.plans and compression not in survey.manifests:
         try:
-            with prepare.acceptance(source, wish.stream_options(), too_little=wish.too_little()) as accept:
+            with prepare.acceptance(source, request.run, too_little=_too_little(request)) as accept:
                 accept(PlannedFiles(survey.plans[compression], survey.folders[compression]))
         except RabbitLLMError as error:
             survey.refused[compression] = error.problem
     outlook = outlook_at(survey, compression, Rates(None, None, {}, options.threads, "cpu"))
-    standard = wish.keep_shards if source.repository is not None else not options.sequential
+    policy = options.shards
+    standard = not (policy.takes_one_at_a_time if source.repository is not None else policy.deletes_used)
     routes = tuple(route for route in outlook.routes if (route.name == STANDARD) is standard)
-    if wish.shard_transfer != "auto" and not standard:
-        stream = wish.shard_transfer == "stream"
+    if options.shard_transfer != "auto" and not standard:
+        stream = options.shard_transfer == "stream"
         routes = tuple(route for route in routes if (route.name == "sequential_stream") is stream)
     return DryRun(source.name, outlook, routes)
 
@@ -329,73 +255,57 @@ def dry_run_record(found: DryRun) -> dict[str, Any]:
 # Loading
 
 
-def loaded_model(
-    wish: Wish, console: Console, *, split: bool = True, profiling: bool = False, fast_bfloat16: bool = False
-) -> Any:
-    """The model, as `AutoModel.from_pretrained` gives it.
+def loaded_model(request: LoadRequest, console: Console) -> Any:
+    """The model, as `AutoModel.from_pretrained` gives it, split first if necessary.
 
     Args:
-        wish: the model and the options for loading it.
+        request: the model, its split and its run.
         console: receives the progress messages.
-        split: False to stream from the checkpoint's own shards without writing anything.
-        profiling: whether to profile from the first pass on.
-        fast_bfloat16: see `AutoModel.from_pretrained`.
 
     Raises:
         RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
     """
-    found = pulled(wish) if split else None
-    return load(wish, found, console, profiling_mode=profiling, fast_bfloat16=fast_bfloat16)
+    return load(request, pulled(request), console)
 
 
-def pulled(wish: Wish) -> Pulled:
+def pulled(request: LoadRequest) -> Pulled | None:
     """Split the model unless that is done, with a progress display; this process will load it.
+
+    Returns:
+        None if the request is to stream from the checkpoint's own shards.
 
     Raises:
         RabbitLLMError: see `pull`.
     """
+    if request.split is None:
+        return None
     with shown():
-        return pull(wish, loads=True)
+        return pull(request, loads=True)
 
 
-def load(wish: Wish, found: Pulled | None, console: Console, **more: Any) -> Any:
+def load(request: LoadRequest, found: Pulled | None, console: Console) -> Any:
     """The model, as `AutoModel.from_pretrained` gives it.
 
     Args:
-        wish: the model and the options for loading it.
-        found: its split; None to stream from the checkpoint's own shards.
+        request: the model and its run.
+        found: its split, by `pulled`.
         console: receives the progress messages.
-        **more: for `from_pretrained`.
 
     Raises:
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
-    options: dict[str, Any] = {
-        "device": wish.where,
-        "max_memory": wish.max_memory,
-        "trust_remote_code": wish.trust_remote_code,
-        "verify_checksums": wish.verify_checksums,
-        "hosts": wish.hosts,
-        **more,
-    }
-    by_name: dict[str, Any] = {
-        "compression": wish.compression,
-        "layer_shards_saving_path": wish.folder,
-        "revision": wish.access.revision,
-    }
     if found is None:
         with shown():
-            return AutoModel.from_pretrained(wish.name, split=False, **by_name, **options)
-    with console.status("loading …"):
-        if found.config_folder == found.entry.folder:
-            return AutoModel.from_pretrained(found.entry.folder, **options)
-        return AutoModel.from_pretrained(wish.name, **by_name, **options)
+            return auto_model.load(request)
+    spec = request.spec if found.config_folder != found.entry.folder else prepare.ModelSpec(str(found.entry.folder))
+    with console.status("loading …"):  # deletes nothing
+        return auto_model.load(replace(request, spec=spec, split=SplitOptions(spec.compression)))
 
 
 # The final report of `rabbitllm pull`: locations, sizes, and the next command
 
 
-def show_pulled(pulled: Pulled, wish: Wish, console: Console) -> None:
+def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     """Print the outcome."""
     entry = pulled.entry
     how = entry.compression or "uncompressed"
@@ -406,7 +316,7 @@ def show_pulled(pulled: Pulled, wish: Wish, console: Console) -> None:
         put_fact(console, "original", said)
     if not pulled.before:
         put_fact(console, "time", f"{pulled.seconds:.1f} s, at most {size(pulled.peak_disk_bytes)} in the folder")
-    put_fact(console, "next", next_command(pulled, wish))
+    put_fact(console, "next", next_command(pulled, request))
 
 
 def _of_the_original(pulled: Pulled) -> str | None:
@@ -423,24 +333,24 @@ def _of_the_original(pulled: Pulled) -> str | None:
             return None
 
 
-def next_command(pulled: Pulled, wish: Wish) -> str:
+def next_command(pulled: Pulled, request: LoadRequest) -> str:
     """The command that runs this model."""
-    return shlex.join(["rabbitllm", "run", *model_words(pulled.name, wish)]) + ' "What is a rabbit?"'
+    return shlex.join(["rabbitllm", "run", *model_words(pulled.name, request)]) + ' "What is a rabbit?"'
 
 
-def model_words(name: str, wish: Wish) -> list[str]:
+def model_words(name: str, request: LoadRequest) -> list[str]:
     """The arguments that name a model and this split of it."""
     words = [name]
-    if wish.compression is not None:
-        words += ["--compression", wish.compression]
-    if wish.folder is not None:
-        words += ["--dir", str(wish.folder)]
-    if wish.access.revision is not None:
-        words += ["--revision", wish.access.revision]
+    if request.spec.compression is not None:
+        words += ["--compression", request.spec.compression]
+    if request.spec.folder is not None:
+        words += ["--dir", str(request.spec.folder)]
+    if request.spec.access.revision is not None:
+        words += ["--revision", request.spec.access.revision]
     return words
 
 
-def show_dry_run(found: DryRun, wish: Wish, console: Console) -> None:
+def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
     """Print the plan, and whether it fits."""
     outlook, how = found.outlook, found.outlook.compression or "uncompressed"
     put(console, Text(f"{found.name}, {how}", "bold"))
@@ -454,15 +364,16 @@ def show_dry_run(found: DryRun, wish: Wish, console: Console) -> None:
         put_fact(console, "on the disk", f"at most {size_rounded_up(route.disk_bytes)} more than now")
         created = f"{size_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
         put_fact(console, "it creates", f"at most {created}; --max-disk limits this")
-        put_fact(console, "shards", _of_the_shards(found, wish))
+        put_fact(console, "shards", _of_the_shards(found, request))
     put(console, _verdict(found))
 
 
-def _of_the_shards(found: DryRun, wish: Wish) -> str:
-    if wish.sequential:
+def _of_the_shards(found: DryRun, request: LoadRequest) -> str:
+    assert request.split is not None
+    if request.split.shards.deletes_used:
         return "each is deleted when it is used up"
     route = found.route or found.routes[-1]
-    if wish.keep_shards:
+    if not request.split.shards.takes_one_at_a_time:
         return "fetched into the hub cache, and kept"
     return "kept where they are" if route.name == STANDARD else "fetched one by one and not kept; those here stay"
 

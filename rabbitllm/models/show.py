@@ -178,9 +178,9 @@ def _config_of(name: str, revision: str | None, token: str | bool | None) -> Con
     """The config of a source that is not split."""
     if expand(name).is_file():
         return None
-    sought = prepare.Sought(name, access=HubAccess(revision, token), only_look=True)
+    spec = prepare.ModelSpec(name, access=HubAccess(revision, token))
     try:
-        with prepare.config_folder(prepare.find(sought)) as folder:
+        with prepare.config_folder(prepare.find(spec, only_look=True)) as folder:
             return _config_in(folder)
     except RabbitLLMError:
         return None

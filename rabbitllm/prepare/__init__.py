@@ -4,13 +4,14 @@ Depends on the checkpoint and splitter packages; on the engine only for the chec
 """
 
 from rabbitllm.prepare.finding import (
-    Sought,
+    ModelSpec,
     Source,
     config_folder,
     family_of,
     find,
     folder_at,
     open_weights,
+    split_options,
     whole_checkpoint,
 )
 from rabbitllm.prepare.make import (
@@ -26,7 +27,7 @@ from rabbitllm.prepare.make import (
 from rabbitllm.splitter.lock import read_lock
 
 __all__ = [
-    "Sought",
+    "ModelSpec",
     "Source",
     "acceptance",
     "check_before_fetching",
@@ -41,6 +42,7 @@ __all__ = [
     "quantize_on",
     "read_lock",
     "repair_split",
+    "split_options",
     "whole_checkpoint",
     "with_memory",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.base.options import expand
+from rabbitllm.base.options import ShardPolicy, SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.checkpoints.hub import (
@@ -40,6 +40,7 @@ from rabbitllm.errors import (
     system_errors_by_name,
 )
 from rabbitllm.formats.bounded import read_json
+from rabbitllm.quant.compression import check_fitting
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import locked
 from rabbitllm.splitter.split import STAGING_NAME
@@ -51,6 +52,7 @@ from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     Manifest,
+    check_split,
     directory_name,
     is_finished,
     is_legacy,
@@ -84,26 +86,57 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Sought:
-    """A request to find a source.
+class ModelSpec:
+    """A model, and where its split directory is, as a user names them.
 
     Attributes:
         name: a folder, a split directory, or a repository id; see `locations.meant`.
         compression: None, one for all tensors, or "auto".
-        saving_path: folder for the split directory by the user; None for the default.
+        folder: folder for the split directory by the user; None for the default.
         access: how to reach the hub.
         repo_id: repository from which shards that a local folder lacks are fetched.
         base: first part of the split directory's name.
-        only_look: for a plan: nothing is recorded, and a source whose config or weights are gone is found too.
     """
 
     name: str
     compression: str | None = None
-    saving_path: Path | None = None
+    folder: Path | None = None
     access: HubAccess = field(default_factory=HubAccess)
     repo_id: str | None = None
     base: str = "splitted_model"
-    only_look: bool = False
+
+
+def split_options(
+    compression: str | None,
+    shards: ShardPolicy = ShardPolicy.KEEP,
+    *,
+    max_disk: int | str | None = None,
+    min_free_disk: int | str = "1GB",
+    shard_transfer: str = "auto",
+    fit_scales: bool = False,
+    verify_source: bool = False,
+    profiling: bool = False,
+) -> SplitOptions:
+    """Check and convert the options of a split as users give them; see `SplitOptions`.
+
+    Args:
+        compression, shards, shard_transfer, fit_scales, verify_source, profiling: as in `SplitOptions`.
+        max_disk, min_free_disk: bytes, or text such as "57GiB".
+
+    Raises:
+        OptionError: an option is invalid, or two contradict each other.
+    """
+    check_split(compression)
+    return SplitOptions(
+        compression=compression,
+        shards=shards,
+        max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
+        min_free=parse_size(min_free_disk, "min_free_disk"),
+        shard_transfer=check_transfer(shard_transfer, shards.takes_one_at_a_time),
+        fit_scales=check_fitting(compression, fit_scales=fit_scales),
+        verify_source=verify_source,
+        profiling=profiling,
+    )
 
 
 # The checkpoint of a source: from its folder, from the hub, or by the journal of its split.
@@ -240,8 +273,12 @@ def config_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapp
 # The search.
 
 
-def find(sought: Sought) -> Source:
+def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
     """Find the source and its split directory; one request at most for a repository, none for weights.
+
+    Args:
+        spec: the model.
+        only_look: for a plan: nothing is recorded, and a source whose config or weights are gone is found too.
 
     Raises:
         CheckpointNotFoundError: neither a folder nor a repository.
@@ -249,51 +286,51 @@ def find(sought: Sought) -> Source:
         HubError: the hub did not answer, and local files are not sufficient.
         DiskFullError: no space for the note about a repository's commit.
     """
-    sought = dataclasses.replace(sought, name=meant(sought.name))
-    folder = expand(sought.name)
-    with system_errors_by_name(sought.name):
-        if sought.name and folder.is_dir():  # an empty name would be the current folder
-            return _find_local(folder, sought)
-        return _find_elsewhere(sought)
+    spec = dataclasses.replace(spec, name=meant(spec.name))
+    folder = expand(spec.name)
+    with system_errors_by_name(spec.name):
+        if spec.name and folder.is_dir():  # an empty name would be the current folder
+            return _find_local(folder, spec, only_look=only_look)
+        return _find_elsewhere(spec, only_look=only_look)
 
 
-def _find_elsewhere(sought: Sought) -> Source:
+def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
     """Find the source for a name that is not a local folder."""
     try:
-        if not locations.is_repo_id(sought.name):
+        if not locations.is_repo_id(spec.name):
             raise CheckpointNotFoundError(
-                f"There is no folder {sought.name!r}, and it is no repository id either.",
+                f"There is no folder {spec.name!r}, and it is no repository id either.",
                 "Give a folder that exists, or a repository as 'organisation/name'.",
             )
-        return _find_repository(sought)
+        return _find_repository(spec, only_look=only_look)
     except GatedRepositoryError:
         raise
     except (CheckpointNotFoundError, HubError) as error:
-        raise with_near_names(error, sought.name) from error.__cause__
+        raise with_near_names(error, spec.name) from error.__cause__
 
 
-def _find_local(folder: Path, sought: Sought) -> Source:
+def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool) -> Source:
     manifest = _manifest_of(folder)
     if manifest is not None:
-        if sought.compression not in (None, manifest.compression):
+        if spec.compression not in (None, manifest.compression):
             raise SplitMismatchError(
-                f"{folder} is a split at compression {manifest.compression}; {sought.compression} was asked for.",
+                f"{folder} is a split at compression {manifest.compression}; {spec.compression} was asked for.",
                 "Leave compression out, or name the original checkpoint.",
             )
-        return Source(sought.name, folder, folder, finished=True)
-    target = locations.for_local(folder, sought.saving_path, sought.compression, sought.base)
+        return Source(spec.name, folder, folder, finished=True)
+    target = locations.for_local(folder, spec.folder, spec.compression, spec.base)
     finished = is_finished(target)
     repository = None
-    if sought.repo_id is not None and not finished:
-        repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
+    if spec.repo_id is not None and not finished:
+        repository = open_repository(spec.repo_id, spec.access, target / STAGING_NAME)
     config = target if not names_a_model(folder / CONFIG_NAME) and (target / CONFIG_NAME).exists() else folder
-    if not (finished or sought.only_look or is_legacy(folder)):  # raises for a folder without weights
+    if not (finished or only_look or is_legacy(folder)):  # raises for a folder without weights
         try:
             finished = _finished_while_looking(folder, repository, target)
         except (CheckpointNotFoundError, MissingShardError):
             folder_lock.shared(folder, FolderKind.SOURCE).close()  # raises if a split is deleting the shards
             raise
-    return Source(sought.name, target, config, finished, local=folder, missing_from=repository)
+    return Source(spec.name, target, config, finished, local=folder, missing_from=repository)
 
 
 def _manifest_of(folder: Path) -> Manifest | None:
@@ -334,41 +371,41 @@ def _finished_while_looking(folder: Path, repository: HubRepository | None, targ
     return False
 
 
-def _find_repository(sought: Sought) -> Source:
-    if _is_offline(sought):
-        return _offline_source(sought)
+def _find_repository(spec: ModelSpec, *, only_look: bool) -> Source:
+    if _is_offline(spec):
+        return _offline_source(spec, only_look=only_look)
     try:
-        repository = open_repository(sought.name, sought.access, Path())
+        repository = open_repository(spec.name, spec.access, Path())
     except GatedRepositoryError:
         raise
     except HubError as error:
-        if (known := _finished_without_hub(sought)) is None:
+        if (known := _finished_without_hub(spec)) is None:
             raise
         logger.warning("%s Going on with the split that is here, in %s.", error.problem, known.split_folder)
         return known
-    target = locations.for_repository(sought.name, repository.commit, sought.saving_path, sought.compression)
-    if sought.saving_path is None:
-        target = _same_weights(target, repository, sought.compression)
-        if not sought.only_look:
-            locations.remember_commit(sought.name, sought.access.revision, target.parent.name)
+    target = locations.for_repository(spec.name, repository.commit, spec.folder, spec.compression)
+    if spec.folder is None:
+        target = _same_weights(target, repository, spec.compression)
+        if not only_look:
+            locations.remember_commit(spec.name, spec.access.revision, target.parent.name)
     repository.staging = target / STAGING_NAME
-    if not is_finished(target) and (legacy := _legacy_in_snapshot(sought, repository.commit)) is not None:
+    if not is_finished(target) and (legacy := _legacy_in_snapshot(spec, repository.commit)) is not None:
         return legacy
     finished = is_finished(target)
-    if "config.json" not in repository.files and (sought.only_look or is_meta(repository.entry())):
-        return Source(sought.name, target, target, finished, repository=repository)
+    if "config.json" not in repository.files and (only_look or is_meta(repository.entry())):
+        return Source(spec.name, target, target, finished, repository=repository)
     config = target if finished else _fetched_config(repository)
-    return Source(sought.name, target, config, finished, repository=repository)
+    return Source(spec.name, target, config, finished, repository=repository)
 
 
-def folder_at(source: Source, sought: Sought, compression: str | None) -> Path:
+def folder_at(source: Source, spec: ModelSpec, compression: str | None) -> Path:
     """Return the split directory of a source at a compression; it may not exist yet."""
     if source.repository is not None:
-        commit, saving_path = source.repository.commit, sought.saving_path
+        commit, saving_path = source.repository.commit, spec.folder
         target = locations.for_repository(source.name, commit, saving_path, compression)
         return target if saving_path is not None else _same_weights(target, source.repository, compression)
     if source.local is not None:
-        return locations.for_local(source.local, sought.saving_path, compression, sought.base)
+        return locations.for_local(source.local, spec.folder, compression, spec.base)
     return source.split_folder
 
 
@@ -407,37 +444,37 @@ def _fetched_config(repository: HubRepository) -> Path:
     return repository.download("config.json").parent
 
 
-def _is_offline(sought: Sought) -> bool:
+def _is_offline(spec: ModelSpec) -> bool:
     from huggingface_hub import constants
 
-    return sought.access.local_files_only or bool(constants.HF_HUB_OFFLINE)
+    return spec.access.local_files_only or bool(constants.HF_HUB_OFFLINE)
 
 
-def _finished_without_hub(sought: Sought) -> Source | None:
+def _finished_without_hub(spec: ModelSpec) -> Source | None:
     """Find the finished split of a repository without the hub."""
-    commit = locations.remembered_commit(sought.name, sought.access.revision)
-    if commit is None and sought.saving_path is None:
+    commit = locations.remembered_commit(spec.name, spec.access.revision)
+    if commit is None and spec.folder is None:
         return None
-    target = locations.for_repository(sought.name, commit or "", sought.saving_path, sought.compression)
+    target = locations.for_repository(spec.name, commit or "", spec.folder, spec.compression)
     if not is_finished(target):
         return None
-    found = Source(sought.name, target, target, finished=True)
+    found = Source(spec.name, target, target, finished=True)
     if (manifest := read_manifest(target)) is not None:
-        refuse_another(found, manifest, _identity_offline(sought, manifest))
+        refuse_another(found, manifest, _identity_offline(spec, manifest))
     return found
 
 
-def _offline_source(sought: Sought) -> Source:
+def _offline_source(spec: ModelSpec, *, only_look: bool) -> Source:
     """Find the source if the hub may not be used."""
-    if (known := _finished_without_hub(sought)) is not None:
+    if (known := _finished_without_hub(spec)) is not None:
         return known
-    snapshot = cached_snapshot(sought.name, sought.access)
+    snapshot = cached_snapshot(spec.name, spec.access)
     if snapshot is None:
         raise HubError(
-            f"{sought.name} is neither split here nor in the hub cache, and the hub may not be asked.",
+            f"{spec.name} is neither split here nor in the hub cache, and the hub may not be asked.",
             "Allow it (local_files_only=False, and HF_HUB_OFFLINE unset), or give a folder.",
         )
-    return _find_local(snapshot, sought)
+    return _find_local(snapshot, spec, only_look=only_look)
 
 
 def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity) -> None:
@@ -460,17 +497,17 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
         )
 
 
-def _identity_offline(sought: Sought, manifest: Manifest) -> SourceIdentity:
+def _identity_offline(spec: ModelSpec, manifest: Manifest) -> SourceIdentity:
     """Return the identity of a repository without the hub: its commit only if the caller names one."""
-    named = sought.access.revision is not None and locations.is_commit(sought.access.revision)
-    return SourceIdentity("hub", sought.name, sought.access.revision if named else manifest.source.commit, {})
+    named = spec.access.revision is not None and locations.is_commit(spec.access.revision)
+    return SourceIdentity("hub", spec.name, spec.access.revision if named else manifest.source.commit, {})
 
 
-def _legacy_in_snapshot(sought: Sought, commit: str) -> Source | None:
+def _legacy_in_snapshot(spec: ModelSpec, commit: str) -> Source | None:
     """Find layers that RabbitLLM 1.1 put into the snapshot of this commit."""
-    access = HubAccess(commit, sought.access.token, sought.access.cache_dir)
-    snapshot = cached_snapshot(sought.name, access)
-    if snapshot is None or sought.saving_path is not None:
+    access = HubAccess(commit, spec.access.token, spec.access.cache_dir)
+    snapshot = cached_snapshot(spec.name, access)
+    if snapshot is None or spec.folder is not None:
         return None
-    folder = snapshot / directory_name(sought.compression)
-    return Source(sought.name, folder, snapshot, finished=True) if is_legacy(folder) else None
+    folder = snapshot / directory_name(spec.compression)
+    return Source(spec.name, folder, snapshot, finished=True) if is_legacy(folder) else None

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from rabbitllm.base.options import SplitOptions, StreamOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
@@ -159,13 +159,13 @@ def has_work_left(folder: Path, options: SplitOptions) -> bool:
         return False
     left = (folder / JOURNAL_NAME).exists() or (folder / STAGING_NAME).exists() or is_left_over(folder)
     left = left or (folder / LEASE_NAME).exists()
-    return left or options.delete_original
+    return left or options.shards.deletes_rest
 
 
 def check_finished(source: Source, options: SplitOptions, accept: Acceptance | None = None) -> None:
     """Check that a finished split is of this source, as far as the source still exists.
 
-    With `delete_original` the original is then deleted, if `accept` accepts the split.
+    If the policy deletes the rest of the original, that is then deleted, if `accept` accepts the split.
     """
     manifest = read_manifest(source.split_folder)
     if manifest is None:
@@ -193,7 +193,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     refuse_another(source, manifest, checkpoint.identity(found))
     _refuse_without_evidence(source, manifest, found)
     check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
-    if options.delete_original:
+    if options.shards.deletes_rest:
         store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
         if accept is not None:
             accept(store)
@@ -296,7 +296,7 @@ def ensure_split(
     with system_errors_by_name(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
         split_lock.revoke(source.split_folder)  # of a run that died and whose workers may still be running
         if is_finished(source.split_folder):  # checked again: the previous holder of the lock may have finished it
-            if options.delete_original:
+            if options.shards.deletes_rest:
                 locks.enter_context(lock_source(source, options))
             check_finished(source, options, accept)
             return Profiler(enabled=options.profiling)
@@ -352,7 +352,7 @@ def lock_source(source: Source, options: SplitOptions, *, by_executor: bool = Fa
         folder = _in_hub_cache(source.repository, options)
     if folder is None:
         return FolderLock()
-    deletes = (options.sequential or options.delete_original) and is_writable(folder)
+    deletes = options.shards.deletes_original and is_writable(folder)
     lock = folder_lock.exclusive if deletes else folder_lock.shared
     return lock(folder, FolderKind.SOURCE)
 
@@ -360,8 +360,8 @@ def lock_source(source: Source, options: SplitOptions, *, by_executor: bool = Fa
 def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | None:
     """Return a repository's snapshot in the hub cache; None if the split neither reads nor deletes shards there."""
     weights = [name for name in repository.files if name.endswith(WEIGHT_SUFFIXES)]
-    one_by_one = (options.sequential or options.keep_own) and not options.delete_original
-    wanted = weights if one_by_one else ["config.json", repository.entry(), *weights]
+    only_weights = options.shards in (ShardPolicy.DELETE_FETCHED, ShardPolicy.DELETE_USED)
+    wanted = weights if only_weights else ["config.json", repository.entry(), *weights]
     cached = next(filter(None, map(repository.cached, wanted)), None)
     return cached[0].folder if cached is not None else None
 
@@ -401,7 +401,7 @@ def _open(
         missing_from = dataclasses.replace(missing_from, uses_cache=False) if missing_from is not None else None
     if repository is not None:
         remote = HubCheckpoint(repository)
-        if options.sequential or options.keep_own:
+        if options.shards.takes_one_at_a_time:
             return remote, None
         if by_executor:
             raise OptionError(
@@ -468,7 +468,8 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
             "Name it with --original, if its shards are still there; otherwise split another copy of the model.",
         )
     fitted = is_fitted(manifest.quantizer)
-    options = SplitOptions(compression=manifest.compression, sequential=original is None, fit_scales=fitted)
+    shards = ShardPolicy.DELETE_USED if original is None else ShardPolicy.KEEP
+    options = SplitOptions(manifest.compression, shards, fit_scales=fitted)
     source = Source(known.name, folder, folder, finished=False, repository=repository, local=original)
     with (
         system_errors_by_name(folder),

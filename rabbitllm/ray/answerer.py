@@ -14,9 +14,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Item, JobLimits
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.models.pull import Wish
 from rabbitllm.store.manifest import BitAllocation
 
 WEIGHTS, CACHE = 0.5, 0.3
@@ -28,20 +28,16 @@ class WorkerJob:
     """The job of every worker of a batch.
 
     Attributes:
-        wish: the model, by a name that is valid on every machine.
+        request: the model, by a name that is valid on every machine.
         name: the model's name in answers of OpenAI's form.
         limits: limits of the batch.
-        split: False to stream from the checkpoint's own shards.
-        dtype: the dtype to compute in; None for the config's.
         longest: lengths and kinds of the longest lines, as in `InputScan`, for which memory is reserved.
         share: number of workers on one machine.
     """
 
-    wish: Wish
+    request: LoadRequest
     name: str
     limits: JobLimits
-    split: bool = True
-    dtype: str | None = None
     longest: tuple[tuple[int, int], ...] = ()
     share: int = 1
 
@@ -109,13 +105,7 @@ class Answerer:
         lengths, kinds = (array("q", (one[at] for one in job.longest)) for at in (0, 1))
         survey = InputScan(io.BytesIO(), Defaults(), lengths=lengths, kinds=kinds)
         found = loaded(
-            job.wish,
-            Console(stderr=True, highlight=False),
-            survey,
-            job.limits.sequences,
-            split=job.split,
-            dtype=job.dtype,
-            cache_bytes=job.limits.cache_bytes,
+            job.request, Console(stderr=True, highlight=False), survey, job.limits.sequences, job.limits.cache_bytes
         )
         logging.set_verbosity_error()
         self._model = found.model
@@ -150,8 +140,9 @@ class Answerer:
             return job
         if job.limits.cache_disk is None:
             job = replace(job, limits=replace(job.limits, cache_disk=usual_bytes(usual_folder()) // job.share))
-        if job.wish.max_memory is not None:
+        if job.request.run.max_memory is not None:
             return job
         part = psutil.virtual_memory().available // job.share
         limits = replace(job.limits, cache_bytes=job.limits.cache_bytes or int(part * CACHE))
-        return replace(job, wish=replace(job.wish, max_memory={"cpu": int(part * WEIGHTS)}), limits=limits)
+        run = replace(job.request.run, max_memory={"cpu": int(part * WEIGHTS)})
+        return replace(job, request=replace(job.request, run=run), limits=limits)

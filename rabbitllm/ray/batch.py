@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from pathlib import Path
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import counted
 from rabbitllm.batch_jobs.input_scan import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.batch_jobs.loading import digest_of
-from rabbitllm.models.pull import Wish
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.chunks import in_chunks, staff_of
 from rabbitllm.ray.cluster import connected, say
@@ -25,24 +24,16 @@ from rabbitllm.ray.ray_answers import RayAnswers
 
 
 def answering_on(
-    address: str,
-    wish: Wish,
-    name: str,
-    limits: JobLimits,
-    *,
-    workers: int | None = None,
-    split: bool = True,
-    dtype: str | None = None,
+    address: str, request: LoadRequest, name: str, limits: JobLimits, workers: int | None = None
 ) -> Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]]:
     """A function that provides the answers missing in a journal.
 
     Args:
         address: see `cluster.connected`.
-        wish: the model.
+        request: the model, its split and its run.
         name: the model's name as the user gave it.
         limits: limits of the batch of one worker.
         workers: see `chunks.staff_of`.
-        split, dtype: see `batch_jobs.loading.loaded`.
 
     Raises:
         ClusterError, OptionError: see `connected`, `check_machines`, `staff_of`, `RayAnswers`; raised on first use.
@@ -53,11 +44,9 @@ def answering_on(
         order = [int(index) for index in survey.ordered(journal.missing())]
         with connected(address) as nodes:
             staff = staff_of(nodes, workers)
-            check_machines(nodes, None, [], quantizes=wish.compression is not None)
+            check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
             say(f"{counted(len(nodes), 'machine')}, {counted(staff.workers, 'worker')}; they get the model ready …")
-            job = WorkerJob(
-                everywhere(wish), name, limits, split, dtype, _longest(survey, limits.sequences), staff.share
-            )
+            job = WorkerJob(everywhere(request), name, limits, _longest(survey, limits.sequences), staff.share)
             chunks = in_chunks(order, staff.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:
@@ -69,12 +58,13 @@ def answering_on(
     return elsewhere
 
 
-def everywhere(wish: Wish) -> Wish:
-    """The same wish, with paths that do not depend on the working directory."""
-    path = expand(wish.name)
-    name = str(path.absolute()) if wish.name and path.exists() else wish.name
-    folder = Path(wish.folder).absolute() if wish.folder is not None else None
-    return replace(wish, name=name, folder=folder)
+def everywhere(request: LoadRequest) -> LoadRequest:
+    """The same request, with paths that do not depend on the working directory."""
+    spec = request.spec
+    path = expand(spec.name)
+    name = str(path.absolute()) if spec.name and path.exists() else spec.name
+    folder = spec.folder.absolute() if spec.folder is not None else None
+    return replace(request, spec=replace(spec, name=name, folder=folder))
 
 
 def _longest(survey: InputScan, count: int) -> tuple[tuple[int, int], ...]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.terminal import counted
-from rabbitllm.models.pull import Pulled, Wish, pull
+from rabbitllm.models.pull import Pulled, pull
 from rabbitllm.ray.batch import everywhere
 from rabbitllm.ray.cluster import connected, say
 from rabbitllm.ray.ray_shard_executor import RayShardExecutor
 
 
-def pull_on(address: str, wish: Wish, at_once: int | None = None) -> Pulled:
+def pull_on(address: str, request: LoadRequest, at_once: int | None = None) -> Pulled:
     """Like `pull`, but a Ray cluster fills the layer files.
 
     Args:
         address: see `connected`.
-        wish: the model and the options for preparing it.
+        request: the model and its split.
         at_once: limit of shards in work at a time; None for as many as the processors of the machines allow.
 
     Raises:
@@ -22,6 +23,6 @@ def pull_on(address: str, wish: Wish, at_once: int | None = None) -> Pulled:
         RabbitLLMError: see `pull`.
     """
     with connected(address) as nodes:
-        executor = RayShardExecutor(nodes, at_once, quantizes=wish.compression is not None)
+        executor = RayShardExecutor(nodes, at_once, quantizes=request.spec.compression is not None)
         say(f"{counted(len(nodes), 'machine')}, up to {counted(executor.at_once, 'shard')} at a time")
-        return pull(everywhere(wish), executor)
+        return pull(everywhere(request), executor)

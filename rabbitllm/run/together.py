@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import Hosts
 from rabbitllm.errors import OptionError
-from rabbitllm.models.pull import Wish, loaded_model
+from rabbitllm.models.pull import loaded_model
 
 
 def called_together(
@@ -52,18 +53,17 @@ def own_device(device: str | None, hosts: Hosts | None, environment: Mapping[str
     return f"cuda:{local}" if int(local) < torch.cuda.device_count() else None
 
 
-def work(wish: Wish, console: Console, *, split: bool = True) -> None:
+def work(request: LoadRequest, console: Console) -> None:
     """Compute a span of layers until the first process ends.
 
     Args:
-        wish: the model and the hosts.
+        request: the model and the hosts.
         console: console for messages.
-        split: False to read the checkpoint's own shards.
 
     Raises:
         RabbitLLMError: as `loaded_model` does; or another process ended unexpectedly.
     """
-    worker: Any = loaded_model(wish, console, split=split)
+    worker: Any = loaded_model(request, console)
     span = worker.span
     console.print(f"ready: layers {span.begin + 1} to {span.end}, of {len(worker.names)} hosts")
     console.print(str(worker.model.placement), markup=False)

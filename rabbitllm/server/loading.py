@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from rabbitllm.base.options import expand
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.options import StreamOptions, expand
 from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.generation.memory import left_to_requests
-from rabbitllm.models.pull import Wish, load, pulled
+from rabbitllm.models.pull import load, pulled
 from rabbitllm.server.embeddings import PoolingRecipe, recipe_in
 from rabbitllm.store.locations import meant
 
@@ -32,43 +33,40 @@ class ServedModel:
     recipe: PoolingRecipe | None
 
 
-def loaded(
-    wish: Wish, console: Console, *, split: bool, dtype: str | None, cache_bytes: int | None = None
-) -> ServedModel:
+def loaded(request: LoadRequest, console: Console, cache_bytes: int | None = None) -> ServedModel:
     """Load the model, and split it first if necessary.
 
     Args:
-        wish: the model and the options for loading it.
+        request: the model, its split and its run.
         console: receives the progress messages.
-        split: False to stream from the checkpoint's own shards without writing anything.
-        dtype: the dtype to compute in; None for the config's.
         cache_bytes: limit of the KV cache; None for the default.
 
     Raises:
         RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
     """
-    found = pulled(wish) if split else None
-    model = load(replace(wish, max_memory=with_room(wish, cache_bytes)), found, console, dtype=dtype)
+    found = pulled(request)
+    run = replace(request.run, max_memory=with_room(request.run, cache_bytes))
+    model = load(replace(request, run=run), found, console)
     if found is None:
-        return ServedModel(model, None, recipe_in(expand(meant(wish.name))))
+        return ServedModel(model, None, recipe_in(expand(meant(request.spec.name))))
     places = (found.entry.folder, found.config_folder, found.shards_at)
     recipes = (recipe_in(place) for place in places if place is not None)
     return ServedModel(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
 
 
-def with_room(wish: Wish, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[int | str, int | str] | None:
-    """The memory limit of the weights, which leaves room for requests: the wish's own limit, else a reduced default.
+def with_room(run: StreamOptions, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[str, int] | None:
+    """The memory limit of the weights, which leaves room for requests: the caller's own limit, else a reduced default.
 
     On GPUs a margin is always left, so the limit is lower only where the size of the KV cache is given.
 
     Args:
-        wish: see `loaded`.
+        run: options for running the model.
         cache_bytes: see `loaded`; divided equally among several GPUs, as layers are.
         pass_bytes: see `left_to_requests`.
     """
-    if wish.max_memory is not None:
-        return wish.max_memory
-    devices = resolve_devices(wish.where, None)
+    if run.max_memory is not None:
+        return run.max_memory
+    devices = resolve_devices(run.device, None)
     on_host = all(device.shares_host_memory for device in devices)
     if cache_bytes is None and not on_host:
         return None

@@ -1,4 +1,4 @@
-"""The life of a server, from a wish to its end: split and load the model, make a batch, answer requests."""
+"""The life of a server, from its model's name to its end: split and load the model, make a batch, answer requests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.tier_picture import places
 from rabbitllm.generation.request import BatchStats, Limits
-from rabbitllm.models.pull import Wish
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.loading import loaded
 from rabbitllm.server.server import serve
@@ -82,27 +82,23 @@ def _curl(service: Service, address: str) -> str:
     return f"curl {address}/v1/{what}{key} -d {shlex.quote(json.dumps(body))}"
 
 
-def serve_wish(
-    wish: Wish,
+def serve_model(
+    request: LoadRequest,
     limits: Limits,
     settings: Settings,
     listening: socket.socket,
     console: Console,
-    *,
     grace: float | None,
-    split: bool,
-    dtype: str | None,
 ) -> bool:
     """Serve a model until a signal arrives.
 
     Args:
-        wish: the model and the options for loading it.
+        request: the model, its split and its run.
         limits: limits of the batch.
         settings: how requests are treated.
         listening: the socket of `settings.bound`.
         console: receives the progress messages.
         grace: seconds; see `server.Server`.
-        split, dtype: see `loading.loaded`.
 
     Returns:
         Whether the end was forced: then the batch's thread may still be in a pass, which cannot be interrupted.
@@ -111,7 +107,7 @@ def serve_wish(
         RabbitLLMError: see `loading.loaded` and `server.serve`.
     """
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
-        found = loaded(wish, console, split=split, dtype=dtype, cache_bytes=limits.cache_bytes)
+        found = loaded(request, console, limits.cache_bytes)
 
     from transformers import logging
 

@@ -424,7 +424,7 @@ def _what_would_fit(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOpti
         and shortage(plan, disk_budget, options, way) is None
     ):
         return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
-    if not (options.sequential or options.keep_own) and any(need for _, need in disk_budget.downloads):
+    if not options.shards.takes_one_at_a_time and any(need for _, need in disk_budget.downloads):
         return "sequential_shard_processing=True takes one shard at a time instead of downloading all of them first."
     smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression != AUTO else ()
     for compression in () if disk_budget.used else smaller:

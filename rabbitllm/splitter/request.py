@@ -132,7 +132,7 @@ def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[Pla
     small_files = sum(on_disk(size) for size in checkpoint.sidecar_sizes().values()) + own_records_bytes(plan)
     lock_bytes = sum(map(occupied, (request.folder / LOCK_NAME, request.folder / HOLDER_NAME)))
     freed: Mapping[str, int] = {}
-    if request.options.sequential and checkpoint.deletable:
+    if request.options.shards.deletes_used and checkpoint.deletable:
         freed = checkpoint.freed_bytes((shard.name for shard in plan.shards), existing(request.folder).stat().st_dev)
     downloads: tuple[tuple[Path, int], ...] = ()
     if (coming := checkpoint.downloads()) is not None:

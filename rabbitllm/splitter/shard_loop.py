@@ -224,7 +224,7 @@ class ShardLoop:
         self.used = set(work.used)
         self.checksums = dict(work.checksums)
         self.source_checksums = dict(work.source_checksums)
-        self._deletes = work.options.sequential and work.checkpoint.deletable
+        self._deletes = work.options.shards.deletes_used and work.checkpoint.deletable
         self._journal = journal.SplitJournal(work.folder)
         self._mover = Mover(work.options.threads, work.quantize_on, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
@@ -376,7 +376,7 @@ class ShardLoop:
         self.used.add(shard.name)
 
     def _release(self, shard: PlannedShard) -> Release:
-        if not self.work.options.sequential and not shard.staged:
+        if not (self.work.options.shards.deletes_used or shard.staged):
             return Release(shard.name, Disposal.KEPT)
         release = self.work.checkpoint.release(shard.name)
         if release.disposal is Disposal.READ_ONLY:

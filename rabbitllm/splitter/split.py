@@ -97,7 +97,7 @@ def finish(request: SplitRequest, manifest: Manifest) -> None:
     if read_manifest(request.folder) is None:
         write_manifest(request.folder, manifest)
     clear_away(request.folder)
-    if request.options.delete_original:
+    if request.options.shards.deletes_rest:
         discard_original(request.checkpoint)
 
 

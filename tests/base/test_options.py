@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size, reject_unknown
+from rabbitllm.base.options import (
+    ShardPolicy,
+    SplitOptions,
+    StreamOptions,
+    expand,
+    parse_max_memory,
+    parse_size,
+    reject_unknown,
+)
 from rabbitllm.errors import OptionError, RabbitLLMError
 
 
@@ -102,6 +111,14 @@ def test_options_cannot_be_changed_on_the_way(options: Any) -> None:
         options.profiling = True
 
 
+def test_every_wish_for_shards_is_one_policy() -> None:
+    for sequential, delete, keep in itertools.product([False, True], repeat=3):
+        policy = ShardPolicy.of(sequential=sequential, delete_original=delete, keep_fetched=keep)
+        assert (policy.deletes_used, policy.deletes_rest) == (sequential, delete)
+        assert policy.takes_one_at_a_time == (sequential or not keep)
+        assert policy.deletes_original == (sequential or delete)
+
+
 def test_default_is_the_standard_route_and_keeps_the_original() -> None:
     options = SplitOptions()
-    assert (options.sequential, options.delete_original, options.compression) == (False, False, None)
+    assert (options.shards, options.compression) == (ShardPolicy.KEEP, None)

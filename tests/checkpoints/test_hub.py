@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 
 from rabbitllm import prepare
 from rabbitllm.base import progress
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.checkpoints import fetch, hub
 from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity
 from rabbitllm.checkpoints.hub import (
@@ -351,8 +351,8 @@ def test_gated_repository(local_hub: LocalHub, folder: Path, monkeypatch: pytest
 
 
 def split_with(token: str | None) -> Path:
-    source = prepare.find(prepare.Sought(REPO, access=HubAccess(token=token)))
-    prepare.ensure_split(source, SplitOptions(sequential=True))
+    source = prepare.find(prepare.ModelSpec(REPO, access=HubAccess(token=token)))
+    prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))
     return source.split_folder
 
 

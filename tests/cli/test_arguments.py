@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rabbitllm import prepare
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.cli.arguments import wish_to_run
+from rabbitllm.cli.arguments import ModelOptions
 from rabbitllm.errors import OptionError
-from rabbitllm.models.pull import Wish
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import split
 
 
-def wish(name: object, **given: object) -> Wish:
+def wish(name: object, **given: Any) -> LoadRequest:
     """That of a command with these options, and otherwise without any."""
-    nothing = {"compression": None, "folder": None, "sequential": False, "max_disk": None, "device": None}
-    return wish_to_run(str(name), **{**nothing, "max_memory": None, **given})  # type: ignore[arg-type]
+    return ModelOptions(**given).request(str(name))
 
 
 def test_every_option_arrives(tmp_path: Path) -> None:
@@ -28,29 +30,46 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         sequential=True,
         max_disk="57GiB",
         device="cpu",
+        dtype="float32",
         max_memory=["cpu=24GiB", "0=14GiB"],
         revision="v2",
+        verify_source=True,
         trust_remote_code=True,
-    ) == Wish(
-        name="example/model",
-        compression="8bit",
-        folder=tmp_path,
-        sequential=True,
-        access=HubAccess("v2"),
-        max_disk="57GiB",
-        device="cpu",
-        max_memory={"cpu": "24GiB", 0: "14GiB"},
-        trust_remote_code=True,
+        no_verify_checksums=True,
+        fast_bfloat16=True,
+    ) == LoadRequest(
+        prepare.ModelSpec("example/model", "8bit", tmp_path, HubAccess("v2")),
+        SplitOptions("8bit", ShardPolicy.DELETE_USED, max_disk=57 << 30, verify_source=True),
+        StreamOptions(
+            device="cpu",
+            dtype="float32",
+            max_memory={"cpu": 24 << 30, "cuda:0": 14 << 30},
+            trust_remote_code=True,
+            verify_checksums=False,
+            fast_bfloat16=True,
+        ),
     )
+
+
+def test_shards_that_are_fetched_are_not_kept_by_default() -> None:
+    assert wish("example/model") == LoadRequest(
+        prepare.ModelSpec("example/model"), SplitOptions(shards=ShardPolicy.DELETE_FETCHED), StreamOptions()
+    )
+
+
+def test_nothing_is_split_without_a_split() -> None:
+    assert wish("example/model", no_split=True).split is None
+    with pytest.raises(OptionError, match="compression='4bit' is done while a checkpoint is split"):
+        wish("example/model", no_split=True, compression="4bit")
 
 
 def test_the_split_that_is_here_says_how_it_is_compressed(tmp_path: Path) -> None:
     checkpoint = write_shards(tmp_path / "model", cut(llama_tensors(layers=1), 2))
-    assert wish(checkpoint).compression is None
+    assert wish(checkpoint).spec.compression is None
     split(checkpoint, tmp_path / "splits", compression="4bit", sequential=False)
-    assert wish(checkpoint, folder=tmp_path / "splits").compression == "4bit"
-    assert wish(checkpoint, folder=tmp_path / "splits", compression="NONE").compression is None
-    assert wish(checkpoint, folder=tmp_path / "splits", no_split=True).compression is None
+    assert wish(checkpoint, folder=tmp_path / "splits").spec.compression == "4bit"
+    assert wish(checkpoint, folder=tmp_path / "splits", compression="NONE").spec.compression is None
+    assert wish(checkpoint, folder=tmp_path / "splits", no_split=True).spec.compression is None
 
 
 def test_a_limit_of_no_device_is_refused() -> None:

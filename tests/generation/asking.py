@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,10 @@ import torch
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Delta, Event, Failed, Finished, Request, TokenLogprob
 from rabbitllm.generation.sequence import Sequence as GeneratedSequence
+from tests.support.builders import VOCABULARY_SIZE
 
+Open = Callable[..., tuple[Batch, Any]]
+"""Of the fixture `open_batch`."""
 PATIENCE = 120.0
 """Seconds; what takes longer hangs."""
 
@@ -61,6 +64,12 @@ class Asked:
         return "".join(event.text for event in self.events if isinstance(event, Delta))
 
 
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Random ids."""
+    drawn = torch.randint(3, VOCABULARY_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
+    return tuple(drawn.tolist())
+
+
 def begin(batch: Batch, request: Request) -> Asked:
     """Submit one."""
     made = Asked(request)
@@ -71,6 +80,13 @@ def begin(batch: Batch, request: Request) -> Asked:
 def asked(batch: Batch, requests: Sequence[Request]) -> list[Asked]:
     """Submit all, and wait for all."""
     made = [begin(batch, request) for request in requests]
+    return [one.wait() for one in made]
+
+
+def asked_together(batch: Batch, requests: Sequence[Request]) -> list[Asked]:
+    """Submit all before the first pass, and wait for all."""
+    with batch.held():
+        made = [begin(batch, request) for request in requests]
     return [one.wait() for one in made]
 
 

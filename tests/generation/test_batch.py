@@ -6,7 +6,8 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +16,12 @@ import torch
 from rabbitllm.errors import BusyError, ClosedError, OptionError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.joint_pass import Carrier
+from rabbitllm.generation.memory import PassCost
 from rabbitllm.generation.packed_batch import PackedSequence
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Sampling
-from tests.generation.asking import Asked, alone, asked, begin
-from tests.support.builders import VOCABULARY_SIZE
-
-Open = Callable[..., tuple[Batch, Any]]
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    drawn = torch.randint(3, VOCABULARY_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
-    return tuple(drawn.tolist())
+from tests.generation.asking import Asked, Open, alone, asked, asked_together, begin, prompt
+from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
+from tests.support.tiny_models import plain_model, split
 
 
 def test_every_request_gets_its_own_tokens(open_batch: Open, plain: Any) -> None:
@@ -340,3 +336,115 @@ def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> No
         gc.enable()
     assert [one() for one in ended] == [None] * 4
     assert len(texts) <= 2  # of the last pass, at most
+
+
+def test_prompts_of_a_pass_go_through_each_layer_in_parts(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 64))
+    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True), profiling=True)
+    rows: list[int] = []
+    layer = model.model.layers[1].mlp.down_proj
+    layer.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))
+    requests = [Request(prompt(10 + 5 * number, number), 4) for number in range(9)]
+    for one in asked_together(batch, requests):
+        assert one.tokens == alone(plain, one.request)
+    whole = sum(len(request.prompt) for request in requests)
+    assert max(rows) <= 64  # never all at once
+    first = rows[: next(at for at in range(len(rows)) if sum(rows[: at + 1]) >= whole) + 1]
+    assert sum(first) == whole  # and yet all in the first pass
+    assert len(first) > whole // 64
+    facts = batch.facts
+    assert facts.passes == 4
+    assert model.profiler.stages["read"].nbytes <= (facts.passes + 1) * model.placement.streamed_bytes
+
+
+def test_a_prompt_longer_than_a_part_takes_several_passes(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 32))
+    batch, _ = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    requests = [Request(prompt(100, 1), 3), Request(prompt(7, 2), 3)]
+    for one in asked_together(batch, requests):
+        assert one.tokens == alone(plain, one.request)
+    assert batch.facts.passes >= 6
+
+
+def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another pass costs all the weights."""
+    monkeypatch.setattr(PassCost, "max_tokens", 30)
+    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    rows: list[int] = []
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))
+    requests = [Request(prompt(length, length), 3) for length in (100, 20, 9, 15)]
+    for one in asked_together(batch, requests):
+        assert one.tokens == alone(plain, one.request)
+    assert batch.facts.passes == 3
+    assert rows[:3] == [100, 29, 15]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
+def test_parts_of_other_families(open_batch: Open, tmp_path: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 40))
+    folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
+    batch, _ = open_batch(Limits(chunk=1 << 30, in_bulk=True), folder=split(folder))
+    plain = plain_model(folder, dtype=torch.float32).eval()
+    for one in asked_together(batch, [Request(prompt(12 + 3 * number, number), 4) for number in range(6)]):
+        assert one.tokens == alone(plain, one.request)
+
+
+def test_an_error_of_one_part_ends_its_texts_alone(open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 30))
+    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    projection = model.model.layers[1].mlp.up_proj
+    calls = 0
+
+    def fails_once(*given: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ValueError("the second part")
+
+    projection.register_forward_pre_hook(fails_once)
+    found = asked_together(batch, [Request(prompt(20, number), 3) for number in range(4)])
+    failed = [getattr(one.end, "error", None) for one in found]
+    assert [str(error) for error in failed if error is not None] == ["the second part"]
+
+
+def test_while_it_is_held_no_pass_begins(open_batch: Open) -> None:
+    batch, _ = open_batch(Limits(in_bulk=True))
+    with batch.held():
+        made = [Asked(Request(prompt(5, number), 3)) for number in range(5)]
+        for one in made:
+            batch.submit(one.request, one.told)
+        assert not made[0].over.wait(0.2)
+        assert batch.facts.passes == 0
+    for one in made:
+        one.wait()
+    assert batch.facts.passes == 3
+
+
+CAUSAL = sorted(name for name, family in FAMILIES.items() if not family.encoder_decoder)
+
+
+def every_way() -> Iterator[Any]:
+    """Families, resident and streamed; at once one of the two for each by turns, and both for the first."""
+    for number, family in enumerate(CAUSAL):
+        for streamed in (True, False):
+            later = number > 0 and streamed == bool(number % 2)
+            name = f"{'streamed' if streamed else 'resident'}-{family}"
+            yield pytest.param(family, streamed, id=name, marks=pytest.mark.long if later else ())
+
+
+@pytest.mark.parametrize(("family", "streamed"), [*every_way()])
+def test_several_requests(tmp_path: Path, open_batch: Open, family: str, streamed: bool) -> None:
+    folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
+    plain = plain_model(folder, dtype=torch.float32).eval()
+    batch, _ = open_batch(Limits(chunk=24), folder=split(folder), budget=100_000 if streamed else 1 << 30)
+    shared = prompt(30, 0)
+    requests = [Request(prompt(3 + 11 * number, number), 6 + number) for number in range(4)]
+    requests += [Request(shared + prompt(6, number), 6) for number in (7, 8)]
+    for one in asked(batch, requests):
+        assert one.tokens == alone(plain, one.request), f"prompt of {len(one.request.prompt)}"

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from rabbitllm.generation.streams import StoppedText, TextStream, print_text
 from tests.support.builders import build_checkpoint, make_tokenizer
-from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself
+from tests.support.tiny_models import load, split
 
 PROMPT = torch.tensor([[1, 7, 8]])
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import hf_hub_download
 
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, UnknownArchitectureError
 from rabbitllm.models.library import WHOLE
-from rabbitllm.models.pull import Pulled, Shards, Wish, dry_run, dry_run_record, next_command, pull, pulled_record
+from rabbitllm.models.pull import Pulled, Shards, dry_run, dry_run_record, next_command, pull, pulled_record
 from rabbitllm.store import locations
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.load_requests import asked
 from tests.support.local_hub import LocalHub
 from tests.support.peak import Peak
 from tests.support.splitting import Call, Counter, contents, interrupted, layer_files
@@ -39,8 +41,8 @@ def shards_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*-of-*"))
 
 
-def wished(name: object, **options: object) -> Wish:
-    return Wish(str(name), **{"compression": "4bit", "device": "cpu", **options})  # type: ignore[arg-type]
+def wished(name: str | Path, **options: Any) -> LoadRequest:
+    return asked(name, **{"compression": "4bit", "device": "cpu", **options})
 
 
 def test_a_folder_keeps_everything(folder: Path) -> None:
@@ -216,7 +218,7 @@ def test_records(folder: Path) -> None:
 
 def test_the_next_command_means_the_same_split(folder: Path, tmp_path: Path) -> None:
     wish = wished(folder, folder=tmp_path / "my layers", access=HubAccess("v1"))
-    made: Pulled = pull(dataclasses.replace(wish, access=HubAccess()))
+    made: Pulled = pull(wished(folder, folder=tmp_path / "my layers"))
     assert next_command(made, wish) == (
         f"rabbitllm run {folder} --compression 4bit --dir '{tmp_path}/my layers' --revision v1 \"What is a rabbit?\""
     )

@@ -6,7 +6,6 @@ it by the same check.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import rabbitllm
 from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
-from rabbitllm.base.options import SplitOptions, StreamOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions
 from rabbitllm.engine import devices
 from rabbitllm.errors import (
     CheckpointError,
@@ -37,11 +36,12 @@ from rabbitllm.errors import (
 )
 from rabbitllm.estimate.report import show
 from rabbitllm.models.convert import convert
-from rabbitllm.models.pull import Wish, dry_run, pull
+from rabbitllm.models.pull import dry_run, pull
 from rabbitllm.rabbitllm_1_names import split_and_save_layers
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from tests.support.builders import INDEX_NAME, build_checkpoint, read_tensors, reshard
+from tests.support.load_requests import asked
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 
 SHARDS = 3
@@ -196,7 +196,7 @@ def routes(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
         lambda: AutoModel.from_pretrained(folder, compression="4bit", sequential_shard_processing=True, **LOAD),
     )
     yield "delete_original", lambda: AutoModel.from_pretrained(folder, delete_original=True, **LOAD)
-    yield "pull", lambda: pull(Wish(str(folder), sequential=True, device="cpu"))
+    yield "pull", lambda: pull(asked(folder, sequential=True, device="cpu"))
     yield "convert", lambda: convert(folder, folder.parent / "converted", sequential=True)
     yield "RabbitLLM 1.1's", lambda: split_and_save_layers(folder, sequential_shard_processing=True)
 
@@ -227,7 +227,7 @@ def test_a_plan_says_the_same_and_names_no_call(
     assert plan.choice is None
     assert not any(route.fits for outlook in plan.outlooks for route in outlook.routes)
     assert all(outlook.obstacle for outlook in plan.outlooks)
-    assert not dry_run(Wish(str(checkpoint), sequential=True, device="cpu")).fits
+    assert not dry_run(asked(checkpoint, sequential=True, device="cpu")).fits
 
 
 def test_what_needs_no_deletion_is_converted_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
@@ -241,8 +241,11 @@ def test_what_needs_no_deletion_is_converted_as_it_is(checkpoint: Path, tmp_path
 
 def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: Path) -> None:
     """A layer file that is damaged as it is written is found while the last shard is still there."""
-    source = prepare.find(prepare.Sought(str(checkpoint)))
-    options, names = SplitOptions(sequential=True), sorted(path.name for path in checkpoint.glob("*.safetensors"))
+    source = prepare.find(prepare.ModelSpec(str(checkpoint)))
+    options, names = (
+        SplitOptions(shards=ShardPolicy.DELETE_USED),
+        sorted(path.name for path in checkpoint.glob("*.safetensors")),
+    )
     seen: list[tuple[bool, list[str]]] = []
 
     def accept(store: WeightFiles) -> None:
@@ -267,7 +270,7 @@ def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: 
 def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint: Path) -> None:
     """Begun by an earlier version, which did not look; no further shard is deleted."""
     a_missing_tensor(checkpoint)
-    source = prepare.find(prepare.Sought(str(checkpoint)))
+    source = prepare.find(prepare.ModelSpec(str(checkpoint)))
 
     class Stopped(Exception):
         pass
@@ -284,7 +287,7 @@ def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint:
                 raise Stopped
 
     with durable.observe_steps(stop), pytest.raises(Stopped):
-        prepare.ensure_split(source, SplitOptions(sequential=True))
+        prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))
     left = contents(checkpoint)
     assert len(list(checkpoint.glob("model-*.safetensors"))) == SHARDS - 1
     with pytest.raises(IncompleteCheckpointError, match="lacks 1 of the"):
@@ -294,7 +297,7 @@ def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint:
 
 def test_delete_original_of_a_finished_split_looks_first(checkpoint: Path) -> None:
     """The split was made while the original was kept; config.json in it was changed since."""
-    source = prepare.find(prepare.Sought(str(checkpoint)))
+    source = prepare.find(prepare.ModelSpec(str(checkpoint)))
     prepare.ensure_split(source, SplitOptions())
     for folder in (checkpoint, source.split_folder):
         edit_config(folder, num_hidden_layers=9)
@@ -351,10 +354,10 @@ def test_too_little_memory_is_said_before_the_first_shard_goes(
 ) -> None:
     before = contents(checkpoint)
     memory_for_no_layer(monkeypatch)
-    wish = Wish(str(checkpoint), sequential=True)
+    wish = asked(checkpoint, sequential=True)
     calls: dict[str, Callable[[], object]] = {
         "from_pretrained": lambda: AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD),
-        "pull for a device": lambda: pull(dataclasses.replace(wish, device="cpu")),
+        "pull for a device": lambda: pull(asked(checkpoint, sequential=True, device="cpu")),
         "pull to load": lambda: pull(wish, loads=True),
     }
     with pytest.raises(NotEnoughMemoryError, match=r"A pass takes at least .*may take 65,536 bytes"):
@@ -369,10 +372,10 @@ def test_too_little_memory_here_is_a_warning_for_a_split_that_may_be_for_another
 ) -> None:
     memory_for_no_layer(monkeypatch)
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    assert dry_run(Wish(str(checkpoint), sequential=True)).fits
-    assert not dry_run(Wish(str(checkpoint), sequential=True, device="cpu")).fits
+    assert dry_run(asked(checkpoint, sequential=True)).fits
+    assert not dry_run(asked(checkpoint, sequential=True, device="cpu")).fits
     caplog.clear()
-    pull(Wish(str(checkpoint), sequential=True))
+    pull(asked(checkpoint, sequential=True))
     convert(copy, tmp_path / "converted", sequential=True)
     for folder in (checkpoint, copy):
         assert not list(folder.glob("model-*.safetensors"))

@@ -51,7 +51,7 @@ def test_repository(repository: Path, local_hub: LocalHub, hub_environment: HubE
 def test_revision(repository: Path, other: Path, local_hub: LocalHub) -> None:
     commit = local_hub.add_revision(REPO, "v2", other)
     for revision in ("v2", commit):
-        source = prepare.find(prepare.Sought(REPO, access=HubAccess(revision)))
+        source = prepare.find(prepare.ModelSpec(REPO, access=HubAccess(revision)))
         assert source.split_folder.parent.name == commit
 
 
@@ -128,7 +128,7 @@ def test_offline_with_another_models_split(repository: Path, other: Path, local_
             split(name, tmp_path / "splits", local_files_only=True)
     commit = local_hub.commit(REPO)
     for revision, fits in ((commit, True), ("main", True), ("f" * 40, False)):
-        sought = prepare.Sought(REPO, None, tmp_path / "splits", HubAccess(revision, local_files_only=True))
+        sought = prepare.ModelSpec(REPO, None, tmp_path / "splits", HubAccess(revision, local_files_only=True))
         if fits:
             assert prepare.find(sought).finished
         else:

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.errors import SplitMismatchError
 from rabbitllm.storage.durable import observe_steps
 from tests.prepare.conftest import REPO
@@ -29,7 +29,7 @@ def test_finished_split_of_a_repository_asks_for_no_weights(
     source = Call(REPO).find()
     assert source.finished
     assert source.split_folder == source.config_folder == made
-    prepare.ensure_split(source, SplitOptions(sequential=True))
+    prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))
     assert [request.path for request in local_hub.requests] == [f"/api/models/{REPO}"]
     assert local_hub.body_bytes() == 0
     shutil.rmtree(hub_environment.cache)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.errors import MissingShardError, NotEnoughSpaceException, RabbitLLMError
 from rabbitllm.prepare import finding
 from rabbitllm.splitter import journal
@@ -170,7 +170,7 @@ def test_split_that_another_process_finishes_while_this_one_looks(
     monkeypatch.setattr(finding, "LocalCheckpoint", open_too_late)
     source = Call(str(single)).find()
     assert source.finished
-    prepare.ensure_split(source, SplitOptions(sequential=True))
+    prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))
 
 
 def test_journal_that_goes_while_this_one_looks(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from rabbitllm import AutoModel, prepare
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import IncompleteSplitError, InUseError
@@ -112,22 +112,16 @@ def test_cached_shards_that_a_split_deletes(tmp_path: Path, hub_environment: Hub
     begun.find()
     snapshot = next(hub_environment.cache.glob("models--*/snapshots/*"))
     with (
-        prepare.lock_source(begun.find(), _options(sequential=True)),
-        prepare.lock_source(begun.find(), _options(sequential=True)),
+        prepare.lock_source(begun.find(), SplitOptions(shards=ShardPolicy.DELETE_USED)),
+        prepare.lock_source(begun.find(), SplitOptions(shards=ShardPolicy.DELETE_USED)),
     ):
         pass
     kept = Call(REPO, str(tmp_path / "kept"), sequential=False).make()
-    with prepare.lock_source(begun.find(), _options(sequential=False)), pytest.raises(InUseError, match=str(snapshot)):
+    with prepare.lock_source(begun.find(), SplitOptions()), pytest.raises(InUseError, match=str(snapshot)):
         begun.make()
     assert len(names_in(snapshot, "*-of-*.safetensors")) == 4
     assert layer_files(begun.make()) == layer_files(kept)
     assert names_in(snapshot, "*-of-*.safetensors") == []
-
-
-def _options(**given: Any) -> Any:
-    from rabbitllm.base.options import SplitOptions
-
-    return SplitOptions(**given)
 
 
 # Readers of shards and a split

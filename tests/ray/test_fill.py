@@ -69,7 +69,7 @@ def source(tmp_path: Path) -> Path:
 
 def spread(call: Call, executor: Here) -> Path:
     found = call.find()
-    options = SplitOptions(call.compression, sequential=call.sequential, shard_transfer=call.shard_transfer)
+    options = SplitOptions(call.compression, call.shards, shard_transfer=call.shard_transfer)
     prepare.ensure_split(found, options, executor=executor)
     return found.split_folder
 

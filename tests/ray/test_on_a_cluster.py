@@ -17,14 +17,14 @@ import pytest
 
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
+
 from rabbitllm import prepare
 from rabbitllm.base import progress
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.batch_jobs.api import batch
 from rabbitllm.batch_jobs.input_scan import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Generate, Item, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal
-from rabbitllm.batch_jobs.loading import wish_of
 from rabbitllm.batch_jobs.run import Progress
 from rabbitllm.batch_jobs.work import BatchJob, settings_of, work
 from rabbitllm.errors import (
@@ -35,7 +35,7 @@ from rabbitllm.errors import (
     OptionError,
     ResultsError,
 )
-from rabbitllm.models.pull import Shards, Wish, pull
+from rabbitllm.models.pull import Shards, pull
 from rabbitllm.ray import node_check, ray_answers
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.batch import answering_on
@@ -49,6 +49,7 @@ from rabbitllm.splitter.lock import LEASE_NAME, Lease, granted
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.load_requests import asked
 from tests.support.local_hub import LocalHub
 from tests.support.ray_cluster import (
     CPUS,
@@ -100,16 +101,16 @@ def broken_off(kind: str, at: int) -> Iterator[None]:
 
 def local(source: Path, to: Path, compression: str | None = None) -> dict[str, bytes]:
     """What this process alone makes of a checkpoint."""
-    return contents(pull(Wish(str(source), compression, folder=to)).entry.folder)
+    return contents(pull(asked(source, compression, folder=to)).entry.folder)
 
 
 @pytest.mark.long
 def test_all_tasks_together_make_the_bytes_of_one_process(cluster: str, source: Path, tmp_path: Path) -> None:
     expected = local(source, tmp_path / "local")
-    made = pull_on(cluster, Wish(str(source), folder=tmp_path / "spread"))
+    made = pull_on(cluster, asked(source, folder=tmp_path / "spread"))
     assert contents(made.entry.folder) == expected
     assert made.shards is Shards.KEPT
-    assert pull_on("auto", Wish(str(source), folder=tmp_path / "spread")).before
+    assert pull_on("auto", asked(source, folder=tmp_path / "spread")).before
 
 
 def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path)
     marker = tmp_path / "died"
     executor = RayShardExecutor(nodes(), None, quantizes=False, fill=dying_once(marker, 7))
     assert executor.at_once == AT_ONCE
-    made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), executor)
+    made = pull(asked(source, folder=tmp_path / "spread", sequential=True), executor)
     assert len(marker.read_text().split()) == 3
     assert contents(made.entry.folder) == expected
     assert made.shards is Shards.DELETED
@@ -129,7 +130,7 @@ def test_a_shard_that_kills_each_of_its_workers_is_an_error(cluster: str, source
     before = contents(source)
     executor = RayShardExecutor(nodes(), None, quantizes=False, fill=dying_always)
     with pytest.raises(ClusterError, match="died, 4 of them"):
-        pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), executor)
+        pull(asked(source, folder=tmp_path / "spread", sequential=True), executor)
     assert contents(source) == before
     assert not (tmp_path / "spread" / "splitted_model" / LEASE_NAME).exists()
 
@@ -138,7 +139,7 @@ def test_a_driver_that_died_is_gone_on_with(cluster: str, source: Path, tmp_path
     """On the cluster or without it; what was used up is not asked for again."""
     expected = local(source, tmp_path / "local")
     call = Call(str(source), str(tmp_path / "spread"))
-    options = SplitOptions(sequential=True)
+    options = SplitOptions(shards=ShardPolicy.DELETE_USED)
     folder = call.find().split_folder
 
     def spread() -> None:
@@ -166,7 +167,7 @@ def test_each_task_fetches_its_own_shard(
     cluster: str, tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, transfer: str
 ) -> None:
     build_checkpoint(tmp_path / "hub" / "org" / "rabbit", "llama", shards=SHARDS)
-    wish = functools.partial(Wish, "org/rabbit", shard_transfer=transfer)
+    wish = functools.partial(asked, "org/rabbit", shard_transfer=transfer)
     expected = contents(pull(wish(folder=tmp_path / "local")).entry.folder)
     fill = from_local_hub(hub_environment.url, tmp_path / "elsewhere")
     made = pull(wish(folder=tmp_path / "spread"), RayShardExecutor(nodes(), 3, quantizes=False, fill=fill))
@@ -177,7 +178,7 @@ def test_each_task_fetches_its_own_shard(
 def test_what_does_not_fit_is_refused_before_the_first_byte(cluster: str, source: Path, tmp_path: Path) -> None:
     executor = RayShardExecutor(nodes(), None, quantizes=False)
     with pytest.raises(NotEnoughSpaceException):
-        pull(Wish(str(source), folder=tmp_path / "spread", max_disk=1 << 16), executor)
+        pull(asked(source, folder=tmp_path / "spread", max_disk=1 << 16), executor)
     assert not (tmp_path / "spread").exists()
 
 
@@ -190,7 +191,7 @@ def test_a_damaged_shard_is_the_error_that_it_is_here(cluster: str, source: Path
             (source / spoilt).write_bytes((source / spoilt).read_bytes()[:-100])
 
     with progress.listening(spoil), pytest.raises(CorruptShardError, match=spoilt):
-        pull(Wish(str(source), folder=spread, sequential=True), executor)
+        pull(asked(source, folder=spread, sequential=True), executor)
     earlier = journal.replay(spread / "splitted_model")
     assert earlier is not None
     assert earlier.used == set(shards_in(source)).symmetric_difference(shard.name for shard in earlier.plan.shards)
@@ -210,7 +211,7 @@ def test_every_machine_is_asked_first(
         with pytest.raises(ClusterError, match=r"this machine has 0\.1"):
             node_check.check_machines(nodes(), lease, [], quantizes=False)
     with pytest.raises(ClusterError, match="this machine has 0"), connected(cluster):
-        pull_on(cluster, Wish(str(source), folder=tmp_path / "spread"))
+        pull_on(cluster, asked(source, folder=tmp_path / "spread"))
     assert not (tmp_path / "spread").exists()
 
 
@@ -219,7 +220,7 @@ def test_keeping_shards_where_only_one_machine_has_them_is_refused(
 ) -> None:
     build_checkpoint(tmp_path / "hub" / "org" / "rabbit", "llama", shards=2)
     with pytest.raises(OptionError, match="workers on others"):
-        pull_on(cluster, Wish("org/rabbit", keep_shards=True, folder=tmp_path / "spread"))
+        pull_on(cluster, asked("org/rabbit", keep_shards=True, folder=tmp_path / "spread"))
 
 
 # Batches
@@ -247,10 +248,10 @@ def items(count: int) -> list[Item]:
 
 def taken(workers: int, count: int, worker: type) -> Generator[list[BatchAnswer]]:
     """Answers of stand-ins for models, which are quick, by real actors."""
-    job = WorkerJob(Wish("any"), "any", JobLimits(sequences=2))
-    asked = items(count)
+    job = WorkerJob(asked("any"), "any", JobLimits(sequences=2))
+    lines = items(count)
     chunks = in_chunks(range(count), workers, 2)
-    return RayAnswers(WorkerPool(workers, 1, 0, workers), job, worker).answered(chunks, asked.__getitem__)
+    return RayAnswers(WorkerPool(workers, 1, 0, workers), job, worker).answered(chunks, lines.__getitem__)
 
 
 def pids(name: str) -> list[int]:
@@ -279,7 +280,7 @@ def test_workers_without_a_place_are_told_of(cluster: str, monkeypatch: pytest.M
     import ray
 
     monkeypatch.setattr(ray_answers, "PLACE_SECONDS", 1.0)
-    job, told = WorkerJob(Wish("any"), "any", JobLimits(sequences=2)), list[str]()
+    job, told = WorkerJob(asked("any"), "any", JobLimits(sequences=2)), list[str]()
     other = ray.remote(Slow).options(num_cpus=CPUS - 1).remote(job)
     ray.get(other.__ray_ready__.remote())
 
@@ -322,7 +323,8 @@ def spread_batch(
     limits: JobLimits,
     elsewhere: Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]],
 ) -> Progress:
-    settings = settings_of(wish_of(str(model)), "float32")
+    request = asked(model, dtype="float32")
+    settings = settings_of(request)
     never = lambda survey: NotImplemented  # noqa: E731
     return work(BatchJob(source, out, str(model), never, Defaults(), limits, settings, elsewhere=elsewhere))
 
@@ -332,7 +334,7 @@ def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> 
     model = build_checkpoint(tmp_path / "hare", "llama")
     source, out = write_lines(tmp_path / "in.jsonl", lines_of(24)), tmp_path / "out.jsonl"
     batch(str(model), source, tmp_path / "local.jsonl", dtype="float32")
-    elsewhere = answering_on(cluster, wish_of(str(model)), str(model), JobLimits(), workers=1, dtype="float32")
+    elsewhere = answering_on(cluster, asked(model, dtype="float32"), str(model), JobLimits(), workers=1)
     with pytest.raises(KeyboardInterrupt):
         spread_batch(source, out, model, JobLimits(), lambda survey, journal: here(5, tmp_path / "local.jsonl", survey))
     done = spread_batch(source, out, model, JobLimits(), elsewhere)
@@ -348,7 +350,7 @@ def test_other_weights_of_the_same_name_are_refused(cluster: str, tmp_path: Path
         said.append(about.computes)
         raise ResultsError("It was begun with other weights.")
 
-    job = WorkerJob(Wish("any"), "any", JobLimits())
+    job = WorkerJob(asked("any"), "any", JobLimits())
     workers = RayAnswers(WorkerPool(1, 1, 0, 1), job, Slow, check)
     with pytest.raises(ResultsError):
         list(workers.answered([[0]], items(1).__getitem__))

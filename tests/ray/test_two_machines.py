@@ -14,11 +14,12 @@ import pytest
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from rabbitllm.base import progress
-from rabbitllm.models.pull import Wish, pull
+from rabbitllm.models.pull import pull
 from rabbitllm.ray.cluster import nodes
 from rabbitllm.ray.node_check import check_machines
 from rabbitllm.ray.ray_shard_executor import RayShardExecutor
 from tests.support.builders import build_checkpoint
+from tests.support.load_requests import asked
 from tests.support.ray_cluster import OBJECT_STORE_BYTES, recorded, recording
 from tests.support.splitting import contents
 
@@ -51,7 +52,7 @@ def machines() -> Iterator[Any]:
 
 def test_no_layer_file_is_filled_by_both_at_once_and_one_may_go(machines: Any, tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "hare", "llama", shards=12, num_hidden_layers=8)
-    expected = contents(pull(Wish(str(source), folder=tmp_path / "local")).entry.folder)
+    expected = contents(pull(asked(source, folder=tmp_path / "local")).entry.folder)
     log = tmp_path / "log"
     log.mkdir()
     executor = RayShardExecutor(nodes(), None, quantizes=False, fill=recording(log, 0.3))
@@ -68,7 +69,7 @@ def test_no_layer_file_is_filled_by_both_at_once_and_one_may_go(machines: Any, t
                 machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False)
 
     with progress.listening(lose_one):
-        made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), executor)
+        made = pull(asked(source, folder=tmp_path / "spread", sequential=True), executor)
     assert contents(made.entry.folder) == expected
     assert len(done) == 12
     assert lost

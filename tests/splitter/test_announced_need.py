@@ -13,18 +13,22 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.options import parse_size
 from rabbitllm.base.progress import listening
 from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.checkpoints.hub_cache import snapshot_of
 from rabbitllm.errors import NotEnoughSpaceException
-from rabbitllm.models.pull import Wish, dry_run, pull, show_dry_run
+from rabbitllm.models.pull import dry_run, pull, show_dry_run
 from rabbitllm.splitter.disk_budget import on_disk
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.load_requests import asked
 from tests.support.peak import Peak
 from tests.support.small_disk import SmallDisk, formatted_disk, small_disk
 from tests.support.splitting import Counter, contents
@@ -47,17 +51,17 @@ def build(folder: Path) -> Path:
     return build_checkpoint(folder, "llama", shards=4, hidden_size=256, intermediate_size=512)
 
 
-def wished(name: str | Path, **options: object) -> Wish:
-    return Wish(str(name), **{"min_free_disk": 0, "device": "cpu", **options})  # type: ignore[arg-type]
+def wished(name: str | Path, **options: Any) -> LoadRequest:
+    return asked(name, **{"min_free_disk": 0, "device": "cpu", **options})
 
 
-def printed(wish: Wish) -> str:
+def printed(wish: LoadRequest) -> str:
     out = io.StringIO()
     show_dry_run(dry_run(wish), wish, Console(file=out, width=1000))
     return out.getvalue()
 
 
-def refused(wish: Wish, folder: Path) -> str:
+def refused(wish: LoadRequest, folder: Path) -> str:
     """What a pull says that is refused and touches nothing; small files may come into the hub cache."""
     before = touched(folder)
     assert not dry_run(wish).fits
@@ -73,23 +77,29 @@ def touched(folder: Path) -> list[tuple[str, int]]:
     return [(name, len(data)) for name, data in files if "safetensors" in name or not name.startswith(of_the_hub)]
 
 
-def pulled(wish: Wish, peak: Peak) -> None:
+def pulled(wish: LoadRequest, peak: Peak) -> None:
     with observe_ticks(Counter(peak.look)), listening(peak.listen):
         pull(wish)
 
 
-def check_limit(wish: Wish, folder: Path) -> None:
+def limited(wish: LoadRequest, limit: int | str) -> LoadRequest:
+    """The same with `--max-disk`."""
+    assert wish.split is not None
+    return dataclasses.replace(wish, split=dataclasses.replace(wish.split, max_disk=parse_size(limit, "max_disk")))
+
+
+def check_limit(wish: LoadRequest, folder: Path) -> None:
     found = dry_run(wish)
     assert found.route is not None
     last = found.routes[-1]
     need = last.created_bytes
-    told = refused(dataclasses.replace(wish, max_disk=need - 1), folder)
-    said = _figure(printed(dataclasses.replace(wish, max_disk=need)), r"it creates +at most")
+    told = refused(limited(wish, need - 1), folder)
+    said = _figure(printed(limited(wish, need)), r"it creates +at most")
     assert f"needs {said} ({need:,} bytes) of max_disk" in told
     for limit in (need, said):
-        assert dry_run(dataclasses.replace(wish, max_disk=limit)).fits
+        assert dry_run(limited(wish, limit)).fits
     peak = Peak(folder)
-    pulled(dataclasses.replace(wish, max_disk=need), peak)
+    pulled(limited(wish, need), peak)
     assert 0 < peak.most <= last.disk_bytes <= need
 
 
@@ -139,7 +149,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield mounted
 
 
-def check_free_disk(wish: Wish, disk: SmallDisk, folder: Path) -> None:
+def check_free_disk(wish: LoadRequest, disk: SmallDisk, folder: Path) -> None:
     """As much free disk as is announced is enough, and a block less is not."""
     need = dry_run(wish).routes[-1].disk_bytes
     disk.leave(on_disk(need) - 4096)

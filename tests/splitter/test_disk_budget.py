@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
@@ -254,5 +254,5 @@ def test_free_disk_bounds_the_shards_that_are_not_yet_deleted(tmp_path: Path, fr
     assert added == sorted(added)
     for count in (1, 3, 6):
         free[0] = added[count - 1]
-        options = SplitOptions(sequential=True, min_free=0)
+        options = SplitOptions(shards=ShardPolicy.DELETE_USED, min_free=0)
         assert choose_at_once(plan, DiskBudget(tmp_path, all_freed(plan)), options, 6) == (ShardTransfer.FILE, count)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.errors import SplitMismatchError
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.checkpoint_folder import PlainReader
@@ -19,8 +19,10 @@ from tests.support.splitting import Counter, layer_files
 
 
 def split(source: Path, compression: str, *, fit: bool, sequential: bool = True) -> Path:
-    found = prepare.find(prepare.Sought(str(source), compression))
-    prepare.ensure_split(found, SplitOptions(compression, sequential, fit_scales=fit))
+    found = prepare.find(prepare.ModelSpec(str(source), compression))
+    prepare.ensure_split(
+        found, SplitOptions(compression, ShardPolicy.of(sequential=sequential, delete_original=False), fit_scales=fit)
+    )
     return found.split_folder
 
 

@@ -11,7 +11,6 @@ import torch
 
 from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions, StreamOptions
-from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import make_load_plan
@@ -31,8 +30,8 @@ FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_moe", "opt", "mamba2", "t5"]
 
 
 def planned(folder: Path, compression: str | None) -> PlannedFiles:
-    sought = prepare.Sought(str(folder), compression, None, HubAccess(), only_look=True)
-    survey = SourceScan(prepare.find(sought), sought, SplitOptions(compression))
+    spec = prepare.ModelSpec(str(folder), compression)
+    survey = SourceScan(prepare.find(spec, only_look=True), spec, SplitOptions(compression))
     assert not survey.folders[compression].exists()
     return PlannedFiles(survey.plans[compression], survey.folders[compression])
 

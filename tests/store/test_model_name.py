@@ -94,10 +94,10 @@ def test_near_names_are_those_that_are_here(home: Path, tmp_path: Path) -> None:
 def test_a_name_that_is_not_found_is_answered_with_near_ones(hub_environment: HubEnvironment) -> None:
     (locations.home() / "models--org--rabbit").mkdir(parents=True)
     with pytest.raises(CheckpointNotFoundError) as caught:
-        prepare.find(prepare.Sought("org/rabit"))
+        prepare.find(prepare.ModelSpec("org/rabit"))
     assert "Did you mean org/rabbit? Else: Check the spelling" in str(caught.value)
     with pytest.raises(CheckpointNotFoundError) as caught:
-        prepare.find(prepare.Sought("hf://org/something"))
+        prepare.find(prepare.ModelSpec("hf://org/something"))
     assert "Did you mean" not in str(caught.value)
 
 
@@ -105,7 +105,7 @@ def test_so_is_one_where_the_hub_cannot_be_asked(hub_environment: HubEnvironment
     (locations.home() / "models--org--rabbit").mkdir(parents=True)
     local_hub.stop()  # type: ignore[attr-defined]
     with pytest.raises(HubError, match="Did you mean org/rabbit"):
-        prepare.find(prepare.Sought("org/rabit"))
+        prepare.find(prepare.ModelSpec("org/rabit"))
     with pytest.raises(HubError) as caught:
-        prepare.find(prepare.Sought("org/rabbit"))
+        prepare.find(prepare.ModelSpec("org/rabbit"))
     assert "Did you mean" not in str(caught.value)

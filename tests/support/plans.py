@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubCheckpoint
 from rabbitllm.checkpoints.local import LocalCheckpoint
@@ -51,7 +51,9 @@ def uses_of(call: Call) -> dict[ShardTransfer, DiskUse]:
     source = call.find()
     assert source.repository is not None or source.local is not None
     checkpoint = HubCheckpoint(source.repository) if source.repository else LocalCheckpoint(source.local)  # type: ignore[arg-type]
-    request = SplitRequest(checkpoint, source.split_folder, "llama", SplitOptions(call.compression, sequential=True))
+    request = SplitRequest(
+        checkpoint, source.split_folder, "llama", SplitOptions(call.compression, shards=ShardPolicy.DELETE_USED)
+    )
     plan = plan_split(request)
     disk_budget = disk_budget_of(request, plan)
     return {

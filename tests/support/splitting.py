@@ -13,7 +13,7 @@ import pytest
 
 from rabbitllm import prepare
 from rabbitllm.base import progress
-from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.telemetry.profiler import Profiler
@@ -41,10 +41,14 @@ class Call:
     hub_url: str = ""
     hub_home: str = ""
 
+    @property
+    def shards(self) -> ShardPolicy:
+        return ShardPolicy.of(sequential=self.sequential, delete_original=self.delete_original)
+
     def find(self) -> prepare.Source:
         saving_path = Path(self.saving_path) if self.saving_path else None
         access = HubAccess(local_files_only=self.local_files_only)
-        return prepare.find(prepare.Sought(self.source, self.compression, saving_path, access, self.repo_id))
+        return prepare.find(prepare.ModelSpec(self.source, self.compression, saving_path, access, self.repo_id))
 
     def make(self) -> Path:
         """Make the call, and return the split directory."""
@@ -54,8 +58,7 @@ class Call:
         source = self.find()
         options = SplitOptions(
             compression=self.compression,
-            sequential=self.sequential,
-            delete_original=self.delete_original,
+            shards=self.shards,
             max_disk=self.max_disk,
             profiling=self.profiling,
             shard_transfer=self.shard_transfer,

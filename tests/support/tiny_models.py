@@ -39,7 +39,7 @@ _NEVER_COMPRESSED = re.compile(r"(^|\.)(gate|router|shared_expert_gate)\.weight$
 
 def split(folder: Path, compression: str | None = None) -> Path:
     """Split a checkpoint beside itself, and return the split directory."""
-    source = prepare.find(prepare.Sought(str(folder), compression))
+    source = prepare.find(prepare.ModelSpec(str(folder), compression))
     prepare.ensure_split(source, SplitOptions(compression))
     return source.split_folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.packed_batch import PACKABLE
 from rabbitllm.generation.request import BatchStats, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
-from tests.generation.asking import Asked, alone, begin
-from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
+from tests.generation.asking import Asked, Open, alone, begin, prompt
+from tests.support.builders import FAMILIES, build_checkpoint
 from tests.support.tiny_models import plain_model, split
 
-Open = Callable[..., tuple[Batch, Any]]
 SHOWN = ("llama", "gemma3", "deepseek_v3")
 """Layers that keep every token, alone and with sliding windows, and latent attention."""
 RUNNING = 12
@@ -44,11 +43,6 @@ def all_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "AHEAD_TOKENS", 4)
     for module in (cache_file, memory, cache_manager):
         monkeypatch.setattr(module, "TAIL_TOKENS", 4)
-
-
-def prompt(length: int, seed: int) -> tuple[int, ...]:
-    drawn = torch.randint(3, VOCABULARY_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
-    return tuple(drawn.tolist())
 
 
 def requests(count: int = RUNNING + 3) -> list[Request]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import sequence
-from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.kv_cache import cost_by_cache, cost_by_config, keeps
 from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
-from tests.generation.asking import Asked, alone, asked
-from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint, make_tokenizer
+from tests.generation.asking import Asked, Open, alone, asked, prompt
+from tests.support.builders import FAMILIES, build_checkpoint, make_tokenizer
 from tests.support.tiny_models import plain_model, split
 
-Open = Callable[..., tuple[Batch, Any]]
 CAUSAL = sorted(name for name, family in FAMILIES.items() if not family.encoder_decoder)
 SHOWN = ("llama", "gemma3", "qwen3_next")
 """Layers that keep every token, windows, states."""
@@ -42,11 +39,6 @@ def who_waits_begins_in_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "AHEAD_TOKENS", 4)
 
 
-def prompt(length: int) -> tuple[int, ...]:
-    drawn = torch.randint(3, VOCABULARY_SIZE, (length,), generator=torch.Generator().manual_seed(length))
-    return tuple(drawn.tolist())
-
-
 @torch.no_grad()
 def limits(model: Any, **options: Any) -> Limits:
     """Limits so low that sequences are preempted."""
@@ -55,7 +47,7 @@ def limits(model: Any, **options: Any) -> Limits:
     measured = None
     if keeps(model):
         cache = DynamicCache(config=config)
-        model(torch.tensor([prompt(9)]), past_key_values=cache)
+        model(torch.tensor([prompt(9, 9)]), past_key_values=cache)
         measured = cost_by_cache(cache)
     room = len(LENGTHS) * (measured or predicted).bytes_for(ROOM_TOKENS)
     return Limits(cache_bytes=max(room, predicted.bytes_for(max(LENGTHS) + 1)), chunk=24, **options)
@@ -72,7 +64,7 @@ def endless(folder: Path, family: str, dtype: torch.dtype) -> Path:
 
 
 def requests() -> list[Request]:
-    return [Request(prompt(length), NEW_TOKENS, likeliest=2) for length in LENGTHS]
+    return [Request(prompt(length, length), NEW_TOKENS, likeliest=2) for length in LENGTHS]
 
 
 def assert_resumed(family: str, model: Any, facts: BatchStats) -> None:
@@ -118,7 +110,7 @@ def test_a_prompt_that_is_half_computed_goes_on_from_there(open_batch: Open, pla
     written: list[int] = []
     batch, _ = open_batch(Limits(chunk=chunk, cache_bytes=88 * token_bytes, aside_folder=tmp_path))
     with observe_steps(lambda step: written.append(len(step.data))):
-        for one in asked(batch, [Request(prompt(10), 60), Request(prompt(70), 4)]):
+        for one in asked(batch, [Request(prompt(10, 10), 60), Request(prompt(70, 70), 4)]):
             assert one.tokens == alone(plain, one.request)
     assert batch.facts.resumed == batch.facts.preempted == 1
     assert sum(written) // token_bytes in range(chunk, 70, chunk)

@@ -1,0 +1,225 @@
+"""Generations that share passes: rows that go through a module together, their products, and GPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.expert_finding import is_routed
+from rabbitllm.engine.load import load_model
+from rabbitllm.generation.joint_pass import JointPasses, RowKind, joined, rowwise
+from rabbitllm.generation.scoring import Room, ScoredText, score
+from rabbitllm.quant import bfloat_products
+from tests.generation.together import CHUNK, LENGTHS, Text, alone, assert_alike, generated, prompts, together
+from tests.support.builders import VOCABULARY_SIZE, build_checkpoint
+from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.kernel_rows import kernel_rows as kernel_rows
+from tests.support.rounding import assert_as_near, exact_logits
+from tests.support.tiny_models import ALL, load, plain_model, split
+
+
+class Twice(nn.Linear):
+    """Does more than its kind."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * len(input)
+
+
+def test_kinds() -> None:
+    assert rowwise(nn.Linear(4, 6)) is rowwise(Conv1D(6, 4)) is RowKind.FEATURES
+    assert rowwise(nn.Embedding(9, 4)) is RowKind.IDS
+    assert rowwise(Twice(4, 6)) is rowwise(nn.LayerNorm(4)) is None
+
+
+@pytest.mark.parametrize("module", [nn.Linear(4, 6), nn.Embedding(9, 4)], ids=["features", "ids"])
+def test_every_call_gets_its_own_rows_back(module: nn.Module) -> None:
+    shapes: list[tuple[int, ...]] = [(1, 3), (2, 5), (1, 1), (7,)]
+    is_ids = isinstance(module, nn.Embedding)
+    given = [torch.randint(0, 9, shape) if is_ids else torch.randn(*shape, 4) for shape in shapes]
+    kind = rowwise(module)
+    assert kind is not None
+    batch = joined(kind, [((one,), {}) for one in given])
+    assert batch is not None
+    for got, one in zip(batch.parts(module(*batch.args)), given, strict=True):
+        torch.testing.assert_close(got, module(one))
+
+
+def test_what_does_not_fit_together() -> None:
+    one, other = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    assert joined(RowKind.FEATURES, [((one,), {}), ((other.double(),), {})]) is None
+    assert joined(RowKind.FEATURES, [((one,), {}), ((other[..., :2],), {})]) is None
+    assert joined(RowKind.FEATURES, [((one,), {}), ((other,), {"scale": 2})]) is None
+    rows, index, weights = torch.randn(3, 4), torch.zeros(3, 2, dtype=torch.long), torch.randn(3, 2)
+    assert joined(RowKind.EXPERTS, [((rows, index, weights), {}), ((rows, index, weights[:, :1]), {})]) is None
+    assert joined(RowKind.EXPERTS, [((rows, index, weights), {}), ((rows, index), {})]) is None
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("llama4", marks=pytest.mark.long)])
+def test_experts_are_asked_once_for_all(tmp_path: Path, name: str) -> None:
+    model = load(split(build_checkpoint(tmp_path / "model", HYBRIDS[name])), 0)
+    calls: list[tuple[int, int]] = []
+    for number, module in enumerate(module for module in model.modules() if is_routed(module)):
+        module.register_forward_pre_hook(
+            lambda module, args, number=number: calls.append((number, len(args[0])))  # type: ignore[misc]
+        )
+    given = prompts()
+    expected = alone(model, given)
+    calls.clear()
+    passes: list[int] = []
+    found = together(model, given, lambda _, number: passes.append(number), packing=False)
+    assert_alike(found, expected)
+    layers = len({layer for layer, _ in calls})
+    assert len(calls) == layers * len(passes)
+    assert Counter(rows for layer, rows in calls if layer == 0)[LENGTHS[0] + 6 + LENGTHS[2]] == 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return split(build_checkpoint(tmp_path_factory.mktemp("products") / "model", "llama"))
+
+
+@pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
+def test_company_changes_no_bit_of_a_text(folder: Path, kernel_rows: list[int], budget: int) -> None:
+    model = load(folder, budget, dtype="bfloat16")
+    given = prompts()
+    found = together(model, given)
+    assert max(kernel_rows) > max(len(prompt) for prompt in given)
+    for number, text in enumerate(found):
+        lone: list[Text] = []
+        passes = JointPasses(model)
+        chunks = {"prefill_chunk_size": CHUNK} if number % 2 else {}
+        passes.add(lambda: lone.append(generated(model, given[number], **chunks)))  # noqa: B023 - runs before the next
+        while passes.members:
+            passes.run(passes.members)
+        passes.close()
+        assert torch.equal(lone[0].logits, text.logits)
+
+
+def test_results_are_those_of_the_ordinary_product_but_for_rounding(folder: Path, kernel_rows: list[int]) -> None:
+    model = load(folder, 0, dtype="bfloat16")
+    given = prompts()
+    for ids, one, other in zip(given, together(model, given), alone(model, given), strict=True):
+        assert_as_near(one.logits[0].bfloat16(), other.logits[0].bfloat16(), exact_logits(folder.parent, ids)[0, -1])
+    assert kernel_rows
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_float32_codes_and_exact_passes_have_their_own_ways(
+    folder: Path, kernel_rows: list[int], compression: str | None
+) -> None:
+    found = split(folder.parent, compression) if compression else folder
+    model = load(found, 0, exact=compression is None, dtype="float32")
+    together(model, prompts())
+    together(load(folder, 0, dtype="bfloat16"), prompts(), exact=True)
+    assert not kernel_rows
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_the_kernel_is_made_before_anybody_waits(folder: Path, compression: str | None) -> None:
+    found = split(folder.parent, compression) if compression else folder
+    model = load(found, 0, dtype="bfloat16")
+    bfloat_products.kernel_here.cache_clear()
+    JointPasses(model).close()
+    assert bfloat_products.kernel_here.cache_info().currsize == 1
+
+
+def test_afterwards_the_model_is_as_it_was(folder: Path, kernel_rows: list[int]) -> None:
+    model = load(folder, 0, dtype="bfloat16")
+    given = prompts()
+    before = alone(model, given)
+    together(model, given)
+    assert not any("forward" in module.__dict__ for module in model.modules() if isinstance(module, nn.Linear))
+    count = len(kernel_rows)
+    for one, other in zip(alone(model, given), before, strict=True):
+        assert torch.equal(one.logits, other.logits)
+    assert len(kernel_rows) == count
+
+
+def own_forwards(model: Any) -> dict[str, Any]:
+    """Of the modules that have one of their own."""
+    return {name: module.forward for name, module in model.named_modules() if "forward" in module.__dict__}
+
+
+def test_a_head_among_others_that_go_by_themselves(folder: Path, kernel_rows: list[int]) -> None:
+    """A unit that is a linear layer runs its hooks around the calls of all, and is put back as it was each time."""
+    model = load(folder, 0, dtype="bfloat16")
+    given, before = prompts(), own_forwards(model)
+    found = together(model, given, packing=False)
+    for ids, one, other in zip(given, found, together(model, given), strict=True):
+        assert_as_near(one.logits[0].bfloat16(), other.logits[0].bfloat16(), exact_logits(folder.parent, ids)[0, -1])
+    assert kernel_rows
+    assert own_forwards(model) == before
+
+
+def test_texts_that_are_scored(folder: Path, kernel_rows: list[int]) -> None:
+    """By the same products; micro-batches take turns at the head too, and leave the model as it was."""
+    model = load(folder, 0, dtype="bfloat16")
+    before = own_forwards(model)
+    texts = [ScoredText(number, tuple(ids[0].tolist()), (7, 40 + number)) for number, ids in enumerate(prompts())]
+    found = {one.index: one for one in score(model, texts, Room(tokens=20))}
+    assert kernel_rows
+    assert own_forwards(model) == before
+    count = len(kernel_rows)
+    for one in score(model, texts, Room(exact=True)):
+        assert one.logprob == pytest.approx(found[one.index].logprob, rel=0.02)
+    assert len(kernel_rows) == count
+
+
+def generate(model: Any, ids: torch.Tensor) -> list[int]:
+    ids = ids.to(model.device)
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    tokens: list[int] = made[0].tolist()
+    return tokens
+
+
+AT_ONCE = {("llama", False, 1), ("llama", True, 2), ("gemma3", True, 1), ("gemma3", False, 2)}
+"""Of each two the other half is for the long run."""
+
+
+@pytest.mark.parametrize(
+    ("family", "exact", "count"),
+    [
+        pytest.param(*way, marks=() if way in AT_ONCE else pytest.mark.long)
+        for way in itertools.product(("llama", "gemma3"), (False, True), (1, 2))
+    ],
+)
+def test_texts_on_gpus(tmp_path: Path, family: str, count: int, exact: bool) -> None:
+    checkpoint = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
+    plain = plain_model(checkpoint, dtype=torch.float32).eval()
+    split_folder = split(checkpoint)
+    gpus = [FakeGpu(index) for index in range(count)]
+    limits: dict[str, int] = {gpu.name: 40_000 for gpu in gpus} | {"cpu": 0}
+    with watched(), torch.no_grad():
+        options = StreamOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
+        model = load_model(split_folder, options, None, gpus)
+        assert model.placement.uploaded_bytes > 0
+        passes = JointPasses(model, exact=exact)
+        prompts = [
+            torch.randint(3, VOCABULARY_SIZE, (1, 4 + 9 * n), generator=torch.Generator().manual_seed(n))
+            for n in range(4)
+        ]
+        made: dict[int, list[int]] = {}
+
+        def work(number: int) -> None:
+            made[number] = generate(model, prompts[number])
+
+        members = [passes.add(lambda number=number: work(number)) for number in range(len(prompts))]  # type: ignore[misc]
+        count_before = sum(gpu.uploads for gpu in gpus)
+        rounds = 0
+        while passes.members:
+            passes.run(passes.members)
+            rounds += 1
+        passes.close()
+        uploads = sum(gpu.uploads for gpu in gpus) - count_before
+    assert [member.error for member in members] == [None] * 4
+    assert made == {number: generate(plain, ids) for number, ids in enumerate(prompts)}
+    assert uploads <= (rounds + 1) * len(model.placement.units)  # once a pass, not once a text

@@ -1,0 +1,351 @@
+"""KV caches of one sequence: growing in place, their size, copies of prefixes, and going back."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from rabbitllm.generation import kv_cache
+from rabbitllm.generation.kv_cache import (
+    CONTINUING,
+    MAX_TEXTS,
+    WORTH_TOKENS,
+    KeptCache,
+    PrefixCache,
+    append,
+    bytes_of,
+    common_prefix,
+    copied,
+    cost_by_cache,
+    cost_by_config,
+    keeps,
+    usable,
+)
+from tests.chat.talkers import family_of
+from tests.support.builders import FAMILIES, VOCABULARY_SIZE, WINDOW, build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.tiny_models import plain_model
+
+KEEPING = ("llama", "gemma3_text", "gpt_oss", "qwen3_next")
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY_SIZE, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=[name for name in KEEPING if name in FAMILIES])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    build_checkpoint(folder, request.param, dtype=torch.float32, tokenizer=False)
+    return plain_model(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def cache_of(model: Any, tokens: int) -> Any:
+    cache = DynamicCache(config=model.config)
+    model(ids(tokens), past_key_values=cache)
+    return cache
+
+
+def has_keys(layer: Any) -> bool:
+    return getattr(layer, "keys", None) is not None
+
+
+def storages(cache: Any) -> int:
+    """Bytes of the KV cache, with the tensors of which its own are views."""
+    both = (tensor for layer in cache.layers if has_keys(layer) for tensor in (layer.keys, layer.values))
+    return sum(tensor.untyped_storage().nbytes() for tensor in both)
+
+
+def test_the_cost_that_a_cache_shows_is_that_of_longer_ones(model: Any) -> None:
+    cost = cost_by_cache(cache_of(model, 9))
+    assert cost is not None
+    for tokens in (9, 20, 70):
+        cache = cache_of(model, tokens)
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if has_keys(layer))
+        states = bytes_of(cache) - storages(cache)
+        # a window shows one token less than it takes
+        windows = sum(each for _, each in cost.windows)
+        assert held + states <= cost.bytes_for(tokens) <= held + states + windows
+        assert cost_by_config(model.config, torch.float32).bytes_for(tokens) > 0
+
+
+def test_without_windows_the_config_says_it_exactly(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "llama", "llama", dtype=torch.float32, tokenizer=False)
+    model = plain_model(folder, dtype=torch.float32)
+    assert cost_by_config(model.config, torch.float32) == cost_by_cache(cache_of(model, 7))
+
+
+@torch.no_grad()
+def test_a_copied_prefix_is_the_cache_of_that_prefix_and_shares_no_memory(model: Any) -> None:
+    whole = ids(40)
+    cache = cache_of(model, 40)
+    before = copy.deepcopy(cache)
+    wanted = [*whole[0, :30].tolist(), *[5] * 6]
+    known = usable(wanted, whole[0].tolist(), cache)
+    if known == 0:  # states, or windows that have slid
+        assert any("conv_states" in vars(layer) or getattr(layer, "is_sliding", False) for layer in cache.layers)
+        wanted = [*whole[0].tolist(), *[5] * 6]
+        known = usable(wanted, whole[0].tolist(), cache)
+        assert known == 40
+    else:
+        assert known == 30
+    part = copied(cache, known)
+    assert part.get_seq_length() == known
+    rest = torch.tensor([wanted[known:]])
+    got = model(rest, past_key_values=part).logits[0, -1]
+    expected = model(torch.tensor([wanted])).logits[0, -1]
+    assert torch.allclose(got, expected, atol=2e-4, rtol=1e-3)
+    for layer, old in zip(cache.layers, before.layers, strict=True):  # the source is as it was
+        for name, value in vars(old).items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(vars(layer)[name], value)
+
+
+def test_beginnings() -> None:
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common_prefix([1, 2, 3], [1, 2, 3, 5]) == 3
+    assert common_prefix([9, 2, 3], [1, 2, 3]) == 0
+
+
+def test_a_short_beginning_is_worth_nothing_and_one_token_is_always_computed(tmp_path: Path) -> None:
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 40, 8), torch.zeros(1, 1, 40, 8), 0)
+    text = list(range(40))
+    assert usable([*text[: WORTH_TOKENS - 1], 99, 99], text, cache) == 0
+    assert usable([*text[:WORTH_TOKENS], 99, 99], text, cache) == WORTH_TOKENS
+    assert usable(text, text, cache) == 39
+
+
+def test_what_was_not_used_for_the_longest_time_goes_first() -> None:
+    kept = PrefixCache()
+    texts = []
+    for first in range(3):
+        cache = DynamicCache()
+        cache.update(torch.zeros(1, 1, 10, 8), torch.zeros(1, 1, 10, 8), 0)
+        texts.append([first, *range(50, 59)])
+        kept.put(texts[-1], cache)
+    each = 2 * 10 * 8 * 4
+    assert kept.nbytes == 3 * each
+    kept.used(texts[0])
+    kept.shrink(2 * each)
+    assert [list(ids) for ids, _ in kept.texts()] == [texts[2], texts[0]]
+    longer = DynamicCache()
+    longer.update(torch.zeros(1, 1, 12, 8), torch.zeros(1, 1, 12, 8), 0)
+    kept.put([*texts[0], 1, 2], longer)  # its own prefix is dropped
+    assert [len(ids) for ids, _ in kept.texts()] == [10, 12]
+    kept.shrink(0)
+    assert kept.nbytes == 0
+
+
+def test_of_many_texts_those_used_last_are_kept() -> None:
+    kept = PrefixCache()
+    texts = [[number, *range(50, 59)] for number in range(MAX_TEXTS + 3)]
+    for text in texts[:MAX_TEXTS]:
+        kept.put(text, DynamicCache())
+    kept.used(texts[1])
+    for text in texts[MAX_TEXTS:]:
+        kept.put(text, DynamicCache())
+    found = [list(ids) for ids, _ in kept.texts()]
+    assert found == [*texts[4:MAX_TEXTS], texts[1], *texts[MAX_TEXTS:]]
+
+
+def test_room_that_is_reserved_counts() -> None:
+    cache = DynamicCache()
+    keys = torch.zeros(1, 4, 700, 128)
+    cache.update(keys, keys.clone(), 0)
+    cost = cost_by_cache(cache)
+    assert cost is not None
+    append(cache.layers[0], keys[:, :, :1], keys[:, :, :1])
+    assert bytes_of(cache) == cost.bytes_for(701)
+    for _ in range(150):
+        append(cache.layers[0], keys[:, :, :1], keys[:, :, :1])
+        assert bytes_of(cache) <= cost.bytes_for(cache.get_seq_length())
+    part = copied(cache, 100)
+    assert bytes_of(part) == 100 * cost.every_token
+
+
+HEADS, WIDTH = 2, 4
+
+
+@pytest.fixture
+def small_layers_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "WORTH_BYTES", 10 * HEADS * WIDTH * 4)
+
+
+def some(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(1, HEADS, tokens, WIDTH), torch.randn(1, HEADS, tokens, WIDTH)
+
+
+def both(layer: DynamicLayer, plain: DynamicLayer, tokens: int) -> None:
+    given = some(tokens)
+    for got, expected in zip(append(layer, *given), plain.update(*given), strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(layer.keys, plain.keys)
+    assert torch.equal(layer.values, plain.values)
+    assert layer.get_seq_length() == plain.get_seq_length()
+
+
+@pytest.mark.usefixtures("small_layers_have_room")
+def test_growing() -> None:
+    layer, plain = DynamicLayer(), DynamicLayer()
+    places = set()
+    for tokens in [3, *[1] * 120, 70, *[1] * 40]:
+        both(layer, plain, tokens)
+        places.add(layer.keys.data_ptr())
+    assert len(places) < 30  # and not a new one for each
+
+
+@pytest.mark.usefixtures("small_layers_have_room")
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_done_with_a_layer(seed: int) -> None:
+    """Cut, copied with and without its tensors, both copies going on, put back to tensors of before."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    pairs = [(DynamicLayer(), DynamicLayer())]
+    both(*pairs[0], 20)
+    kept = (0, pairs[0][0].keys, pairs[0][0].values, pairs[0][1].keys, pairs[0][1].values)
+    for _ in range(150):
+        number = chance.randrange(len(pairs))
+        layer, plain = pairs[number]
+        match chance.choice(["append"] * 6 + ["cut", "fork", "clone", "keep", "put back"]):
+            case "append":
+                both(layer, plain, chance.randint(1, 5))
+            case "cut":
+                for one in (layer, plain):
+                    one.crop(-min(3, one.get_seq_length() - 1))
+            case "fork" if len(pairs) < 4:
+                pairs.append((copy.copy(layer), copy.copy(plain)))
+            case "clone" if len(pairs) < 4:
+                pairs.append((copy.deepcopy(layer), copy.deepcopy(plain)))
+            case "keep":
+                kept = (number, layer.keys, layer.values, plain.keys, plain.values)
+            case "put back":
+                layer, plain = pairs[kept[0]]
+                layer.keys, layer.values, plain.keys, plain.values = kept[1:]
+        for layer, plain in pairs:
+            assert torch.equal(layer.keys, plain.keys)
+            assert torch.equal(layer.values, plain.values)
+
+
+def test_windows_are_left_to_themselves() -> None:
+    layer, plain = DynamicSlidingWindowLayer(8), DynamicSlidingWindowLayer(8)
+    for tokens in (20, 1, 1, 5):
+        both(layer, plain, tokens)
+
+
+IDS = torch.randint(3, 270, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+FIRST, SECOND = 20, 30
+"""Tokens before a mark, and in all before the cache goes back."""
+SHORT = ("llama", "gemma3", "falcon_h1")
+NAMES = [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in ("mistral", "gemma4", "qwen3_next", "zaya"))]
+"""Every kind of layer; the short run has full attention alone, with sliding windows, and with a state."""
+
+
+def made(folder: Path, name: str) -> Any:
+    if family_of(name).model_type not in CONFIG_MAPPING_NAMES:
+        pytest.skip("transformers does not know it")
+    return plain_model(build_checkpoint(folder, family_of(name), tied=family_of(name).ties[0], tokenizer=False))
+
+
+@torch.no_grad()
+def logits(model: Any, kept: KeptCache, until: int) -> torch.Tensor:
+    """Of all tokens that the cache lacks, (tokens, vocabulary)."""
+    ids = torch.tensor([IDS[len(kept.ids) : until]])
+    found: torch.Tensor = model(ids, past_key_values=kept.cache, use_cache=True).logits[0]
+    kept.hold(IDS[:until])
+    return found
+
+
+def filled(model: Any) -> KeptCache:
+    kept = KeptCache(model)
+    logits(model, kept, FIRST)
+    kept.mark(IDS[:FIRST])
+    logits(model, kept, SECOND)
+    return kept
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_goes_back_to_what_it_was(tmp_path: Path, name: str) -> None:
+    model = made(tmp_path, name)
+    assert keeps(model)
+    whole = model(torch.tensor([IDS])).logits[0].detach()
+    cuttable = name == "llama"
+    for length in (SECOND + 5, SECOND, SECOND - 1, FIRST + 1, FIRST, FIRST - 1, 1, 0):
+        kept = filled(model)
+        left = kept.go_back(length)
+        assert left == (min(length, SECOND) if cuttable or length >= SECOND else FIRST if length >= FIRST else 0)
+        assert kept.ids == IDS[:left]
+        torch.testing.assert_close(logits(model, kept, len(IDS)), whole[left:], rtol=0, atol=1e-4)
+        again = kept.go_back(FIRST)  # the mark is still good, though what it holds has been used
+        assert again == (FIRST if left >= FIRST or cuttable else 0)
+        torch.testing.assert_close(logits(model, kept, len(IDS)), whole[again:], rtol=0, atol=1e-4)
+
+
+def test_a_window_that_has_not_slid_is_cut(tmp_path: Path) -> None:
+    model = made(tmp_path, "mistral")
+    whole = model(torch.tensor([IDS])).logits[0].detach()
+    kept = KeptCache(model)
+    logits(model, kept, WINDOW - 1)
+    assert kept.go_back(3) == 3
+    torch.testing.assert_close(logits(model, kept, len(IDS)), whole[3:], rtol=0, atol=1e-4)
+    assert kept.go_back(len(IDS) - 1) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_pass_that_was_broken_off(tmp_path: Path, name: str, layers: int) -> None:
+    """After so many layers had taken its tokens, and the others had not."""
+    model = made(tmp_path, name)
+    whole = model(torch.tensor([IDS])).logits[0].detach()
+
+    def stop(module: Any, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    kept = filled(model)
+    hook = model.get_decoder().layers[layers].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, kept, SECOND + 3)
+    hook.remove()
+    left = kept.recover(SECOND, IDS)
+    assert left == (SECOND if name == "llama" else FIRST)
+    torch.testing.assert_close(logits(model, kept, len(IDS)), whole[left:], rtol=0, atol=1e-4)
+
+
+def test_a_first_pass_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None:
+    model = made(tmp_path, "llama")
+    kept = KeptCache(model)
+    logits(model, kept, 5)
+    assert kept.recover(0, []) == 0
+    assert (kept.ids, kept.nbytes) == ([], 0)
+
+
+def test_what_it_takes(tmp_path: Path) -> None:
+    """KV cache, float32: 3 layers, 2 heads of 16; of windows only so many tokens, and once more for the mark."""
+    per_token = 2 * 2 * 16 * 4
+    assert filled(made(tmp_path / "a", "llama")).nbytes == 3 * SECOND * per_token
+    windows = filled(made(tmp_path / "b", "mistral")).nbytes
+    assert windows == pytest.approx(2 * 3 * (WINDOW - 1) * per_token, abs=100)
+
+
+def test_marks_do_not_grow_in_number(tmp_path: Path) -> None:
+    model = made(tmp_path, "mistral")
+    kept, sizes = KeptCache(model), []
+    for length in range(10, 40, 3):
+        logits(model, kept, length)
+        kept.mark(IDS[:length])
+        sizes.append(kept.nbytes)
+    assert len(set(sizes[2:])) == 1
+
+
+def test_every_type_named_is_tried() -> None:
+    """By the long test of `test_session`, which goes through these families."""
+    assert {family.model_type for family in HYBRIDS.values()} >= CONTINUING
