@@ -26,7 +26,7 @@ from benchmarks.checkpoint import SCALES, make_checkpoint
 from benchmarks.worker_batch import prompt
 from rabbitllm import AutoModel
 from rabbitllm.base.options import parse_size
-from rabbitllm.batch_jobs.answering import answered
+from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.items import Generate, Item, JobLimits
 
 ROOM_FOR_ALL = 1 << 30

@@ -37,10 +37,7 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, unit_costs
 from rabbitllm.engine.placement import Budget, place
-from rabbitllm.estimate.generation import PROMPT_TOKENS, Experts
-from rabbitllm.estimate.predict import experts_of
-from rabbitllm.estimate.routing import RoutedWork, routed_work
-from rabbitllm.estimate.work import UnitWork, work_of
+from rabbitllm.estimate.cost_model import PROMPT_TOKENS, Experts, RoutedWork, UnitWork, experts_of, routed_work, work_of
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.splitter.disk_budget import ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, make_plan

@@ -37,10 +37,8 @@ from benchmarks.work_folder import fresh_folder
 from rabbitllm import AutoModel
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.evaluation.compare import compare
-from rabbitllm.evaluation.divergence import Summary, at_positions, summary_of
-from rabbitllm.evaluation.quality import answers_of, text_of, windows
-from rabbitllm.evaluation.report import number
+from rabbitllm.evaluation.compare import Summary, at_positions, compare, summary_of
+from rabbitllm.evaluation.quality import answers_of, number, text_of, windows
 from rabbitllm.generation.scoring import ScoredText
 from tools.demo_prose import held_out_prose
 

@@ -29,8 +29,7 @@ from rabbitllm import prepare
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.batch_jobs.items import BatchAnswer, Generate, Item, JobLimits
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
-from rabbitllm.ray.chunks import WorkerPool
-from rabbitllm.ray.ray_answers import RayAnswers
+from rabbitllm.ray.lines import RayAnswers, WorkerPool
 
 LINES, AT_A_TIME, WORKERS = 64, 8, 4
 SECONDS_A_LINE = 0.25

@@ -19,7 +19,7 @@ from benchmarks.scale_facts import EPYC, XEON, Figure, Host
 from benchmarks.scale_pace import Pass, pass_over
 from benchmarks.scale_shape import DENSE, Drawn, draw, shape_of, shape_of_config
 from rabbitllm.engine.devices import CpuDevice, default_budget
-from rabbitllm.estimate.pass_estimator import Strain
+from rabbitllm.estimate.cost_model import Strain
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CONTEXT = 24

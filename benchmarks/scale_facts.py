@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rabbitllm.estimate.pass_estimator import ALONE, Strain
+from rabbitllm.estimate.cost_model import ALONE, Strain
 
 GIB = 1 << 30
 

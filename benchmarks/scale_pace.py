@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from benchmarks.scale_facts import Host
 from benchmarks.scale_shape import TWO_BYTES, Drawn, Shape, Unit, fits_disk
-from rabbitllm.estimate.pass_estimator import UnitTime, pass_seconds
-from rabbitllm.estimate.routing import RoutedWork
+from rabbitllm.estimate.cost_model import RoutedWork, UnitTime, pass_seconds
 
 PROMPT, ANSWER = 512, 32
 """Tokens of each sequence: what is asked, and what is made."""

@@ -25,13 +25,10 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, unit_costs
 from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost, place
-from rabbitllm.estimate.doctor.models import published
+from rabbitllm.estimate.cost_model import Product, RoutedWork, UnitWork, by_unit, routed_work, work_of
 from rabbitllm.estimate.machine import Machine
-from rabbitllm.estimate.outline import Outline
-from rabbitllm.estimate.outline_families import outline_of
-from rabbitllm.estimate.routing import RoutedWork, by_unit, routed_work
-from rabbitllm.estimate.stretched import stretched
-from rabbitllm.estimate.work import Product, UnitWork, work_of
+from rabbitllm.estimate.outline import Outline, outline_of, published
+from rabbitllm.estimate.predict import stretched
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
 from rabbitllm.splitter.plan import PlannedFiles
 

@@ -2,7 +2,8 @@
 
 The splitter sends them; a progress bar, a log, the demo or a test listens. Independent of both sides, and of
 terminals; the clock is a parameter. Rates are those of the last seconds. Work of an earlier run counts as done, but in
-no rate."""
+no rate.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Content of files is printed as text and never as markup, and every character that a terminal might act upon (escape
 sequences, line breaks, bidirectional controls) is printed as an escape. Independent of the contents of reports and of
-streams."""
+streams.
+"""
 
 from __future__ import annotations
 

@@ -5,20 +5,35 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.options import StreamOptions, expand, parse_max_memory, parse_size
-from rabbitllm.batch_jobs.installed import check_installed
-from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling
-from rabbitllm.batch_jobs.lines import pooling_of
-from rabbitllm.batch_jobs.spool import STDIN
-from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.batch_jobs.inputs import STDIN, InputScan
+from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
 from rabbitllm.errors import system_errors_by_name
 
 if TYPE_CHECKING:
-    from rabbitllm.batch_jobs.run import Progress
+    from rabbitllm.batch_jobs.display import Progress
+import importlib.util
+
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.errors import MissingPackageError
+
+
+def check_installed() -> None:
+    """Check for the packages that only batches need; imports none of them.
+
+    Raises:
+        MissingPackageError: greenlet, by which lines share passes, is not installed.
+    """
+    if importlib.util.find_spec("greenlet") is None:
+        raise MissingPackageError(
+            "A batch needs the package greenlet, which is not installed.",
+            'Install what it needs: pip install ".[batch]" in a copy of the repository.',
+        )
 
 
 @system_errors_by_name()
@@ -78,13 +93,14 @@ def batch(
     """
     check_installed()
 
-    from rabbitllm.batch_jobs.work import BatchJob, Ready, loading, settings_of, work
+    from rabbitllm.batch_jobs.job import BatchJob, BatchModel, loaded, settings_of, work
 
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
     defaults = Defaults(max_new_tokens, temperature, top_p, seed, texts, pooling_of(pooling), normalise)
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
+    load: Callable[[InputScan], BatchModel]
     if isinstance(model, str | os.PathLike):
         from rabbitllm import prepare
         from rabbitllm.auto_model import LoadRequest
@@ -97,10 +113,14 @@ def batch(
         )
         spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))
         request = LoadRequest(spec, prepare.split_options(spec.compression, shard_policy()), run)
-        load, said = loading(request, limits), settings_of(request)
+        load, said = partial(loaded, request, limits=limits), settings_of(request)
     else:
         name = str(model.name_or_path)
-        load, said = lambda survey: Ready(model), {"dtype": str(model.dtype).removeprefix("torch.")}
+
+        def load(scan: InputScan) -> BatchModel:
+            return BatchModel(model)
+
+        said = {"dtype": str(model.dtype).removeprefix("torch.")}
     if isinstance(inputs, str | os.PathLike) and str(inputs) != STDIN:
         inputs = expand(Path(inputs))
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item
+from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
 from rabbitllm.errors import MissingPackageError
 from rabbitllm.generation.request import (
     Delta,
@@ -61,14 +61,14 @@ class PreparedItem:
         requests: one for each answer to it.
         answer: makes the output line from the answered requests.
         keeps_tokens: whether the answer needs tokens as well as text.
-        text_of: the text to keep of a piece.
+        text_of: the text to keep of a delta.
     """
 
     item: Item
     requests: tuple[Request, ...]
     answer: Callable[[Sequence[Answered]], Mapping[str, Any]]
     keeps_tokens: bool = False
-    text_of: Callable[[Delta], str] = lambda piece: piece.text
+    text_of: Callable[[Delta], str] = lambda delta: delta.text
 
 
 class RequestBuilder:
@@ -142,26 +142,26 @@ class RequestBuilder:
     def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
         try:
             from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope, Spelling
-            from rabbitllm.server.requests import chat_asked, completion_asked
+            from rabbitllm.server.requests import checked_chat, checked_completion
             from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
         except ImportError as error:
             raise missing_pydantic(error) from None
 
         defaults = asked.defaults
         most = defaults.max_new_tokens
-        settings = Settings(self.name, most_new_tokens=most, completion_new_tokens=most)
+        settings = Settings(self.name, max_new_tokens=most, completion_new_tokens=most)
         limits = ModelLimits(self.context, self.vocabulary, defaults.temperature or 0.0, defaults.top_p)
         given, spelling = _with_defaults(asked, item.index), Spelling(self.tokenizer)
         body: ChatBody | CompletionBody
         choices: ChatChoices | CompletionChoices
         if asked.url == "/v1/chat/completions":
             body = parsed(ChatBody, given)
-            checked = chat_asked(body, self.template, limits, settings)
+            checked = checked_chat(body, self.template, limits, settings)
             choices = ChatChoices(checked, spelling, self.ends, lambda: _new("call_"))
             kind, lead = "chat.completion", "chatcmpl-"
         else:
             body = parsed(CompletionBody, given)
-            checked = completion_asked(body, self.tokenizer, limits, settings)
+            checked = checked_completion(body, self.tokenizer, limits, settings)
             choices = CompletionChoices(checked, spelling, self.ends)
             kind, lead = "text_completion", "cmpl-"
         n = body.n or 1
@@ -209,10 +209,11 @@ def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, 
     return {"id": _new("batch_req_"), "custom_id": item.key, "response": response, "error": None}
 
 
-def refused_line(item: Item, message: str, code: str, *, as_call: bool) -> Mapping[str, Any]:
+def refused_line(item: Item) -> Mapping[str, Any]:
     """The output line of an unreadable input line."""
-    error = {"code": code, "message": message}
-    if as_call:
+    assert isinstance(item.asked, Refused)
+    error = {"code": item.asked.code, "message": item.asked.message}
+    if item.asked.as_call:
         return {"id": _new("batch_req_"), "custom_id": item.key, "response": None, "error": error}
     return {"id": item.key, "error": error}
 

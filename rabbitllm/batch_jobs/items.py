@@ -1,15 +1,23 @@
-"""Items of the input and their answers: plain data that can be pickled and compared.
+"""Items of the input and their answers, plain data that can be pickled and compared; and items from JSON. Pure.
 
     line of the input  ->  Item(index, key, asked)  ->  BatchAnswer(index, key, line)  ->  line of the output
 
-Independent of files, tokenizers and models.
+    {"prompt": …} | {"messages": […]} | {"tokens": […]}      generate; max_tokens, temperature, top_p, seed, stop, n
+    {"context": …, "continuation": … or […]}                 score
+    {"context": …, "choices": […]}                           choose
+    {"input": … or […]}                                      embed; pooling, normalise
+    {"custom_id": …, "method": "POST", "url": …, "body": {…}}    as in OpenAI's batches
+    https://platform.openai.com/docs/api-reference/batch/request-input
+
+Other keys belong to the user (a label, a column of a data set) and are ignored. Checks that need the tokenizer,
+such as whether a prompt fits the model's context, come later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rabbitllm.errors import OptionError
 
@@ -200,3 +208,217 @@ class JobLimits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}, which is none at all.", "Give at least 1.")
+
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+POOLINGS: tuple[Pooling, ...] = ("last", "mean")
+MAX_ANSWERS = 128
+"""Limit of answers to one line."""
+MAX_KEY_CHARACTERS = 1_000
+_KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
+_OPTIONS = ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop", "n", "pooling", "normalise")
+KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS})
+"""All keys that are read."""
+_SEEDS = (1 << 63) - 1
+_NAMES = {bool: "true or false", str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+_Value = TypeVar("_Value")
+
+
+class LineError(ValueError):
+    """An invalid line; the message has the value found and the value expected."""
+
+
+def pooling_of(word: str) -> Pooling:
+    """The pooling method of an option.
+
+    Raises:
+        OptionError: the method is unknown.
+    """
+    for known in POOLINGS:
+        if word == known:
+            return known
+    raise OptionError(f"pooling {word!r} is unknown.", f"Expected {' or '.join(POOLINGS)}.")
+
+
+def key_of(value: Any, number: int) -> Key:
+    """The key of a line: its `id`, its `custom_id`, else its number.
+
+    Args:
+        value: the JSON object of the line.
+        number: number of the line, from 1.
+
+    Raises:
+        LineError: the id is invalid.
+    """
+    if not isinstance(value, Mapping):
+        return number
+    for name in ("id", "custom_id"):
+        found = value.get(name)
+        if found is None:
+            continue
+        if isinstance(found, bool) or not isinstance(found, str | int):
+            raise LineError(f"{name} is {_kind(found)}; expected a text or a whole number")
+        if isinstance(found, str) and not 0 < len(found) <= MAX_KEY_CHARACTERS:
+            raise LineError(f"{name} has {len(found):,} characters; expected 1 to {MAX_KEY_CHARACTERS:,}")
+        return found
+    return number
+
+
+def is_call(value: Any) -> bool:
+    """Whether a line is in OpenAI's batch format, or attempts to be."""
+    return isinstance(value, Mapping) and ("body" in value or ("url" in value and "custom_id" in value))
+
+
+def asked_of(value: Any, index: int, defaults: Defaults) -> Asked:
+    """The request in a line; `Refused` if it is invalid.
+
+    Args:
+        value: the JSON object of the line.
+        index: index of the line.
+        defaults: for values that it omits.
+    """
+    try:
+        return _call(value, defaults) if is_call(value) else _own(value, index, defaults)
+    except LineError as error:
+        return Refused(f"{error}.", as_call=is_call(value))
+
+
+def _call(value: Mapping[str, Any], defaults: Defaults) -> BatchCall:
+    method, url, body = value.get("method", "POST"), value.get("url"), value.get("body")
+    if method != "POST":
+        raise LineError(f"method is {_shown(method)}; expected POST")
+    if url not in URLS:
+        raise LineError(f"url is {_shown(url)}; expected {', '.join(URLS)}")
+    if not isinstance(body, Mapping):
+        raise LineError(f"body is {_kind(body)}; expected an object")
+    if body.get("stream"):
+        raise LineError("stream is not for batches; leave it out")
+    return BatchCall(url, body, defaults)
+
+
+def _own(value: Any, index: int, defaults: Defaults) -> Asked:
+    if not isinstance(value, Mapping):
+        raise LineError(f'The line is {_kind(value)}; expected an object, as {{"prompt": …}}')
+    given = [name for name in _KINDS if value.get(name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none of them"
+        raise LineError(f"Expected one of {', '.join(_KINDS)}; the line has {found}")
+    kind = given[0]
+    if kind in ("continuation", "choices"):
+        return _likelihood(value, kind)
+    if kind == "input":
+        return _embedding(value, defaults)
+    return _generation(value, kind, index, defaults)
+
+
+def _generation(value: Mapping[str, Any], kind: str, index: int, defaults: Defaults) -> Generate:
+    given: Any = value[kind]
+    if kind == "prompt" and isinstance(given, str):
+        what: Any = given
+    elif kind == "messages":
+        what = _messages(given)
+    else:
+        what = _tokens(given, kind)
+    if not what:
+        raise LineError(f"{kind} is empty")
+    asked = value.get("max_tokens") if value.get("max_tokens") is not None else value.get("max_new_tokens")
+    most = (
+        defaults.max_new_tokens if asked is None else _number(asked, "max_tokens", int, lambda n: n >= 1, "1 or more")
+    )
+    temperature = _optional(value, "temperature", float, lambda n: 0 <= n <= 100, "0 or more", defaults.temperature)
+    top_p = _optional(value, "top_p", float, lambda n: 0 < n <= 1, "more than 0 and at most 1", defaults.top_p)
+    seed = _optional(value, "seed", int, lambda n: -_SEEDS <= n <= _SEEDS, "one of 64 bits", None)
+    if seed is None and defaults.seed is not None:
+        seed = (defaults.seed + index) & _SEEDS
+    n = _optional(value, "n", int, lambda n: 1 <= n <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}", 1)
+    assert n is not None
+    return Generate(what, most, temperature, top_p, seed, _stops(value, defaults), n)
+
+
+def _messages(given: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(given, list | tuple):
+        raise LineError(f"messages is {_kind(given)}; expected a list")
+    for number, one in enumerate(given):
+        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
+            raise LineError(f"messages.{number} is no message; expected an object with role and content")
+        if not isinstance(one.get("content"), str):
+            raise LineError(f"messages.{number}.content is {_kind(one.get('content'))}; expected a text")
+    return tuple(dict(one) for one in given)
+
+
+def _tokens(given: Any, kind: str) -> tuple[int, ...]:
+    if not isinstance(given, list | tuple) or not all(type(one) is int and one >= 0 for one in given):
+        wanted = "a text" if kind == "prompt" else "a list of token ids"
+        raise LineError(f"{kind} is {_kind(given)}; expected {wanted}")
+    return tuple(given)
+
+
+def _likelihood(value: Mapping[str, Any], kind: str) -> ScoreItem | Choose:
+    context, given = value.get("context", ""), value[kind]
+    if not isinstance(context, str):
+        raise LineError(f"context is {_kind(context)}; expected a text")
+    listed = isinstance(given, list | tuple)
+    texts = tuple(given) if listed else (given,)
+    if not texts or not all(isinstance(one, str) and one for one in texts) or (kind == "choices" and not listed):
+        wanted = "a list of texts" if kind == "choices" else "a text, or a list of texts"
+        raise LineError(f"{kind} is {_kind(given)}; expected {wanted}, none of them empty")
+    return Choose(context, texts) if kind == "choices" else ScoreItem(context, texts, listed)
+
+
+def _embedding(value: Mapping[str, Any], defaults: Defaults) -> Embed:
+    given = value["input"]
+    if isinstance(given, str):
+        texts: tuple[Any, ...] = (given,)
+    elif isinstance(given, list | tuple) and given and all(type(one) is int for one in given):
+        texts, given = (_tokens(given, "input"),), ""
+    elif isinstance(given, list | tuple):
+        texts = tuple(one if isinstance(one, str) else _tokens(one, "input") for one in given)
+    else:
+        raise LineError(f"input is {_kind(given)}; expected a text, token ids, or a list of those")
+    if not texts or not all(texts):
+        raise LineError("input is empty, or has an empty text")
+    pooling, normalise = value.get("pooling", defaults.pooling), value.get("normalise", defaults.normalise)
+    if pooling not in POOLINGS:
+        raise LineError(f"pooling is {_shown(pooling)}; expected {' or '.join(POOLINGS)}")
+    if not isinstance(normalise, bool):
+        raise LineError(f"normalise is {_kind(normalise)}; expected true or false")
+    return Embed(texts, not isinstance(given, str), pooling, normalise)
+
+
+def _stops(value: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
+    given = value.get("stop")
+    if given is None:
+        return defaults.stop
+    texts = (given,) if isinstance(given, str) else given
+    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+        raise LineError(f"stop is {_kind(given)}; expected a text, or a list of texts")
+    return tuple(dict.fromkeys(text for text in texts if text))
+
+
+def _optional(
+    value: Mapping[str, Any],
+    name: str,
+    kind: type[_Value],
+    is_good: Callable[[Any], bool],
+    wanted: str,
+    default: _Value | None,
+) -> _Value | None:
+    given = value.get(name)
+    return default if given is None else _number(given, name, kind, is_good, wanted)
+
+
+def _number(given: Any, name: str, kind: type[_Value], is_good: Callable[[Any], bool], wanted: str) -> _Value:
+    fitting = type(given) is int or (kind is float and type(given) is float)
+    if not fitting or not is_good(given):
+        raise LineError(f"{name} is {_shown(given)}; expected {wanted}")
+    return kind(given)  # type: ignore[call-arg]
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else _NAMES.get(type(value), f"of type {type(value).__name__}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"

@@ -56,7 +56,7 @@ class BatchJournal:
         self._head = head
         self.done = self.errors = 0
         self._weights: str | None = None
-        self._places = array("q", [_ABSENT]) * lines
+        self._offsets = array("q", [_ABSENT]) * lines
         self._read_back(head)
         self.resumed = self.done
         self._log = durable.Log(path)
@@ -69,11 +69,11 @@ class BatchJournal:
         self._end = path.stat().st_size
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._offsets)
 
     def missing(self) -> Iterator[int]:
         """Indices without an answer."""
-        return (index for index, place in enumerate(self._places) if place == _ABSENT)
+        return (index for index, offset in enumerate(self._offsets) if offset == _ABSENT)
 
     def check_weights(self, digest: str) -> None:
         """Record the weights' digest, or compare it to the recorded one: a name may later mean another model.
@@ -99,9 +99,9 @@ class BatchJournal:
         Raises:
             ResultsError: the disk is full; earlier answers are kept.
         """
-        new = [one for one in answers if self._places[one.index] == _ABSENT]
-        for one, place in zip(new, self._append([_entry(one) for one in new]), strict=True):
-            self._places[one.index] = place
+        new = [one for one in answers if self._offsets[one.index] == _ABSENT]
+        for one, offset in zip(new, self._append([_entry(one) for one in new]), strict=True):
+            self._offsets[one.index] = offset
             self.done += 1
             self.errors += one.is_error
 
@@ -111,11 +111,11 @@ class BatchJournal:
             self._log.append("\n".join(lines))
         except OSError as error:
             raise _unwritten(error, self.path) from error
-        places = []
+        offsets = []
         for line in lines:
-            places.append(self._end)
+            offsets.append(self._end)
             self._end += len(line.encode()) + 1
-        return places
+        return offsets
 
     def close(self) -> None:
         """Close the file; nothing can be added after this."""
@@ -150,8 +150,8 @@ class BatchJournal:
 
     def _lines(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
-            for place in self._places:
-                file.seek(place)
+            for offset in self._offsets:
+                file.seek(offset)
                 found = _answer_in(file.readline())
                 if found is None:
                     raise ResultsError(
@@ -171,8 +171,8 @@ class BatchJournal:
                 found = _answer_in(line)
                 if found is not None and "weights" in found:
                     self._weights = str(found["weights"])
-                elif found is not None and 0 <= found["index"] < len(self) and self._places[found["index"]] == _ABSENT:
-                    self._places[found["index"]] = at
+                elif found is not None and 0 <= found["index"] < len(self) and self._offsets[found["index"]] == _ABSENT:
+                    self._offsets[found["index"]] = at
                     self.done += 1
                     self.errors += bool(found.get("is_error"))
                 at += len(line)

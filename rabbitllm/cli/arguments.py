@@ -45,7 +45,8 @@ ModelArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 FolderOption = Annotated[Path | None, typer.Option("--dir", help="Folder for the split directory.")]
 MemoryOption = Annotated[
-    list[str] | None, typer.Option(help="What weights may take, as cpu=24GiB or 0=14GiB; again for each device.")
+    list[str] | None,
+    typer.Option(help="Memory for weights, as cpu=24GiB or 0=14GiB; may be repeated, once for each device."),
 ]
 DeviceOption = Annotated[
     str | None, typer.Option(help="cuda:N, cpu, or auto for every GPU; by default the first GPU there is.")
@@ -54,24 +55,30 @@ RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit 
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 FastOption = Annotated[
     bool,
-    typer.Option("--fast-bfloat16", help="A kernel of its own on CPUs without bfloat16: sooner, other last bits."),
+    typer.Option(
+        "--fast-bfloat16", help="A faster bfloat16 kernel on CPUs without bfloat16; results differ in the last bits."
+    ),
 ]
 NoVerifyOption = Annotated[
-    bool, typer.Option("--no-verify-checksums", help="Do not compare what is read of layer files with its checksums.")
+    bool,
+    typer.Option("--no-verify-checksums", help="Do not compare layer files with their checksums when they are read."),
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")]
 
 # sharing of passes
 ExactOption = Annotated[
-    bool, typer.Option("--exact", help="Each text's rows by themselves: to the bit as if it were alone.")
+    bool, typer.Option("--exact", help="Compute each text's rows separately: the bits are those of the text alone.")
 ]
 
 # processes that compute a model together
 WorkersOption = Annotated[
-    int, typer.Option(help="How many `rabbitllm worker` compute it with this process, each a span of layers.", min=0)
+    int,
+    typer.Option(
+        help="Number of `rabbitllm worker` processes that compute it with this one, each a span of layers.", min=0
+    ),
 ]
 AddressOption = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="With --workers: where they reach this process.")
+    str | None, typer.Option(metavar="HOST:PORT", help="With --workers: the address of this process for them.")
 ]
 
 # splitting
@@ -84,17 +91,20 @@ WhichSplitOption = Annotated[
     str | None, typer.Option(help="Which of its splits: none, 8bit, 4bit, 4bit-double or auto.", show_default=False)
 ]
 SequentialOption = Annotated[
-    bool, typer.Option("--sequential", help="In a split, delete each shard when it is used up.")
+    bool,
+    typer.Option(
+        "--sequential", help="In a split, delete each shard when it is used up, also one that was here before."
+    ),
 ]
 NoSplitOption = Annotated[
-    bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
+    bool, typer.Option("--no-split", help="Stream from the checkpoint's own shards; nothing is written.")
 ]
 VerifySourceOption = Annotated[
     bool,
     typer.Option("--verify-source", help="Read the shards and compare them with recorded checksums."),
 ]
-MaxDiskOption = Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")]
-MinFreeDiskOption = Annotated[str, typer.Option(help="What is to stay free of the disk.")]
+MaxDiskOption = Annotated[str | None, typer.Option(help="Bytes that a split may occupy, e.g. 57GiB.")]
+MinFreeDiskOption = Annotated[str, typer.Option(help="Bytes of the disk that must stay free.")]
 DiskPlotOption = Annotated[
     Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
 ]
@@ -106,9 +116,11 @@ RayOption = Annotated[
 ]
 
 # sampling
-TemperatureOption = Annotated[float | None, typer.Option(help="Choose by chance; 0, the default, does not.")]
-TopPOption = Annotated[float | None, typer.Option(help="By chance, among tokens of so much probability.")]
-SeedOption = Annotated[int | None, typer.Option(help="For the same text again.")]
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="Sample at this temperature; 0, the default, takes the likeliest token.")
+]
+TopPOption = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this total probability.")]
+SeedOption = Annotated[int | None, typer.Option(help="Seed of sampling, for the same text again.")]
 
 
 def compression_of(word: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -72,7 +73,7 @@ def batch_command(
 
     Example: rabbitllm batch Qwen/Qwen2.5-7B-Instruct questions.jsonl -o answers.jsonl --compression 4bit
     """
-    from rabbitllm.batch_jobs.installed import check_installed
+    from rabbitllm.batch_jobs.api import check_installed
 
     check_installed()
 
@@ -81,10 +82,9 @@ def batch_command(
 
     from rabbitllm.base.options import expand, parse_size
     from rabbitllm.batch_jobs.display import put_end, record, said_when_interrupted
-    from rabbitllm.batch_jobs.items import Defaults, JobLimits
-    from rabbitllm.batch_jobs.lines import pooling_of
-    from rabbitllm.batch_jobs.spool import STDIN, columns_of
-    from rabbitllm.batch_jobs.work import BatchJob, loading, settings_of, work
+    from rabbitllm.batch_jobs.inputs import STDIN, columns_of
+    from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
+    from rabbitllm.batch_jobs.job import BatchJob, loaded, settings_of, work
 
     request = options.request(model)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
@@ -95,7 +95,7 @@ def batch_command(
         source=source if source == STDIN else expand(source),
         out=output,
         name=model,
-        load=loading(request, limits),
+        load=partial(loaded, request, limits=limits),
         defaults=Defaults(max_new_tokens, temperature, top_p, seed, tuple(stop or ()), pooling_of(pooling), normalise),
         limits=limits,
         settings=settings_of(request),
@@ -103,7 +103,7 @@ def batch_command(
         overwrite=overwrite,
     )
     if ray is not None:
-        from rabbitllm.ray.batch import answering_on
+        from rabbitllm.ray.lines import answering_on
 
         elsewhere = answering_on(ray, request, model, limits, ray_workers)
         task = replace(task, elsewhere=elsewhere)

@@ -28,7 +28,7 @@ def doctor_command(
     from rich.console import Console
 
     from rabbitllm.estimate.doctor.examine import examine
-    from rabbitllm.estimate.doctor.record import as_record
+    from rabbitllm.estimate.doctor.records import as_record
     from rabbitllm.estimate.doctor.report import show
 
     with Console(stderr=True).status("looking …") as status:

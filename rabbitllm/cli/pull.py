@@ -111,7 +111,7 @@ def pull_command(
         if ray is None:
             pulled = pulling.pull(request)
         else:
-            from rabbitllm.ray.pull import pull_on
+            from rabbitllm.ray.shards import pull_on
 
             pulled = pull_on(ray, request, ray_tasks)
     if as_json:

@@ -59,8 +59,7 @@ def quality_command(
     """
     from rich.console import Console
 
-    from rabbitllm.evaluation.quality import quality
-    from rabbitllm.evaluation.report import show
+    from rabbitllm.evaluation.quality import quality, show
 
     with Console(stderr=True).status("starting") as status:
         found = quality(

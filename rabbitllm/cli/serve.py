@@ -100,8 +100,8 @@ def serve_command(
 
     from rabbitllm.generation.request import Limits
     from rabbitllm.server.loading import served_name as name_of
+    from rabbitllm.server.server import serve_model
     from rabbitllm.server.settings import Settings
-    from rabbitllm.server.start import serve_model
 
     limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, aside_folder)
     settings = Settings(
@@ -111,7 +111,7 @@ def serve_command(
         hosts=hosts_of(listening, host, allow_host or ()),
         body_bytes=body_bytes,
         seconds=timeout,
-        most_new_tokens=max_new_tokens,
+        max_new_tokens=max_new_tokens,
     )
     if serve_model(request, limits, settings, listening, console, grace):
         sys.stderr.flush()

@@ -8,10 +8,8 @@ from typing import Annotated
 
 import typer
 
-from rabbitllm.base.terminal import size
 from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, WhichSplitOption, put_json
 from rabbitllm.store.layer_store import Verification, verify
-from rabbitllm.store.manifest import Manifest
 
 
 def verify_command(
@@ -35,6 +33,7 @@ def verify_command(
     """
     from rabbitllm.base.options import expand
     from rabbitllm.models.library import of_model, one_of_model
+    from rabbitllm.models.library_report import repair_advice, verification_record, verification_text
     from rabbitllm.prepare import read_lock, repair_split
 
     folder, saving_path = expand(model), expand(place) if place is not None else None
@@ -45,14 +44,14 @@ def verify_command(
         found = _verify_and_show(folder)
     seconds = time.perf_counter() - start
     if as_json:
-        put_json(_as_record(found, seconds))
+        put_json(verification_record(found, seconds))
     else:
-        print(_report(found, seconds))
+        print(verification_text(found, seconds))
     if not found.damaged:
         return
     if not repair or found.manifest is None:
         if not as_json:
-            print(_advice(found))
+            print(repair_advice(found))
         raise typer.Exit(1)
     repair_split(folder, found.manifest, {damage.layer for damage in found.damaged}, original)
     left = _verify_and_show(folder).damaged
@@ -66,56 +65,3 @@ def _verify_and_show(folder: Path) -> Verification:
 
     with shown_reading(sum(path.stat().st_size for path in folder.glob("*.safetensors"))) as tell:
         return verify(folder, tell)
-
-
-def _report(found: Verification, seconds: float) -> str:
-    rate = f"{size(found.nbytes)} read in {seconds:.1f} s"
-    if found.manifest is None:
-        head = f"{found.folder}: {found.files} layers of RabbitLLM 1.1, which wrote no checksums"
-        sound = "sound as far as headers and shapes tell"
-    else:
-        how = found.manifest.compression or "uncompressed"
-        head = f"{found.folder}: {found.files} layers, {how}, of {_source(found.manifest)}"
-        sound = "sound: every checksum, shape and tensor is as written"
-    if not found.damaged:
-        return f"{head}\n{sound} ({rate})"
-    lines = [f"  {damage.file}: {damage.problem}" for damage in found.damaged]
-    return "\n".join([head, f"{len(found.damaged)} of {found.files} layers are damaged ({rate}):", *lines])
-
-
-def _advice(found: Verification) -> str:
-    from rabbitllm.prepare import original_around
-    from rabbitllm.splitter.split import shards_for
-
-    if found.manifest is None:
-        return "To repair: split the model again, into another folder."
-    layers = {damage.layer for damage in found.damaged}
-    shards = shards_for(found.manifest, layers)
-    of = f"{len(shards)} of {len(found.manifest.source.fingerprints)} shards"
-    if found.manifest.source.kind == "hub":
-        return f"To repair (fetches {of} again): rabbitllm verify {found.folder} --repair"
-    if (around := original_around(found.folder, found.manifest, layers)) is not None:
-        return f"To repair (reads {of} in {around}): rabbitllm verify {found.folder} --repair"
-    return (
-        f"To repair, if the checkpoint still has {', '.join(shards)}:\n"
-        f"  rabbitllm verify {found.folder} --repair --original CHECKPOINT_FOLDER\n"
-        "Otherwise split another copy of the model. Keep this folder until then: it may hold the only copy of the "
-        "other layers."
-    )
-
-
-def _source(manifest: Manifest) -> str:
-    source = manifest.source
-    return f"{source.name} at {source.commit[:8]}" if source.commit else source.name
-
-
-def _as_record(found: Verification, seconds: float) -> dict[str, object]:
-    return {
-        "folder": str(found.folder),
-        "sound": not found.damaged,
-        "checksums": found.manifest is not None,
-        "layers": found.files,
-        "bytes": found.nbytes,
-        "seconds": seconds,
-        "damaged": [{"file": d.file, "layer": d.layer, "problem": d.problem} for d in found.damaged],
-    }

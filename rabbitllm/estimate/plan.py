@@ -1,31 +1,36 @@
 """`rabbitllm.plan`: the disk use and time of a split and of generation, from headers and a few measurements.
 
 Reads the free space of the disks and the state of the source, and passes both to `splitter.split_estimate`. Writes
-only small files into the hub cache, and for a second a file that `estimate/reading.py` needs.
+only small files into the hub cache, and for a second a file that `estimate/measure.py` needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import ShardPolicy, StreamOptions, expand, parse_max_memory, parse_size
-from rabbitllm.checkpoints.config import experts_a_token
+from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
+from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import OptionError, system_errors_by_name
-from rabbitllm.estimate.generation import Plan
-from rabbitllm.estimate.source_scan import SourceScan
-from rabbitllm.quant.compression import CODES
-from rabbitllm.splitter import split_estimate
-from rabbitllm.splitter.bit_allocation import AllocationSummary, allocation_of
+from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException, OptionError, system_errors_by_name
+from rabbitllm.estimate.cost_model import PROMPT_TOKENS, GenerationEstimate
+from rabbitllm.formats.bounded import read_json
+from rabbitllm.quant.compression import CODES, COMPRESSIONS
+from rabbitllm.splitter import journal, split_estimate
+from rabbitllm.splitter.bit_allocation import allocation_of, with_choice
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.disk_sampler import existing
-from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.request import disk_budget_of, resumed_disk_budget
+from rabbitllm.splitter.plan import SplitPlan, recompressed
+from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split, resumed_disk_budget
 from rabbitllm.splitter.split_estimate import (
     ROUTES,
     STANDARD,
@@ -35,12 +40,248 @@ from rabbitllm.splitter.split_estimate import (
     Rates,
     Recommendation,
     Route,
+    SplitEstimate,
     anatomy_of,
     big_layers,
     commonest_dtype,
 )
 from rabbitllm.store.layer_file import LAYER_SUFFIX
-from rabbitllm.store.manifest import MANIFEST_NAME
+from rabbitllm.store.manifest import (
+    AUTO,
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    is_finished,
+    is_fitted,
+    read_manifest,
+)
+
+# The state of a source before a split: its headers, its split directories, their journals and manifests
+
+
+@dataclass
+class SourceScan:
+    """A source and its split directories, read once.
+
+    Attributes:
+        source: the result of `prepare.find`.
+        spec: the model as it was named.
+        options: the caller's.
+        refused: why loading would refuse a split, by compression; filled in before `feasible` is used.
+    """
+
+    source: prepare.Source
+    spec: prepare.ModelSpec
+    options: SplitOptions
+    refused: dict[str | None, str] = field(default_factory=dict)
+
+    @cached_property
+    def folders(self) -> dict[str | None, Path]:
+        """The split directories, existing or not, by compression; a single one if only a finished split exists."""
+        if self.source.repository is None and self.source.local is None:
+            folder = self.source.split_folder
+            manifest = read_manifest(folder)
+            return {manifest.compression if manifest is not None else self.spec.compression: folder}
+        found = {c: prepare.folder_at(self.source, self.spec, c) for c in COMPRESSIONS}
+        mixed = prepare.folder_at(self.source, self.spec, AUTO)
+        if self.options.compression == AUTO or is_finished(mixed) or (mixed / JOURNAL_NAME).exists():
+            found[AUTO] = mixed
+        return found
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """The weights; None if only finished splits are left of them."""
+        return prepare.open_weights(self.source, self.folders.values())
+
+    @cached_property
+    def manifests(self) -> dict[str | None, Manifest | None]:
+        """The manifests of complete splits, by compression; None for one of RabbitLLM 1.1's."""
+        return {c: read_manifest(folder) for c, folder in self.folders.items() if is_finished(folder)}
+
+    @cached_property
+    def journals(self) -> dict[str | None, journal.Replay]:
+        """The journals of unfinished splits, by compression."""
+        found = {c: journal.replay(folder) for c, folder in self.folders.items() if c not in self.manifests}
+        return {c: earlier for c, earlier in found.items() if earlier is not None}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The source's config; empty if it is absent or damaged."""
+        path = self.source.config_folder / "config.json"
+        derived = self.checkpoint.derived() if self.checkpoint is not None else {}
+        if "config.json" in derived:
+            found: dict[str, Any] = json.loads(derived["config.json"])
+            return found
+        try:
+            return read_json(path) if path.exists() else {}
+        except InvalidIndexError:
+            return {}
+
+    @cached_property
+    def quantized(self) -> str | None:
+        """The quantization of the published weights; None for plain ones."""
+        return quantized_as(self.config)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Reasons for which `from_pretrained` would refuse a source that can be planned."""
+        if self.config:
+            return ()
+        state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"
+        return (f"config.json {state}: from_pretrained will refuse, and layers are named here as a Llama's are.",)
+
+    @property
+    def commit(self) -> str | None:
+        """The pinned commit of a repository, or the one that local splits were made from."""
+        if self.source.repository is not None:
+            return self.source.repository.commit
+        known = [self.base.source] if self.base is not None else []
+        known += [manifest.source for manifest in self.manifests.values() if manifest is not None]
+        return known[0].commit if known else None
+
+    @cached_property
+    def base(self) -> SplitPlan | None:
+        """The uncompressed plan, from headers or, if shards are gone, from a journal; None if neither is left."""
+        if self._gone is None and self.checkpoint is not None:
+            return plan_split(self.request(None))
+        return next((recompressed(earlier.plan, None) for earlier in self.journals.values()), None)
+
+    @cached_property
+    def plans(self) -> dict[str | None, SplitPlan]:
+        """The plans that were or would be carried out at each applicable compression, even if no longer possible."""
+        base = self.base
+        applies = [c for c in self.folders if c is None or self.quantized is None]
+        plans = {} if base is None else {c: recompressed(base, c) if c else base for c in applies if c != AUTO}
+        if AUTO in applies and isinstance(self._mixed, SplitPlan):
+            plans[AUTO] = self._mixed
+        return {**plans, **{c: self._with_places(earlier.plan) for c, earlier in self.journals.items()}}
+
+    @cached_property
+    def _mixed(self) -> SplitPlan | str | None:
+        """The plan at "auto", as it was or would be carried out; or why there is none."""
+        if self.base is None:
+            return None
+        made = self.manifests.get(AUTO)
+        if made is not None:
+            return recompressed(self.base, AUTO, made.chosen)
+        if self.checkpoint is None or AUTO in self.journals:
+            return None
+        request = self.request(AUTO)
+        try:
+            disk_budget = disk_budget_of(request, recompressed(self.base, AUTO))
+            return with_choice(self.base, disk_budget, request.options, request.experts_a_token)
+        except NotEnoughSpaceException as error:
+            return f"{error.problem} {error.remedy}".rstrip(".")
+
+    def _with_places(self, plan: SplitPlan) -> SplitPlan:
+        """Return the plan with the present location of each shard."""
+        if self.checkpoint is None:
+            return plan
+        stages = self.checkpoint.stages
+        shards = tuple(dataclasses.replace(shard, staged=stages(shard.name)) for shard in plan.shards)
+        return dataclasses.replace(plan, shards=shards)
+
+    def fitted(self, compression: str | None) -> bool:
+        """Whether scales of 4bit are fitted to their blocks, in an existing split or by the present options."""
+        if compression in self.manifests:
+            manifest = self.manifests[compression]
+            return manifest is not None and is_fitted(manifest.quantizer)
+        earlier = self.journals.get(compression)
+        return is_fitted(earlier.quantizer) if earlier is not None else self.options.fit_scales
+
+    @cached_property
+    def feasible(self) -> dict[str | None, SplitPlan]:
+        """The `plans` that are not carried out yet and can be."""
+        return {c: plan for c, plan in self.plans.items() if c not in self.manifests and self.obstacle(c) is None}
+
+    def used(self, compression: str | None) -> frozenset[str]:
+        """Return the shards that an unfinished split has used up."""
+        earlier = self.journals.get(compression)
+        return earlier.used if earlier is not None else frozenset()
+
+    def is_here(self, shard: str) -> bool:
+        """Whether a shard is on this machine."""
+        if self.source.repository is not None:
+            return self.source.repository.cached(shard) is not None
+        return self.source.local is not None and (self.source.local / shard).exists()
+
+    def obstacle(self, compression: str | None) -> str | None:
+        """Return why a split at this compression can be neither used, begun nor finished; None if one is possible."""
+        if compression in self.manifests:
+            return self._other_split(compression, self.manifests[compression])
+        if compression is not None and self.quantized is not None:
+            return f"the weights are quantized already ({self.quantized})"
+        if compression in self.refused:
+            return f"loading would refuse it: {self.refused[compression].rstrip('.')}"
+        earlier = self.journals.get(compression)
+        if compression == AUTO and earlier is None and isinstance(self._mixed, str):
+            return self._mixed
+        if earlier is None or self.checkpoint is None:
+            return self._gone
+        if (why := self._differs(earlier.plan.source)) is not None:
+            return f"the unfinished split there is of another source: {why}"
+        if self.source.repository is not None:
+            return None
+        waiting = [shard.name for shard in earlier.plan.shards if shard.name not in earlier.used]
+        missing = [shard for shard in waiting if not self.is_here(shard)]
+        return f"{len(missing)} of the {len(waiting)} shards it still needs are gone" if missing else None
+
+    def _other_split(self, compression: str | None, manifest: Manifest | None) -> str | None:
+        if manifest is None:
+            return None
+        if manifest.compression != compression:
+            return f"the finished split there is at compression {manifest.compression}"
+        why = self._differs(manifest.source)
+        return f"the finished split there is of another source: {why}" if why is not None else None
+
+    @cached_property
+    def _gone(self) -> str | None:
+        """Why no plan can be made from headers; None if one can."""
+        if self.checkpoint is None:
+            return "its shards are gone"
+        if self.source.repository is not None:
+            return None  # shards that a repository lacks raise an error elsewhere
+        shards = self.checkpoint.index.shards
+        missing = [shard for shard in shards if not self.is_here(shard)]
+        return f"{len(missing)} of its {len(shards)} shards are gone" if missing else None
+
+    @cached_property
+    def _identity(self) -> SourceIdentity | None:
+        """The identity of the present source; None if nothing of it is left to compare."""
+        if self.checkpoint is None:
+            return None
+        if self._gone is None and self.base is not None:
+            return self.base.source
+        facts = (self.checkpoint.facts(shard) for shard in self.checkpoint.index.shards)
+        return self.checkpoint.identity(fact for fact in facts if fact is not None)
+
+    def _differs(self, known: SourceIdentity) -> str | None:
+        return known.differs_from(self._identity) if self._identity is not None else None
+
+    def request(self, compression: str | None, shards: ShardPolicy = ShardPolicy.KEEP) -> SplitRequest:
+        """Return the request for the split that `from_pretrained` would make."""
+        assert self.checkpoint is not None
+        family = self.config.get("model_type")
+        options = dataclasses.replace(self.options, compression=compression, shards=shards)
+        named = family if isinstance(family, str) else None
+        folder, picked = self.folders[compression], experts_a_token(self.config)
+        return SplitRequest(self.checkpoint, folder, named, options, experts_a_token=picked)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(SplitEstimate):
+    """The complete estimate of a split, and of generation after it.
+
+    Attributes:
+        devices: devices that would compute.
+        prompt_tokens: length of the prompt before the first token.
+        generations: by compression, as the outlooks are.
+    """
+
+    devices: tuple[str, ...] = ()
+    prompt_tokens: int = PROMPT_TOKENS
+    generations: tuple[GenerationEstimate, ...] = ()
+
 
 MIN_FREE_DISK = "1GB"
 
@@ -96,16 +337,16 @@ def plan(
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
     spec = prepare.ModelSpec(str(path_or_repo_id), compression, saving_path, access)
     source = prepare.find(spec, only_look=True)
-    survey = SourceScan(source, spec, options)
+    scan = SourceScan(source, spec, options)
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
-    devices, predicted = generations(survey, stream_options, options.min_free)
-    survey.refused |= {one.compression: one.obstacle for one in predicted if one.refused and one.obstacle}
-    measured = _measure(survey, said)
-    outlooks = tuple(outlook_at(survey, choice, measured) for choice in survey.folders)
+    devices, predicted = generations(scan, stream_options, options.min_free)
+    scan.refused |= {one.compression: one.obstacle for one in predicted if one.refused and one.obstacle}
+    measured = _measure(scan, said)
+    outlooks = tuple(outlook_at(scan, choice, measured) for choice in scan.folders)
     too_heavy = {one.compression for one in predicted if one.too_little_memory is not None}
-    anatomy = anatomy_of(survey.base, survey.config) if survey.base is not None else None
+    anatomy = anatomy_of(scan.base, scan.config) if scan.base is not None else None
     arguments = {
         "layer_shards_saving_path": str(layer_shards_saving_path) if saving_path is not None else None,
         "revision": revision,
@@ -119,18 +360,18 @@ def plan(
     return Plan(
         source=source.name,
         kind="hub" if source.repository is not None else "local" if source.local is not None else "split",
-        label=survey.checkpoint.label if survey.checkpoint is not None else source.name,
-        commit=survey.commit,
+        label=scan.checkpoint.label if scan.checkpoint is not None else source.name,
+        commit=scan.commit,
         compression=compression,
         max_disk=options.max_disk,
         min_free_disk=options.min_free,
         anatomy=anatomy,
-        disks=_disks(survey),
+        disks=_disks(scan),
         outlooks=outlooks,
         memory_bytes=split_estimate.memory_bytes(anatomy.tensors if anatomy is not None else 0),
         rates=measured,
-        choice=_choice(survey, outlooks, compression, too_heavy, arguments),
-        warnings=survey.warnings,
+        choice=_choice(scan, outlooks, compression, too_heavy, arguments),
+        warnings=scan.warnings,
         devices=devices,
         generations=tuple(predicted),
     )
@@ -143,29 +384,27 @@ def _said_rate(bandwidth: int | str) -> Rate:
     return Rate(said)
 
 
-def _measure(survey: SourceScan, said: Rate | None) -> Rates:
+def _measure(scan: SourceScan, said: Rate | None) -> Rates:
     """Measure the rates that the estimates are based on, as far as they are needed and memory allows it."""
     from rabbitllm.engine.devices import default_device
-    from rabbitllm.estimate.products import can_measure
+    from rabbitllm.estimate.measure import can_measure
 
-    device, threads = default_device(), survey.options.threads
-    waiting = [
-        shard for c, plan in survey.feasible.items() for shard in plan.shards if shard.name not in survey.used(c)
-    ]
+    device, threads = default_device(), scan.options.threads
+    waiting = [shard for c, plan in scan.feasible.items() for shard in plan.shards if shard.name not in scan.used(c)]
     staged = list(dict.fromkeys(shard.name for shard in waiting if shard.staged))
     here = list(dict.fromkeys(shard.name for shard in waiting if not shard.staged))
     fetch = said if staged else None
     read = said if here and not staged else None
     if not can_measure():
         return Rates(fetch, read, {}, threads, device)
-    if staged and fetch is None and survey.source.repository is not None:
-        fetch = split_estimate.fetch_rate(survey.source.repository, staged[0])
-    if here and read is None and survey.checkpoint is not None:
-        read = split_estimate.read_rate([survey.checkpoint.acquire(shard) for shard in here])
+    if staged and fetch is None and scan.source.repository is not None:
+        fetch = split_estimate.fetch_rate(scan.source.repository, staged[0])
+    if here and read is None and scan.checkpoint is not None:
+        read = split_estimate.read_rate([scan.checkpoint.acquire(shard) for shard in here])
     quantize: dict[str, Rate] = {}
-    fitted = survey.options.fit_scales
+    fitted = scan.options.fit_scales
     for scheme, codes in CODES.items():
-        dtype = commonest_dtype(survey.feasible[scheme]) if scheme in survey.feasible else None
+        dtype = commonest_dtype(scan.feasible[scheme]) if scheme in scan.feasible else None
         # before its scales are quantized 4bit-double is 4bit, unless they are fitted
         same = scheme if fitted else codes
         if dtype is None or same in quantize:
@@ -175,38 +414,32 @@ def _measure(survey: SourceScan, said: Rate | None) -> Rates:
     return Rates(fetch, read, quantize, threads, device)
 
 
-def outlook_at(survey: SourceScan, compression: str | None, measured: Rates) -> CompressionEstimate:
+def outlook_at(scan: SourceScan, compression: str | None, measured: Rates) -> CompressionEstimate:
     """Return the split estimate at one compression."""
-    folder, plan = survey.folders[compression], survey.plans.get(compression)
-    manifest = survey.manifests.get(compression)
-    finished = compression in survey.manifests
+    folder, plan = scan.folders[compression], scan.plans.get(compression)
+    manifest = scan.manifests.get(compression)
+    finished = compression in scan.manifests
     if manifest is not None:
         output: int | None = sum(record.size for record in manifest.layers)
     elif finished:
         output = sum(path.stat().st_size for path in folder.glob(f"*{LAYER_SUFFIX}"))
     else:
         output = plan.output_bytes if plan is not None else None
-    routes = _route_names(survey, compression) if compression in survey.feasible else ()
+    routes = _route_names(scan, compression) if compression in scan.feasible else ()
+    fitted, picked = scan.fitted(compression), experts_a_token(scan.config)
     return CompressionEstimate(
         compression,
         folder,
-        "finished" if finished else "unfinished" if compression in survey.journals else "new",
+        "finished" if finished else "unfinished" if compression in scan.journals else "new",
         output,
         layers_above_10_gb=big_layers(plan) if plan is not None else (),
         finished_at=_finished_at(folder) if finished else None,
-        shards_used=len(survey.used(compression)),
+        shards_used=len(scan.used(compression)),
         shards=len(plan.shards) if plan is not None else 0,
-        obstacle=survey.obstacle(compression),
-        routes=tuple(_route(survey, name, compression, measured) for name in routes),
-        mixture=_mixture(survey, compression),
+        obstacle=scan.obstacle(compression),
+        routes=tuple(_route(scan, name, compression, measured) for name in routes),
+        mixture=allocation_of(plan, fitted=fitted, experts_a_token=picked) if plan is not None else None,
     )
-
-
-def _mixture(survey: SourceScan, compression: str | None) -> AllocationSummary | None:
-    plan = survey.plans.get(compression)
-    if plan is None:
-        return None
-    return allocation_of(plan, fitted=survey.fitted(compression), experts_a_token=experts_a_token(survey.config))
 
 
 def _finished_at(folder: Path) -> str:
@@ -217,60 +450,55 @@ def _finished_at(folder: Path) -> str:
     return datetime.datetime.fromtimestamp(last).astimezone().isoformat(timespec="seconds")
 
 
-def _route_names(survey: SourceScan, compression: str | None) -> Sequence[str]:
+def _route_names(scan: SourceScan, compression: str | None) -> Sequence[str]:
     """Return the possible routes in order of preference.
 
     The standard one deletes nothing, so it comes first; but a split that was begun on a sequential one stays on it,
     since on the standard one the used-up shards would be fetched again.
     """
-    plan = survey.feasible[compression]
+    plan = scan.feasible[compression]
     ways = candidates(plan, "auto")
     sequential = [name for name, way in ROUTES.items() if name != STANDARD and way in ways]
-    begun = survey.used(compression) and not all(survey.is_here(shard.name) for shard in plan.shards)
+    begun = scan.used(compression) and not all(scan.is_here(shard.name) for shard in plan.shards)
     return [*sequential, STANDARD] if begun else [STANDARD, *sequential]
 
 
-def _route(survey: SourceScan, name: str, compression: str | None, measured: Rates) -> Route:
-    plan, used = survey.feasible[compression], survey.used(compression)
+def _route(scan: SourceScan, name: str, compression: str | None, measured: Rates) -> Route:
+    plan, used = scan.feasible[compression], scan.used(compression)
     seconds = split_estimate.seconds_of(split_estimate.load_of(plan, used), name, compression, measured)
-    placed, disk_budget = _placed(survey, name, compression)
-    if compression in survey.journals:
+    placed, disk_budget = _placed(scan, name, compression)
+    if compression in scan.journals:
         disk_budget = resumed_disk_budget(disk_budget, used)
-    lacking = shortage(placed, disk_budget, survey.options, ROUTES[name])
+    lacking = shortage(placed, disk_budget, scan.options, ROUTES[name])
     return split_estimate.route_of(name, placed, disk_budget, lacking, seconds)
 
 
-def _placed(survey: SourceScan, name: str, compression: str | None) -> tuple[SplitPlan, DiskBudget]:
+def _placed(scan: SourceScan, name: str, compression: str | None) -> tuple[SplitPlan, DiskBudget]:
     """Return plan and disk state on a route; on the standard one missing shards go to the hub cache first."""
     fetched = (ShardPolicy.DELETE_FETCHED, ShardPolicy.DELETE_FETCHED_AND_REST)
-    frees = name != STANDARD and survey.options.shards not in fetched
+    frees = name != STANDARD and scan.options.shards not in fetched
     shards = ShardPolicy.DELETE_USED if frees else ShardPolicy.KEEP
-    plan, request = survey.feasible[compression], survey.request(compression, shards)
-    if name != STANDARD or survey.source.repository is None:
+    plan, request = scan.feasible[compression], scan.request(compression, shards)
+    if name != STANDARD or scan.source.repository is None:
         return plan, disk_budget_of(request, plan)
     kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)
     disk_budget = disk_budget_of(request, plan, [shard for shard in plan.shards if shard.staged])
     return dataclasses.replace(plan, shards=kept), disk_budget
 
 
-def _disks(survey: SourceScan) -> tuple[Disk, ...]:
+def _disks(scan: SourceScan) -> tuple[Disk, ...]:
     """Return the disk of the split directory, and that of the hub cache if it is another one."""
-    places = [survey.folders.get(survey.options.compression, survey.source.split_folder)]
-    if survey.source.repository is not None:
-        places.append(survey.source.repository.cache)
-    return tuple(Disk(at, shutil.disk_usage(at).free) for at in _of_different_disks(places))
-
-
-def _of_different_disks(places: Iterable[Path]) -> tuple[Path, ...]:
-    """Return the nearest existing folders, the first on each disk."""
+    places = [scan.folders.get(scan.options.compression, scan.source.split_folder)]
+    if scan.source.repository is not None:
+        places.append(scan.source.repository.cache)
     found: dict[int, Path] = {}
     for at in map(existing, places):
         found.setdefault(at.stat().st_dev, at)
-    return tuple(found.values())
+    return tuple(Disk(at, shutil.disk_usage(at).free) for at in found.values())
 
 
 def _choice(
-    survey: SourceScan,
+    scan: SourceScan,
     outlooks: Sequence[CompressionEstimate],
     asked: str | None,
     refused: Collection[str | None],
@@ -283,7 +511,7 @@ def _choice(
     sequential = True if route is not None and route.name != STANDARD else None
     # how shards arrive is left to the split: "auto" selects the same way as here
     own = {"compression": outlook.compression, "sequential_shard_processing": sequential}
-    if outlook.compression not in (None, "8bit") and survey.options.fit_scales and survey.fitted(outlook.compression):
+    if outlook.compression not in (None, "8bit") and scan.options.fit_scales and scan.fitted(outlook.compression):
         given = {**given, "fit_scales": True}  # elsewhere it would be refused
-    call = split_estimate.call_of(survey.source.name, {**own, **given})
+    call = split_estimate.call_of(scan.source.name, {**own, **given})
     return Recommendation(outlook.compression, route.name if route is not None else None, call)

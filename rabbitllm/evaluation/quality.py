@@ -1,29 +1,164 @@
 """`rabbitllm.quality`: measures the loss of a compressed model against the uncompressed one.
 
 Compares their next-token distributions on the same text, by one pass over the weights of each, layer by layer, so that
-neither has to fit into memory. Models with the bundled tokenizer also answer held-out problems.
+neither has to fit into memory. Models with the bundled tokenizer also answer held-out problems. The reference is read
+from whole shards or from an existing split; nothing is written for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.base.options import expand
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.auto_model import AutoModel
+from rabbitllm.base.options import expand, parse_max_memory
+from rabbitllm.base.terminal import Column, counted, harmless, put, put_fact, put_table, size
+from rabbitllm.checkpoints.local import entry_in
 from rabbitllm.demo.answering import answers
 from rabbitllm.demo.tasks import Problem, exact_match, held_out
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_errors_by_name
-from rabbitllm.evaluation.compare import compare
-from rabbitllm.evaluation.divergence import Summary
-from rabbitllm.evaluation.models import Loading, NamedModel, loaded, the_model, the_reference
+from rabbitllm.evaluation.compare import Summary, compare
 from rabbitllm.generation.request import context_of
 from rabbitllm.generation.scoring import ScoredText
-from rabbitllm.store.manifest import read_manifest
+from rabbitllm.models.library import compression_here
+from rabbitllm.store.locations import meant
+from rabbitllm.store.manifest import directory_name, read_manifest
+
+SHARE = 3
+"""By default 1 / `SHARE` of free memory is for the weights of each model. A pass reads each weight once, so resident
+weights gain nothing. The rest is for waiting micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How both models are loaded; see `AutoModel.from_pretrained`."""
+
+    device: str | None = None
+    max_memory: Mapping[int | str, int | str] | None = None
+    dtype: str | None = None
+    exact: bool = False
+    folder: Path | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    verify_checksums: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """The name and options of a model to load.
+
+    Attributes:
+        name: a folder, a split directory or a repository.
+        compression: None for none, or for that of a split directory.
+        revision: revision of a repository.
+    """
+
+    name: str
+    compression: str | None = None
+    revision: str | None = None
+
+
+def the_model(name: str, compression: str | None, loading: Loading, *, alone: bool = False) -> NamedModel:
+    """The compared model; the default compression is that of an existing split.
+
+    Raises:
+        QualityError: with `alone`, it is uncompressed without a request by `compression`, and would be compared with
+            itself.
+    """
+    chosen = compression_here(name, loading.folder) if compression is None else compression
+    if alone and compression is None and chosen in (None, "none"):
+        folder = expand(meant(name))
+        manifest = read_manifest(folder) if folder.is_dir() else None
+        if manifest is None or manifest.compression is None:
+            raise QualityError(
+                f"{name} is not compressed; by default it would be compared with itself.",
+                "Name a compression (--compression 4bit), or what to compare with (--against; in Python, against=).",
+            )
+    return NamedModel(name, None if chosen == "none" else chosen, loading.revision)
+
+
+def the_reference(model: NamedModel, against: Any, loading: Loading) -> NamedModel:
+    """The reference: the model that the user names, else the same model uncompressed.
+
+    Raises:
+        QualityError: the uncompressed model of a split directory cannot be found.
+    """
+    if against is not None:
+        return NamedModel(str(against), None, loading.revision)
+    folder = expand(meant(model.name))
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    if manifest is None:
+        return NamedModel(model.name, None, model.revision)
+    if manifest.compression is None:
+        return model
+    uncompressed = folder.parent / directory_name(None)
+    if read_manifest(uncompressed) is not None:
+        return NamedModel(str(uncompressed))
+    if _is_checkpoint(folder.parent):
+        return NamedModel(str(folder.parent))
+    if manifest.source is not None and manifest.source.kind == "hub":
+        return NamedModel(manifest.source.name, None, manifest.source.commit)
+    raise QualityError(
+        f"{folder} is compressed, and the uncompressed model is not in its parent folder.",
+        "Say where it is, with --against (in Python, against=).",
+    )
+
+
+def loaded(named: NamedModel, loading: Loading, *, split: bool) -> Any:
+    """Load a model.
+
+    Args:
+        named: name of the model.
+        loading: how to load it.
+        split: whether it may be split first.
+
+    Raises:
+        RabbitLLMError: as `AutoModel.from_pretrained` does.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading must not mix with the result
+        return AutoModel.from_pretrained(
+            named.name,
+            compression=named.compression,
+            device=loading.device,
+            max_memory=loading.max_memory or _shares(loading.device),
+            dtype=loading.dtype,
+            exact=loading.exact,
+            layer_shards_saving_path=loading.folder,
+            revision=named.revision,
+            trust_remote_code=loading.trust_remote_code,
+            verify_checksums=loading.verify_checksums,
+            split=split,
+            show_layer_progress=split,
+        )
+
+
+def _shares(device: str | None) -> dict[int | str, int | str]:
+    """Device -> bytes that the weights of one model may take."""
+    found: dict[int | str, int | str] = {"cpu": available_ram() // SHARE}
+    for one in resolve_devices(device, parse_max_memory(None)):
+        if one.name != "cpu":
+            found[int(one.name.removeprefix("cuda:"))] = one.free_bytes() // SHARE
+    return found
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    try:
+        return bool(entry_in(folder))
+    except (CheckpointError, OSError):
+        return False
+
 
 # The texts of a comparison: windows of a text, or held-out problems for models with the bundled tokenizer.
 #
@@ -322,3 +457,49 @@ def _side(side: Side, perplexity: float) -> dict[str, Any]:
         "perplexity": perplexity,
         "right": side.right,
     }
+
+
+_SIDES = (Column(""), Column("compression"), Column("weights", True), Column("perplexity", True), Column("right", True))
+
+
+def show(quality: Quality, console: Console) -> None:
+    """Print a comparison."""
+    summary = quality.summary
+    put(console, Text(harmless(quality.model.name), "bold"))
+    console.print()
+    put_fact(console, "against", harmless(quality.reference.name, 400))
+    on = f"{harmless(quality.text, 400)}: {counted(summary.positions, 'token')} in {counted(quality.windows, 'window')}"
+    put_fact(console, "on", on if quality.windows != summary.positions else harmless(quality.text, 400))
+    put_fact(console, "computed in", quality.dtype)
+    console.print()
+    rows = [
+        _row("reference", quality.reference, summary.reference_perplexity, quality.problems),
+        _row("model", quality.model, summary.perplexity, quality.problems),
+    ]
+    columns = _SIDES if quality.problems else _SIDES[:-1]
+    put_table(console, columns, [row[: len(columns)] for row in rows])
+    console.print()
+    divergence = summary.divergence
+    put(console, Text("divergence of the model from the reference, nats a token", "dim"))
+    for name, value in (
+        ("mean", f"{number(divergence.mean)} ± {number(divergence.error)}"),
+        ("median", number(divergence.median)),
+        ("99 in 100 below", number(divergence.percentile)),
+        ("largest", number(divergence.largest)),
+    ):
+        console.print(f"  {name:<18}{value}", soft_wrap=True)
+    console.print()
+    same = f"{summary.agreement:.2%}" if summary.agreement < 1 else "100%"
+    put(console, Text(f"The most likely token is the same at {same} of {counted(summary.positions, 'position')}."))
+
+
+def number(value: float) -> str:
+    """A number with four decimals; below 0.01 with three significant digits, below 0.0001 with an exponent."""
+    if value == 0:
+        return "0"
+    return f"{value:.4f}" if value >= 0.01 else f"{value:.2e}" if value < 1e-4 else f"{value:.3g}"
+
+
+def _row(label: str, side: Side, perplexity: float, problems: int) -> list[str]:
+    right = f"{side.right} of {problems}" if side.right is not None else ""
+    return [label, side.compression or "none", size(side.nbytes), f"{perplexity:,.4f}", right]

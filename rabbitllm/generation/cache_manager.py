@@ -97,13 +97,13 @@ class RunningLengths:
 
     def soon(self, memory: CacheMemory) -> int:
         """Bytes of memory that they take after the next tokens; see `SequenceLength.soon`."""
-        in_file = len(self.filed) * memory.beside_file() + memory.ahead() if self.filed else 0
+        in_file = len(self.filed) * memory.filed_bytes() + memory.ahead() if self.filed else 0
         return memory.soon(self.near) + in_file
 
     def file_has_room(self, length: SequenceLength, memory: CacheMemory) -> bool:
         """Whether the file has room for one more sequence, and saves enough memory by it; see `WORTH`."""
         in_file = sum(memory.bytes_for(one.tokens + one.room + TAIL_TOKENS) for one in (*self.filed, length))
-        return in_file <= self.most and memory.soon([length]) > WORTH * memory.beside_file()
+        return in_file <= self.most and memory.soon([length]) > WORTH * memory.filed_bytes()
 
     def fits(self, length: SequenceLength, memory: CacheMemory) -> bool:
         """Whether memory has room for the KV cache of one more sequence; a single one always may begin."""
@@ -124,7 +124,7 @@ class RunningLengths:
         if not self.filed and memory.soon([*near, *[length] * others]) <= memory.limit:
             return CachePlace.MEMORY
         # the sequences behind it need some memory too
-        reserved = (len(self.filed) + others) * memory.beside_file() + memory.ahead()
+        reserved = (len(self.filed) + others) * memory.filed_bytes() + memory.ahead()
         if memory.soon(near) + reserved <= memory.limit:
             return CachePlace.MEMORY
         if replace(self, filed=[*self.filed, length]).soon(memory) <= memory.limit:
@@ -261,7 +261,7 @@ class CacheManager:
             in_file: whether its KV cache goes into the file.
         """
         left = self.memory.limit - self._lengths().soon(self.memory)
-        left -= self.memory.beside_file() if in_file else self.memory.soon([sequence.length])
+        left -= self.memory.filed_bytes() if in_file else self.memory.soon([sequence.length])
         if sequence.swapped_out is not None:
             self._kept.shrink(left)
             sequence.cache = self.swap.take(sequence.swapped_out)
@@ -328,7 +328,7 @@ class CacheManager:
 
     def _sources(self) -> Iterator[tuple[abc.Sequence[int], Any]]:
         """Ids and KV cache of each sequence whose prefix can be reused."""
-        yield from self._kept.texts()
+        yield from self._kept.entries()
         for one in self._running:
             if tokens := one.cached_tokens:
                 yield one.ids[:tokens], one.cache
@@ -353,4 +353,4 @@ class CacheManager:
         near, filed = self.parted()
         # computed from token counts, since the batch's thread may change the tensors meanwhile
         counts = [one.cached_tokens if one.cache is not None else one.length.tokens for one in near]
-        return sum(map(self.memory.bytes_for, counts)) + len(filed) * self.memory.beside_file()
+        return sum(map(self.memory.bytes_for, counts)) + len(filed) * self.memory.filed_bytes()

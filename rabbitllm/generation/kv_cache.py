@@ -166,7 +166,7 @@ class CacheCost:
         held = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
         return self.fixed + held * self.every_token + sum(min(tokens, most) * each for most, each in self.windows)
 
-    def beside_file(self, tokens: int) -> int:
+    def filed_bytes(self, tokens: int) -> int:
         """Bytes in memory of a sequence in a file: its last tokens, with sliding windows and states."""
         return self.fixed + tokens * self.every_token + sum(most * each for most, each in self.windows)
 
@@ -231,7 +231,7 @@ def bytes_of(cache: Any) -> int:
 
 WORTH_TOKENS = 16
 """Shorter prefixes are recomputed."""
-MAX_TEXTS = 256
+MAX_SEQUENCES = 256
 """The most finished sequences in the cache. A new request is compared with each of them, in about 40 microseconds
 (1,000 tokens, 80 layers)."""
 
@@ -294,7 +294,7 @@ def _cut_layer(layer: Any, length: int) -> None:
 
 
 class PrefixCache:
-    """KV caches of up to `MAX_TEXTS` finished sequences; evicts the least recently used.
+    """KV caches of up to `MAX_SEQUENCES` finished sequences; evicts the least recently used.
 
     A system prompt that many requests share is computed once. A conversation with one more question continues from the
     cache of its last answer. Requests get copies, so that no sequence can change the cache of another one.
@@ -304,7 +304,7 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[tuple[int, ...], tuple[Any, int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, ...], tuple[Any, int]] = OrderedDict()
         self.nbytes = 0
 
     def put(self, ids: Sequence[int], cache: Any) -> None:
@@ -314,31 +314,31 @@ class PrefixCache:
             ids: ids of the tokens in the cache.
             cache: KV cache; must not be used elsewhere afterwards.
         """
-        text = tuple(ids)
-        for known in [known for known in self._texts if known == text[: len(known)]]:
+        key = tuple(ids)
+        for known in [known for known in self._entries if known == key[: len(known)]]:
             self._drop(known)
         nbytes = bytes_of(cache)
-        self._texts[text] = cache, nbytes
+        self._entries[key] = cache, nbytes
         self.nbytes += nbytes
-        if len(self._texts) > MAX_TEXTS:
-            self._drop(next(iter(self._texts)))
+        if len(self._entries) > MAX_SEQUENCES:
+            self._drop(next(iter(self._entries)))
 
     def used(self, ids: Sequence[int]) -> None:
         """Mark an entry as recently used; other ids are ignored."""
-        if tuple(ids) in self._texts:
-            self._texts.move_to_end(tuple(ids))
+        if tuple(ids) in self._entries:
+            self._entries.move_to_end(tuple(ids))
 
     def shrink(self, nbytes: int) -> None:
         """Evict the least recently used entries until at most so many bytes are held."""
-        while self._texts and self.nbytes > max(nbytes, 0):
-            self._drop(next(iter(self._texts)))
+        while self._entries and self.nbytes > max(nbytes, 0):
+            self._drop(next(iter(self._entries)))
 
-    def texts(self) -> Iterable[tuple[Sequence[int], Any]]:
+    def entries(self) -> Iterable[tuple[Sequence[int], Any]]:
         """Ids and cache of each entry."""
-        return [(ids, cache) for ids, (cache, _) in self._texts.items()]
+        return [(ids, cache) for ids, (cache, _) in self._entries.items()]
 
     def _drop(self, ids: tuple[int, ...]) -> None:
-        self.nbytes -= self._texts.pop(ids)[1]
+        self.nbytes -= self._entries.pop(ids)[1]
 
 
 # a conversation ------------------------------------------------------------------------------------------------------

@@ -65,19 +65,19 @@ class PassCost:
     answered: int
     block: int
 
-    def of(self, tokens: int, part: int, texts: int) -> int:
+    def of(self, tokens: int, part: int, sequences: int) -> int:
         """Bytes of a pass.
 
         Args:
             tokens: tokens of all sequences.
             part: tokens that go through a layer at a time, assumed to be of one sequence and so attend to each other.
-            texts: number of sequences whose next token is sampled.
+            sequences: number of sequences whose next token is sampled.
         """
-        return self.fixed + texts * self.answered + tokens * self.carried + part * (self.each + part * self.pair)
+        return self.fixed + sequences * self.answered + tokens * self.carried + part * (self.each + part * self.pair)
 
-    def good(self, texts: int) -> int:
+    def good(self, sequences: int) -> int:
         """Bytes of a pass that is worth reading the weights."""
-        return self.of(GOOD_PARTS * GOOD_TOKENS, GOOD_TOKENS, texts)
+        return self.of(GOOD_PARTS * GOOD_TOKENS, GOOD_TOKENS, sequences)
 
     def least(self) -> int:
         """Bytes of the smallest pass."""
@@ -101,23 +101,23 @@ class PassCost:
         """Whether so many bytes are too few for parts of this size with the holes between blocks."""
         return nbytes < TIGHT * self.of(0, part, 0)
 
-    def texts_in(self, nbytes: int) -> int:
+    def sequences_in(self, nbytes: int) -> int:
         """How many sequences a pass may have if logits get a quarter of so many bytes; at least one."""
         return max(nbytes // (4 * self.answered), 1)
 
-    def parts_in(self, nbytes: int, texts: int) -> tuple[int, int]:
+    def parts_in(self, nbytes: int, sequences: int) -> tuple[int, int]:
         """The most prompt tokens in a pass that goes through each layer in parts, and in one part.
 
         Half of the memory is for the activations of a part in a layer, half for the hidden states of all tokens.
 
         Args:
             nbytes: bytes that weights and KV caches leave.
-            texts: number of sequences whose next token is sampled.
+            sequences: number of sequences whose next token is sampled.
 
         Returns:
             Tokens of the pass, and tokens of a part.
         """
-        left = max(nbytes - self.fixed - texts * self.answered, 0)
+        left = max(nbytes - self.fixed - sequences * self.answered, 0)
         part = self.tokens_in(left // 2)
         return max((left - left // 2) // self.carried, part), part
 
@@ -195,7 +195,7 @@ class CacheMemory:
         max_tokens: prompt tokens that one pass can compute in the remaining memory.
         part: how many of these can go through a layer at a time; None for all.
         rows: most rows of several sequences that are worth packing into one forward; None for no limit.
-        max_texts: most sequences in one pass: `running`, or fewer if memory for their logits is short.
+        max_sequences: most sequences in one pass: `running`, or fewer if memory for their logits is short.
         is_tight: whether memory freed after a pass must be returned to the system at once.
 
     Raises:
@@ -215,7 +215,7 @@ class CacheMemory:
             )
         left = max(free - self.limit, 0)  # KV caches and activations are in memory at once
         cost = cost_of_a_pass(config, model.dtype.itemsize)
-        self.max_texts = running
+        self.max_sequences = running
         self.part: int | None = None
         self.rows: int | None = None
         self.is_tight = False
@@ -229,8 +229,8 @@ class CacheMemory:
                 "Give the KV cache less (--cache-memory), or the weights (--max-memory).",
             )
         left -= left // UNUSED_SHARE
-        self.max_texts = min(running, cost.texts_in(left))
-        self.max_tokens, self.part = cost.parts_in(left, self.max_texts)
+        self.max_sequences = min(running, cost.sequences_in(left))
+        self.max_tokens, self.part = cost.parts_in(left, self.max_sequences)
         self.rows = min(self.part, cost.max_tokens)
         self.is_tight = cost.is_tight(self.rows, left // 2)
 
@@ -238,21 +238,21 @@ class CacheMemory:
         """The size in bytes of the KV cache of one sequence with so many tokens."""
         return self._cost.bytes_for(tokens)
 
-    def beside_file(self) -> int:
+    def filed_bytes(self) -> int:
         """Bytes of memory of a sequence whose KV cache is in a file."""
-        return self._cost.beside_file(TAIL_TOKENS)
+        return self._cost.filed_bytes(TAIL_TOKENS)
 
     def ahead(self) -> int:
         """Bytes that may be read from a file ahead of their use."""
         return self.limit // AHEAD_SHARE
 
-    def now(self, texts: Iterable[SequenceLength]) -> int:
+    def now(self, lengths: Iterable[SequenceLength]) -> int:
         """Bytes of the KV caches of these sequences after the next pass."""
-        return sum(self.bytes_for(text.tokens + 1) for text in texts)
+        return sum(self.bytes_for(length.tokens + 1) for length in lengths)
 
-    def soon(self, texts: Iterable[SequenceLength]) -> int:
+    def soon(self, lengths: Iterable[SequenceLength]) -> int:
         """Bytes of the KV caches of these sequences after the next tokens; see `SequenceLength.soon`."""
-        return sum(self.bytes_for(text.soon) for text in texts)
+        return sum(self.bytes_for(length.soon) for length in lengths)
 
     def measure(self, caches: Iterable[Any]) -> None:
         """Measure the bytes of a token on the first cache that allows it; does nothing after that.

@@ -129,7 +129,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             self._given.clear()
             self._latest.clear()
         pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-        for cache, (key, value) in zip(self._caches, self._by_text(key_states, value_states), strict=True):
+        for cache, (key, value) in zip(self._caches, self._by_sequence(key_states, value_states), strict=True):
             is_in_file = self._file is not None and self._file.brings(cache, layer_idx)
             pairs.append(None if is_in_file else append(cache.layers[layer_idx], key, value))
         self._given[id(key_states)] = _Updated(layer_idx, key_states, value_states, pairs)
@@ -159,7 +159,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             raise NotPackable("attention was given other keys than the cache returned")
         return starmap(expand, self._pairs(latest))
 
-    def _by_text(self, keys: torch.Tensor, values: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def _by_sequence(self, keys: torch.Tensor, values: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         return zip(torch.split(keys, self.lengths, 2), torch.split(values, self.lengths, 2), strict=True)
 
     def _pairs(self, given: _Updated) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -167,7 +167,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         if None not in given.pairs:
             yield from (pair for pair in given.pairs if pair is not None)
             return
-        new = self._by_text(given.new_keys, given.new_values)
+        new = self._by_sequence(given.new_keys, given.new_values)
         for cache, pair, (key, value) in zip(self._caches, given.pairs, new, strict=True):
             if pair is not None:
                 yield pair
@@ -532,39 +532,42 @@ class PackedForward:
             return None
         return PackedSequence(ids, positions, cache, min(kept, rows) or rows)
 
-    def fitting(self, texts: Sequence[PackedSequence]) -> list[bool]:
+    def fitting(self, sequences: Sequence[PackedSequence]) -> list[bool]:
         """Whether each sequence matches the first one and has valid ids and positions.
 
         The others are computed by themselves, so that an error ends only one of them.
         """
-        kinds = texts[0].positions.shape[:-1]
-        least = torch.stack([torch.minimum(text.ids.min(), text.positions.min()) for text in texts])
-        most = torch.stack([torch.stack([text.ids.max(), text.positions.max()]) for text in texts])
+        kinds = sequences[0].positions.shape[:-1]
+        least = torch.stack([torch.minimum(sequence.ids.min(), sequence.positions.min()) for sequence in sequences])
+        most = torch.stack([torch.stack([sequence.ids.max(), sequence.positions.max()]) for sequence in sequences])
         return [
-            low >= 0 and token < self._vocabulary and position < self._positions and text.positions.shape[:-1] == kinds
-            for text, low, (token, position) in zip(texts, least.tolist(), most.tolist(), strict=True)
+            low >= 0
+            and token < self._vocabulary
+            and position < self._positions
+            and sequence.positions.shape[:-1] == kinds
+            for sequence, low, (token, position) in zip(sequences, least.tolist(), most.tolist(), strict=True)
         ]
 
     def attending(self) -> AbstractContextManager[None]:
         """The context for several forwards that take turns."""
         return attention_by_text(self._configs)
 
-    def __call__(self, texts: Sequence[PackedSequence]) -> list[Any]:
+    def __call__(self, sequences: Sequence[PackedSequence]) -> list[Any]:
         """Run one pass; returns for each sequence the output that the model's forward would return for it alone.
 
         Raises:
             NotPackable: the model deviates from the tested behaviour of its family.
         """
-        lengths = [text.ids.shape[1] for text in texts]
-        cache = PackedCache([text.cache for text in texts], lengths, self._shares, self._file)
+        lengths = [sequence.ids.shape[1] for sequence in sequences]
+        cache = PackedCache([sequence.cache for sequence in sequences], lengths, self._shares, self._file)
         with self.attending(), texts_of(cache):
             # bypasses the model's own call, which would wait for this very pass
             output = nn.Module.__call__(
                 self._model,
-                input_ids=torch.cat([text.ids for text in texts], 1),
-                position_ids=torch.cat([text.positions for text in texts], -1),
+                input_ids=torch.cat([sequence.ids for sequence in sequences], 1),
+                position_ids=torch.cat([sequence.positions for sequence in sequences], -1),
                 past_key_values=cache,
-                logits_to_keep=_kept_rows(texts, lengths),
+                logits_to_keep=_kept_rows(sequences, lengths),
                 **_EXPECTED,
             )
         cache.finish()
@@ -572,8 +575,10 @@ class PackedForward:
         unknown = output.keys() - {"logits", "past_key_values"}
         if unknown:
             raise NotPackable(f"the model returned {', '.join(sorted(unknown))}, and nothing is known of it")
-        parts = logits.split([text.kept for text in texts], 1)
-        return [kind(logits=part, past_key_values=text.cache) for text, part in zip(texts, parts, strict=True)]
+        parts = logits.split([sequence.kept for sequence in sequences], 1)
+        return [
+            kind(logits=part, past_key_values=sequence.cache) for sequence, part in zip(sequences, parts, strict=True)
+        ]
 
     def _knows(self, cache: Any) -> TypeGuard[DynamicCache]:
         if type(cache) is not DynamicCache or cache.offloading:
@@ -596,11 +601,11 @@ def _says_nothing(name: str, value: Any) -> bool:
     return value is None or (name in _EXPECTED and value is _EXPECTED[name]) or (name in _NOTHING and value == {})
 
 
-def _kept_rows(texts: Sequence[PackedSequence], lengths: Sequence[int]) -> torch.Tensor:
+def _kept_rows(sequences: Sequence[PackedSequence], lengths: Sequence[int]) -> torch.Tensor:
     """Indices of the rows whose logits are computed."""
     rows: list[int] = []
     end = 0
-    for text, length in zip(texts, lengths, strict=True):
+    for sequence, length in zip(sequences, lengths, strict=True):
         end += length
-        rows += range(end - text.kept, end)
+        rows += range(end - sequence.kept, end)
     return torch.tensor(rows)

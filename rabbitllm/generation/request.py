@@ -78,7 +78,7 @@ class Request:
         max_new_tokens: maximum number of tokens to generate.
         sampling: how tokens are chosen; greedily if its temperature is 0.
         stop: stop strings, at which the answer ends; they are not part of it.
-        likeliest: number of likeliest tokens whose log probabilities are reported beside the chosen token's; None for
+        likeliest: number of likeliest tokens whose log probabilities are reported with the chosen token's; None for
             no probabilities at all.
         seconds: time limit from submission to the end; None for no limit.
     """
@@ -213,11 +213,6 @@ class Answer:
     seconds: float
     kept_tokens: int = 0
     work: AnswerWork = field(default_factory=AnswerWork)
-
-    @property
-    def computed_tokens(self) -> int:
-        """Number of prompt tokens that were not in the cache."""
-        return self.prompt_tokens - self.kept_tokens
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -309,7 +309,7 @@ class Scheduler:
         if not waiting:
             self.caches.from_file()
         for number, sequence in enumerate(waiting):
-            free = self.caches.memory.max_texts - len(self.running)
+            free = self.caches.memory.max_sequences - len(self.running)
             if free <= 0:
                 return
             place = self.caches.place(sequence, min(free, len(waiting) - number) - 1)

@@ -16,6 +16,8 @@ from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, S
 from rabbitllm.models.remove import Original, Removal
 from rabbitllm.models.show import ConfigSummary, Shown
 from rabbitllm.store import locations
+from rabbitllm.store.layer_store import Verification
+from rabbitllm.store.manifest import Manifest
 
 _COLUMNS = (
     Column("name"),
@@ -153,3 +155,59 @@ def put_removal(removal: Removal, original: Original, console: Console) -> None:
     put_fact(console, "frees", f"{size(removal.nbytes)} in {counted(len(removal.files), 'file')}")
     stays = "stays" if original.there else "NOT FOUND"
     put_fact(console, "original", f"{stays}: {harmless(original.where, 400)}")
+
+
+def verification_text(found: Verification, seconds: float) -> str:
+    """What a verification found, in lines."""
+    rate = f"{size(found.nbytes)} read in {seconds:.1f} s"
+    if found.manifest is None:
+        head = f"{found.folder}: {found.files} layers of RabbitLLM 1.1, which wrote no checksums"
+        sound = "sound as far as headers and shapes tell"
+    else:
+        how = found.manifest.compression or "uncompressed"
+        head = f"{found.folder}: {found.files} layers, {how}, of {_source_of(found.manifest)}"
+        sound = "sound: every checksum, shape and tensor is as written"
+    if not found.damaged:
+        return f"{head}\n{sound} ({rate})"
+    lines = [f"  {damage.file}: {damage.problem}" for damage in found.damaged]
+    return "\n".join([head, f"{len(found.damaged)} of {found.files} layers are damaged ({rate}):", *lines])
+
+
+def repair_advice(found: Verification) -> str:
+    """How the damaged layers of a split can be repaired."""
+    from rabbitllm.prepare import original_around
+    from rabbitllm.splitter.split import shards_for
+
+    if found.manifest is None:
+        return "To repair: split the model again, into another folder."
+    layers = {damage.layer for damage in found.damaged}
+    shards = shards_for(found.manifest, layers)
+    of = f"{len(shards)} of {len(found.manifest.source.fingerprints)} shards"
+    if found.manifest.source.kind == "hub":
+        return f"To repair (fetches {of} again): rabbitllm verify {found.folder} --repair"
+    if (around := original_around(found.folder, found.manifest, layers)) is not None:
+        return f"To repair (reads {of} in {around}): rabbitllm verify {found.folder} --repair"
+    return (
+        f"To repair, if the checkpoint still has {', '.join(shards)}:\n"
+        f"  rabbitllm verify {found.folder} --repair --original CHECKPOINT_FOLDER\n"
+        "Otherwise split another copy of the model. Keep this folder until then: it may hold the only copy of the "
+        "other layers."
+    )
+
+
+def _source_of(manifest: Manifest) -> str:
+    source = manifest.source
+    return f"{source.name} at {source.commit[:8]}" if source.commit else source.name
+
+
+def verification_record(found: Verification, seconds: float) -> dict[str, object]:
+    """For `json.dumps`."""
+    return {
+        "folder": str(found.folder),
+        "sound": not found.damaged,
+        "checksums": found.manifest is not None,
+        "layers": found.files,
+        "bytes": found.nbytes,
+        "seconds": seconds,
+        "damaged": [{"file": d.file, "layer": d.layer, "problem": d.problem} for d in found.damaged],
+    }

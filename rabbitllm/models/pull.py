@@ -194,8 +194,10 @@ def dry_run(request: LoadRequest) -> DryRun:
     Raises:
         RabbitLLMError: see `rabbitllm.plan`.
     """
-    from rabbitllm.estimate.plan import outlook_at  # imports all measuring code, which a split does not need
-    from rabbitllm.estimate.source_scan import SourceScan
+    from rabbitllm.estimate.plan import (
+        SourceScan,
+        outlook_at,  # imports all measuring code, which a split does not need
+    )
 
     assert request.split is not None
     options = prepare.with_memory(request.split, request.run)

@@ -1,7 +1,8 @@
 """Finds the source that the user named and its split directory, finished or still to be made, and opens its weights.
 
 Makes at most one request to the hub, and none for weights; if the hub may not be used or does not answer, local files
-are used. Reads headers, indexes and configs; the engine interprets the config."""
+are used. Reads headers, indexes and configs; the engine interprets the config.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Makes, resumes or repairs the split directory of a source, one process at a time.
 
-Depends on the engine only for the check of a model and its memory for weights, imported late."""
+Depends on the engine only for the check of a model and its memory for weights, imported late.
+"""
 
 from __future__ import annotations
 

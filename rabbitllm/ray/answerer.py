@@ -94,20 +94,14 @@ class Answerer:
         Raises:
             RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
         """
-        from rich.console import Console
-        from transformers import logging
-
-        from rabbitllm.batch_jobs.input_scan import InputScan
-        from rabbitllm.batch_jobs.loading import loaded
+        from rabbitllm.batch_jobs.inputs import InputScan
+        from rabbitllm.batch_jobs.job import loaded
         from rabbitllm.store.manifest import read_manifest
 
         job = self._with_its_share()
         lengths, kinds = (array("q", (one[at] for one in job.longest)) for at in (0, 1))
-        survey = InputScan(io.BytesIO(), Defaults(), lengths=lengths, kinds=kinds)
-        found = loaded(
-            job.request, Console(stderr=True, highlight=False), survey, job.limits.sequences, job.limits.cache_bytes
-        )
-        logging.set_verbosity_error()
+        scan = InputScan(io.BytesIO(), Defaults(), lengths=lengths, kinds=kinds)
+        found = loaded(job.request, scan, job.limits)
         self._model = found.model
         self._model.pass_line = None
         self._limits = replace(job.limits, cache_bytes=found.cache_bytes)
@@ -122,9 +116,9 @@ class Answerer:
         )
 
     def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
-        """Answers to lines, in groups that are complete at the same time; see `answering.answered`."""
-        from rabbitllm.batch_jobs.answering import answered
-        from rabbitllm.batch_jobs.order import ordered
+        """Answers to lines, in groups that are complete at the same time; see `answers.answered`."""
+        from rabbitllm.batch_jobs.answers import answered
+        from rabbitllm.batch_jobs.inputs import ordered
 
         yield from answered(self._model, self._job.name, ordered(items), self._limits)
 

@@ -149,9 +149,9 @@ class _Choices:
         self._spelling = spelling
         self._ends = ends
 
-    def text_of(self, piece: Delta) -> str:
-        """The text to keep of a piece; it must be called before pieces are joined."""
-        return piece.text
+    def text_of(self, delta: Delta) -> str:
+        """The text to keep of a delta; it must be called before deltas are joined."""
+        return delta.text
 
     def _without_end(self, tokens: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
         """Tokens without the end-of-text token, which is not part of the text."""
@@ -171,26 +171,26 @@ class ChatChoices(_Choices):
         self._new_id = new_id
         self._readers = [self._reader() for _ in asked.requests]
 
-    def text_of(self, piece: Delta) -> str:
-        """Text of a piece, with the tool call markers before it that are special tokens and so missing from its text.
+    def text_of(self, delta: Delta) -> str:
+        """Text of a delta, with the tool call markers before it that are special tokens and so missing from its text.
 
-        For a `CallReader`. It must be called before pieces are joined, since a joined piece has lost the positions of
+        For a `CallReader`. It must be called before deltas are joined, since a joined delta has lost the positions of
         these markers.
         """
         if not self._asked.tools:
-            return piece.text
-        spelt = (self._spelling.of(chosen.token)[0] for chosen in piece.tokens)
-        return "".join(text for text in spelt if text in SPECIAL and text not in piece.text) + piece.text
+            return delta.text
+        spelt = (self._spelling.of(chosen.token)[0] for chosen in delta.tokens)
+        return "".join(text for text in spelt if text in SPECIAL and text not in delta.text) + delta.text
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The role."""
         return [_delta(choice, {"role": "assistant", "content": ""})]
 
-    def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
+    def more(self, choice: int, delta: Delta) -> list[dict[str, Any]]:
         """Text, unless it may belong to a tool call, and log probabilities."""
         reader = self._readers[choice]
-        text = piece.text if reader is None else reader.feed(piece.text)
-        logprobs = self._logprobs(piece.tokens)
+        text = delta.text if reader is None else reader.feed(delta.text)
+        logprobs = self._logprobs(delta.tokens)
         if not text and not (logprobs and logprobs["content"]):
             return []
         return [_delta(choice, {"content": text}, logprobs)]
@@ -205,13 +205,13 @@ class ChatChoices(_Choices):
             found.append(_delta(choice, {"tool_calls": listed}))
         return [*found, _delta(choice, {}, reason=_reason(finished, calls))]
 
-    def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
+    def whole(self, choice: int, delta: Delta, finished: Finished) -> dict[str, Any]:
         """The message."""
         reader = self._reader()
-        text = piece.text
+        text = delta.text
         calls: tuple[ParsedToolCall, ...] = ()
         if reader is not None:
-            text = reader.feed(piece.text)
+            text = reader.feed(delta.text)
             rest, calls = reader.end()
             text = (text + rest).rstrip() if calls else text + rest
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
@@ -220,7 +220,7 @@ class ChatChoices(_Choices):
         return {
             "index": choice,
             "message": message,
-            "logprobs": self._logprobs(piece.tokens),
+            "logprobs": self._logprobs(delta.tokens),
             "finish_reason": _reason(finished, calls),
         }
 
@@ -268,21 +268,21 @@ class CompletionChoices(_Choices):
         echo = self._echo(choice)
         return [_choice(choice, echo, None)] if echo else []
 
-    def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
+    def more(self, choice: int, delta: Delta) -> list[dict[str, Any]]:
         """Text, and the log probabilities of its tokens."""
-        logprobs = self._logprobs(choice, piece.tokens)
-        if not piece.text and not (logprobs and logprobs["tokens"]):
+        logprobs = self._logprobs(choice, delta.tokens)
+        if not delta.text and not (logprobs and logprobs["tokens"]):
             return []
-        return [_choice(choice, piece.text, logprobs)]
+        return [_choice(choice, delta.text, logprobs)]
 
     def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
         """The finish reason."""
         return [_choice(choice, "", None, REASONS[finished.ended])]
 
-    def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
+    def whole(self, choice: int, delta: Delta, finished: Finished) -> dict[str, Any]:
         """The text."""
-        text = self._echo(choice) + piece.text
-        return _choice(choice, text, self._logprobs(choice, piece.tokens), REASONS[finished.ended])
+        text = self._echo(choice) + delta.text
+        return _choice(choice, text, self._logprobs(choice, delta.tokens), REASONS[finished.ended])
 
     def _echo(self, choice: int) -> str:
         return self._asked.echoes[choice] if self._asked.echoes else ""

@@ -22,7 +22,7 @@ from rabbitllm.formats.bounded import decode_message
 from rabbitllm.server import page
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
 from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
-from rabbitllm.server.embeddings import embedding_asked, embedding_object
+from rabbitllm.server.embeddings import checked_embedding, embedding_object
 from rabbitllm.server.guards import (
     SCOPE_KEY,
     Guard,
@@ -30,12 +30,12 @@ from rabbitllm.server.guards import (
     Record,
     RequestLog,
     answer_of,
-    told,
+    api_error_of,
     wrong_caller,
     wrong_key,
 )
 from rabbitllm.server.metrics import CONTENT_TYPE, written
-from rabbitllm.server.requests import CheckedCall, chat_asked, completion_asked
+from rabbitllm.server.requests import CheckedCall, checked_chat, checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
 from rabbitllm.server.streaming import EventStream, Inbox, Submission, frames, left, whole
@@ -77,7 +77,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return answer_of(told(error))
+    return answer_of(api_error_of(error))
 
 
 class _Answering(APIRoute):
@@ -94,7 +94,7 @@ class _Answering(APIRoute):
                 _record(request).gone = True
                 return Response(status_code=GONE)
             except Exception as error:
-                refusal = told(error)
+                refusal = api_error_of(error)
                 _record(request).error = refusal.code or refusal.message
                 return answer_of(refusal)
 
@@ -125,7 +125,7 @@ def _routes(service: Service) -> APIRouter:
     async def chat(request: Request) -> Response:
         body = parsed(ChatBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(lambda: chat_asked(body, service.template, service.model, settings))
+        asked = await service.encoded(lambda: checked_chat(body, service.template, service.model, settings))
         choices = ChatChoices(asked, service.spelling, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
         return await _generated(request, service, body, asked, choices, envelope("chatcmpl-", kinds, body, request))
@@ -134,7 +134,7 @@ def _routes(service: Service) -> APIRouter:
     async def completion(request: Request) -> Response:
         body = parsed(CompletionBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(lambda: completion_asked(body, service.tokenizer, service.model, settings))
+        asked = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.model, settings))
         choices = CompletionChoices(asked, service.spelling, service.ends)
         kinds = "text_completion", "text_completion"
         return await _generated(request, service, body, asked, choices, envelope("cmpl-", kinds, body, request))
@@ -151,7 +151,7 @@ def _routes(service: Service) -> APIRouter:
             )
         embedder = service.embedder
         asked = await service.encoded(
-            lambda: embedding_asked(body, service.tokenizer, service.model, settings, embedder)
+            lambda: checked_embedding(body, service.tokenizer, service.model, settings, embedder)
         )
         work = asyncio.ensure_future(embedder.embed(asked.inputs))
         found = await _unless_gone(request, work, work.cancel)

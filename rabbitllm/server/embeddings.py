@@ -51,7 +51,7 @@ class PoolingRecipe:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingAsked:
+class CheckedEmbedding:
     """A checked request for embeddings.
 
     Attributes:
@@ -76,10 +76,10 @@ def recipe_in(folder: Path) -> PoolingRecipe | None:
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
         if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
             return None
-        place = str(modules[1]["path"])
-        if not place.replace("_", "").isalnum():  # a name is never a path
+        name = str(modules[1]["path"])
+        if not name.replace("_", "").isalnum():  # a name is never a path
             return None
-        said = read_json(folder / place / "config.json")
+        said = read_json(folder / name / "config.json")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, InvalidIndexError):
         return None
     chosen = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
@@ -111,9 +111,9 @@ class Embedder:
         found: list[list[float]] = [[]] * len(inputs)
         async with self._turn:
             for group in groups([len(ids) for ids in inputs]):
-                vectors = await asyncio.to_thread(self.vectors, [inputs[place] for place in group])
-                for place, vector in zip(group, vectors, strict=True):
-                    found[place] = vector
+                vectors = await asyncio.to_thread(self.vectors, [inputs[index] for index in group])
+                for index, vector in zip(group, vectors, strict=True):
+                    found[index] = vector
         return found
 
     def vectors(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -149,17 +149,17 @@ def groups(lengths: Sequence[int]) -> list[list[int]]:
         Indices of inputs, each in one group.
     """
     found: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= MAX_TOKENS:
-            found[-1].append(place)
+            found[-1].append(index)
         else:
-            found.append([place])
+            found.append([index])
     return found
 
 
-def embedding_asked(
+def checked_embedding(
     body: Embedding, tokenizer: Any, model: ModelLimits, settings: Settings, embedder: Embedder
-) -> EmbeddingAsked:
+) -> CheckedEmbedding:
     """Check the body and tokenize its inputs.
 
     Raises:
@@ -186,10 +186,10 @@ def embedding_asked(
                 "context_length_exceeded",
             )
         inputs.append(tuple(ids))
-    return EmbeddingAsked(tuple(inputs), body.encoding_format == "base64", body.dimensions)
+    return CheckedEmbedding(tuple(inputs), body.encoding_format == "base64", body.dimensions)
 
 
-def embedding_object(asked: EmbeddingAsked, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
+def embedding_object(asked: CheckedEmbedding, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
     """The response object of OpenAI's interface."""
     tokens = sum(map(len, asked.inputs))
     return {
@@ -212,5 +212,5 @@ def _cut(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
     return [float(value) for value in (torch.nn.functional.normalize(cut, dim=0) * length).tolist()]
 
 
-def _written(vector: Sequence[float], asked: EmbeddingAsked) -> Any:
+def _written(vector: Sequence[float], asked: CheckedEmbedding) -> Any:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if asked.as_base64 else list(vector)

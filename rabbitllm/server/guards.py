@@ -164,7 +164,7 @@ class RequestLog:
             except Exception as error:
                 if record.status:
                     raise
-                await answer_of(told(error))(scope, receive, sending)
+                await answer_of(api_error_of(error))(scope, receive, sending)
         except asyncio.CancelledError:  # the server is forced to end
             if not record.status:
                 await answer_of(closing())(scope, receive, sending)
@@ -181,7 +181,7 @@ class RequestLog:
                 logger.info("%s", record.line())
 
 
-def told(error: Exception) -> APIError:
+def api_error_of(error: Exception) -> APIError:
     """The answer to an error; an unexpected error is logged, and its details are not sent to the client."""
     if isinstance(error, APIError):
         return error

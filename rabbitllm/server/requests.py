@@ -51,7 +51,7 @@ def _checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, s
     if max(ids) >= model.vocabulary:
         raise bad(f"The prompt has token {max(ids)}; this model has {model.vocabulary:,}.", param)
     if model.context is None:
-        return asked if asked is not None else settings.most_new_tokens
+        return asked if asked is not None else settings.max_new_tokens
     left = model.context - len(ids)
     if left < (asked or 1):
         followed = f", and {asked:,} are to follow" if asked is not None else ""
@@ -60,7 +60,7 @@ def _checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, s
             param,
             "context_length_exceeded",
         )
-    return asked if asked is not None else min(settings.most_new_tokens, left)
+    return asked if asked is not None else min(settings.max_new_tokens, left)
 
 
 def _requests_of(
@@ -91,7 +91,7 @@ def _requests_of(
     return tuple(found)
 
 
-def chat_asked(body: ChatBody, template: Template, model: ModelLimits, settings: Settings) -> CheckedCall:
+def checked_chat(body: ChatBody, template: Template, model: ModelLimits, settings: Settings) -> CheckedCall:
     """Check the body and make its requests.
 
     Raises:
@@ -165,20 +165,20 @@ def _messages(messages: list[Message], template: Template) -> list[dict[str, Any
     """Messages in the form that chat templates expect."""
     found = []
     for number, message in enumerate(messages):
-        place = f"messages.{number}"
+        where = f"messages.{number}"
         role = message.role
         if role == "developer" and not template.reads("developer"):
             role = "system"
-        made: dict[str, Any] = {"role": role, "content": _text(message, place)}
+        made: dict[str, Any] = {"role": role, "content": _text(message, where)}
         if message.name is not None:
             made["name"] = message.name
         if message.tool_call_id is not None:
             made["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
             if role != "assistant":
-                raise bad(f"{place} is of {role}, and only an assistant calls tools.", f"{place}.tool_calls")
+                raise bad(f"{where} is of {role}, and only an assistant calls tools.", f"{where}.tool_calls")
             if not template.reads("tool_calls", with_tools=True):
-                raise unsupported("This model's chat template has no place for calls of tools.", f"{place}.tool_calls")
+                raise unsupported("This model's chat template has no place for calls of tools.", f"{where}.tool_calls")
             made["tool_calls"] = [
                 {
                     "id": call.id,
@@ -191,22 +191,22 @@ def _messages(messages: list[Message], template: Template) -> list[dict[str, Any
     return found
 
 
-def _text(message: Message, place: str) -> str:
+def _text(message: Message, where: str) -> str:
     if message.content is None:
         if message.role != "assistant":
-            raise bad(f"{place} has no content.", f"{place}.content")
+            raise bad(f"{where} has no content.", f"{where}.content")
         return ""
     if isinstance(message.content, str):
         return message.content
-    return "".join(_part(part, f"{place}.content.{number}") for number, part in enumerate(message.content))
+    return "".join(_part(part, f"{where}.content.{number}") for number, part in enumerate(message.content))
 
 
-def _part(part: ContentPart, place: str) -> str:
+def _part(part: ContentPart, where: str) -> str:
     if part.type not in ("text", "refusal"):
-        raise bad(f"{place} is of type {part.type[:40]}; this model takes text only.", place, "unsupported_content")
+        raise bad(f"{where} is of type {part.type[:40]}; this model takes text only.", where, "unsupported_content")
     said = part.text if part.text is not None else (part.model_extra or {}).get("refusal")
     if not isinstance(said, str):
-        raise bad(f"{place} has no text.", place)
+        raise bad(f"{where} has no text.", where)
     return said
 
 
@@ -228,7 +228,7 @@ def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
     return {str(name): str(schema.get("type", "")) for name, schema in properties.items() if isinstance(schema, dict)}
 
 
-def completion_asked(body: CompletionBody, tokenizer: Any, model: ModelLimits, settings: Settings) -> CheckedCall:
+def checked_completion(body: CompletionBody, tokenizer: Any, model: ModelLimits, settings: Settings) -> CheckedCall:
     """Check the body and make its requests.
 
     Raises:

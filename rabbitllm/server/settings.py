@@ -22,7 +22,7 @@ class Settings:
         body_bytes: limit of a request's body.
         body_seconds: time limit for receiving a body.
         seconds: time limit from a request's submission to its end; None for no limit.
-        most_new_tokens: default limit of new tokens.
+        max_new_tokens: default limit of new tokens.
         completion_new_tokens: likewise in `/v1/completions`, where OpenAI has its own default.
         choices: limit of answers to one request.
         heartbeat_seconds: an idle stream sends a comment after this time.
@@ -36,7 +36,7 @@ class Settings:
     body_bytes: int = 4 << 20
     body_seconds: float = 30.0
     seconds: float | None = None
-    most_new_tokens: int = 4096
+    max_new_tokens: int = 4096
     completion_new_tokens: int = 16
     choices: int = 128
     heartbeat_seconds: float = 15.0

@@ -36,7 +36,7 @@ COMMENT = b": waiting\n\n"
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
-    "x-accel-buffering": "no",  # otherwise nginx buffers pieces
+    "x-accel-buffering": "no",  # otherwise nginx buffers deltas
 }
 NO_RETRY = {"x-should-retry": "false"}
 """Header against automatic retries by clients: another attempt would take as long."""
@@ -60,13 +60,13 @@ def event(value: Any) -> bytes:
 class Inbox:
     """A queue of one answer's events, from the batch's thread to an event loop whose client may read slowly.
 
-    Waiting pieces are joined, so that the queue is never larger than the answer itself, however many passes produced
+    Waiting deltas are joined, so that the queue is never larger than the answer itself, however many passes produced
     it. The loop is woken once, however many events arrive meanwhile.
 
     Args:
         choices: number of requests.
         keep_tokens: whether to keep tokens as well as text.
-        text_of: the text to keep of a piece; called in the batch's thread.
+        text_of: the text to keep of a delta; called in the batch's thread.
         watch: called with the choice, the event and `time.perf_counter()`, in the batch's thread.
     """
 
@@ -75,7 +75,7 @@ class Inbox:
         choices: int,
         *,
         keep_tokens: bool = True,
-        text_of: Callable[[Delta], str] = lambda piece: piece.text,
+        text_of: Callable[[Delta], str] = lambda delta: delta.text,
         watch: Callable[[int, Event, float], None] = lambda choice, event, now: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -111,9 +111,9 @@ class Inbox:
             self._loop.call_soon_threadsafe(self._there.set)
 
     async def take(self) -> Taken:
-        """The events that have arrived, with the pieces of each choice joined; waits until there is one.
+        """The events that have arrived, with the deltas of each choice joined; waits until there is one.
 
-        A piece always comes before the end of its choice.
+        A delta always comes before the end of its choice.
         """
         await self._there.wait()
         with self._lock:
@@ -157,7 +157,7 @@ class Submission:
                 self._handles.append(batch.submit(request, partial(inbox.put, choice)))
         except Exception as error:
             self.cancel()
-            raise refusal_of(error) from error
+            raise api_error_of_batch(error) from error
 
     def cancel(self) -> None:
         """Cancel all its requests."""
@@ -174,7 +174,7 @@ class Submission:
             found: list[tuple[int, Delta | Finished]] = []
             for choice, one in await self._inbox.take():
                 if isinstance(one, Failed):
-                    raise refusal_of(one.error)
+                    raise api_error_of_batch(one.error)
                 if isinstance(one, Finished):
                     self.finished[choice] = one
                     self._open -= 1
@@ -195,7 +195,7 @@ class Submission:
         return [one for one in self.finished if one is not None]
 
 
-def refusal_of(error: Exception) -> APIError:
+def api_error_of_batch(error: Exception) -> APIError:
     """The answer to an error of the batch; an unexpected error is logged, its details are not sent to the client."""
     if isinstance(error, APIError):
         return error
@@ -203,7 +203,7 @@ def refusal_of(error: Exception) -> APIError:
         seconds = max(math.ceil(error.retry_after), 1)
         return APIError(
             BUSY,
-            f"As many requests wait as may. Try again in {seconds} s.",
+            f"The request queue is full. Try again in {seconds} s.",
             code="queue_full",
             headers={"retry-after": str(seconds)},
         )
@@ -221,13 +221,13 @@ async def whole(submission: Submission, envelope: Envelope, choices: ChatChoices
     Raises:
         APIError: see `Submission.events`.
     """
-    pieces = [Delta("", ())] * len(submission.finished)
+    deltas = [Delta("", ())] * len(submission.finished)
     async for found in submission.events():
         for choice, one in found:
             if isinstance(one, Delta):
-                pieces[choice] = Delta(pieces[choice].text + one.text, pieces[choice].tokens + one.tokens)
+                deltas[choice] = Delta(deltas[choice].text + one.text, deltas[choice].tokens + one.tokens)
     ends = submission.ends()
-    return envelope.whole([choices.whole(choice, pieces[choice], end) for choice, end in enumerate(ends)], ends)
+    return envelope.whole([choices.whole(choice, deltas[choice], end) for choice, end in enumerate(ends)], ends)
 
 
 async def frames(
@@ -246,7 +246,7 @@ async def frames(
                 for choice, one in found
             )
     except Exception as error:  # the response has begun, so the error is sent as an event
-        refusal = refusal_of(error)
+        refusal = api_error_of_batch(error)
         submission.error = refusal.code
         yield event(refusal.as_object())
         yield DONE

@@ -48,7 +48,7 @@ class ParsedToolCall:
 
 
 class CallReader:
-    """Splits an answer into text and tool calls, piece by piece.
+    """Splits an answer into text and tool calls, delta by delta.
 
     Args:
         tools: names of the tools; an answer that is bare JSON is a call only if it names one of these.

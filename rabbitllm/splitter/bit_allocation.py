@@ -1,7 +1,8 @@
 """Chooses bits for each tensor of a split at "auto", from headers alone: the least expected loss within the budgets.
 
 From top to bottom: the expected loss of a tensor at each scheme, the sizes of a split at any choice of bits, and the
-choice itself. Pure, except that `disk_budget.shortage` reads the free disk."""
+choice itself. Pure, except that `disk_budget.shortage` reads the free disk.
+"""
 
 from __future__ import annotations
 

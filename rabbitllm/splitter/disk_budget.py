@@ -1,7 +1,8 @@
 """The peak disk use of a split over its steps, whether it fits, and the best way for its shards to arrive that fits.
 
 The only module of the splitter that reads the free disk. A container's quota does not show in that (Kaggle reports the
-host's disk), hence `max_disk`. Writes nothing."""
+host's disk), hence `max_disk`. Writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +12,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
 from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter.disk_sampler import existing
-from rabbitllm.splitter.plan import LayerMap, PlannedShard, SplitPlan, recompressed
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, recompressed
 from rabbitllm.store import checksums
 from rabbitllm.store.manifest import AUTO
+
+if TYPE_CHECKING:
+    from rabbitllm.splitter.bit_allocation import BitChoice, EstimatedFile
+    from rabbitllm.store.layer_file import LayerLayout
 
 BLOCK_BYTES = 4096
 """Files occupy a multiple of this."""
@@ -62,30 +67,9 @@ class DiskUse:
     added: int
 
 
-class FileSizes(Protocol):
-    """The sizes of a layer file that are needed here; see `LayerLayout`."""
-
-    @property
-    def header_bytes(self) -> int: ...
-    @property
-    def shard_bytes(self) -> Mapping[str, int]: ...
-    @property
-    def scratch_bytes(self) -> int: ...
-    @property
-    def joined_bytes(self) -> int: ...
-    @property
-    def joins(self) -> Sequence[object]: ...
-
-
-class PlanSizes(Protocol):
-    """The part of a plan that is needed here; see `SplitPlan`."""
-
-    @property
-    def shards(self) -> tuple[PlannedShard, ...]: ...
-    @property
-    def layer_map(self) -> LayerMap: ...
-    @property
-    def layouts(self) -> Mapping[str, FileSizes]: ...
+FileSizes: TypeAlias = "LayerLayout | EstimatedFile"
+PlanSizes: TypeAlias = "SplitPlan | BitChoice"
+"""Of a plan only the shards, the layer map and the sizes of its layouts are needed."""
 
 
 def disk_use(

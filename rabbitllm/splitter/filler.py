@@ -3,7 +3,8 @@
 This is the part before a shard counts as used up; filling from the same shard again writes the same bytes at the same
 offsets. It writes no journal, gives no file its final name and deletes nothing, so any process that sees the source
 and the split directory may do it: `SplitWork` is what it needs to know, `ShardExecutor` runs it elsewhere, and
-`ShardFetcher` brings the shards."""
+`ShardFetcher` brings the shards.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from rabbitllm.splitter.sums import ShardChecksums, TensorSums
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import OpenFiles
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX, LayerLayout
+from rabbitllm.store.manifest import is_fitted
 from rabbitllm.telemetry.profiler import FETCH, Profiler
 
 ROOM: Mapping[ShardTransfer, int] = {ShardTransfer.FILE_AHEAD: 2, ShardTransfer.FILE: 1, ShardTransfer.STREAM: 0}
@@ -53,7 +55,7 @@ class SplitWork:
         checksums: tensor -> checksums of its stored parts, as far as the journal has them.
         source_checksums: shard -> `source_check.source_crc32`, from the journal.
         at_once: the most shards in work at a time.
-        fitted: whether scales of 4bit are fitted to their blocks.
+        quantizer: as the manifest names it; None without compression.
     """
 
     plan: SplitPlan
@@ -66,8 +68,13 @@ class SplitWork:
     used: frozenset[str]
     checksums: TensorSums
     at_once: int = 1
-    fitted: bool = False
+    quantizer: str | None = None
     source_checksums: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fitted(self) -> bool:
+        """Whether scales of 4bit are fitted to their blocks."""
+        return is_fitted(self.quantizer)
 
     def of_shard(self, shard: str, layers: Iterable[str]) -> SplitWork:
         """Return the part of it that fills these layers from one shard, which is all that another process needs."""

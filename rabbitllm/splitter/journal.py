@@ -3,7 +3,8 @@
 `split.journal` in the split directory, lines of JSON. The first line is the content of all headers, written before the
 first shard is touched, because the header of a deleted shard cannot be read again. Each further line names a shard
 whose tensors are all durable in layer files, and the checksums of what was written: `crc32` of each stored part, and in
-the same order `runs` of parts that span several blocks of the layer file. A line that a crash truncated is ignored."""
+the same order `runs` of parts that span several blocks of the layer file. A line that a crash truncated is ignored.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ A process that has loaded a model holds a shared lock on the directory (`read_lo
 the replacement and the removal of layer files.
 
 Invariant: while a caller is inside `locked`, no other one is. When the last caller has left, no file of the lock
-remains, nor the directory if it was created for the lock and is empty."""
+remains, nor the directory if it was created for the lock and is empty.
+"""
 
 from __future__ import annotations
 

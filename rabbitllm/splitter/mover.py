@@ -3,7 +3,8 @@
 From a file each thread reads for itself, at any offset; from a stream one reader fills a fixed number of buffers in
 order. Memory is bounded by those buffers; it does not grow with a tensor, a layer or a shard. Every byte that is
 written is also summed (CRC-32), so that a layer's checksum needs no second read. Journals and deletions are handled
-elsewhere."""
+elsewhere.
+"""
 
 from __future__ import annotations
 

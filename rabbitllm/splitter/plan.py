@@ -2,7 +2,8 @@
 
 From top to bottom: which layers and shards a checkpoint's tensors belong to, the plan with the layout of every layer
 file, the runs of bytes that are moved from a shard and their order, and the future files as the engine reads them.
-Pure. The peak disk use is in `disk_budget.py`."""
+Pure. The peak disk use is in `disk_budget.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The sequential and the standard route differ only in when a used-up shard is released. A repair turns a finished
 directory into an unfinished split whose sound shards are used up, and finishes that like any other. Independent of
-models, and of devices other than the one that quantizes."""
+models, and of devices other than the one that quantizes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,6 @@ from rabbitllm.store.manifest import (
     MANIFEST_NAME,
     LayerRecord,
     Manifest,
-    is_fitted,
     read_manifest,
     write_manifest,
 )
@@ -62,14 +62,11 @@ STAGING_NAME = ".staging"
 """Folder inside the split directory for fetched shards; removed when the split is complete."""
 
 
-def manifest_of(
-    work: SplitWork, quantizer: str | None, checksums: TensorSums, source_checksums: Mapping[str, int]
-) -> Manifest:
+def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mapping[str, int]) -> Manifest:
     """Return the manifest of a directory all of whose layer files are complete.
 
     Args:
         work: the split.
-        quantizer: as the manifest names it.
         checksums: of every tensor that was summed as it was written.
         source_checksums: shard -> `source_check.source_crc32`.
     """
@@ -89,7 +86,7 @@ def manifest_of(
         for crc, blocks in [_checksums(layout, checksums, work.folder)]
     )
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
-    return Manifest(plan.source, plan.compression, quantizer, records, plan.format_version, plan.chosen, ordered)
+    return Manifest(plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered)
 
 
 def finish(request: SplitRequest, manifest: Manifest) -> None:
@@ -170,14 +167,14 @@ def split(request: SplitRequest) -> Profiler:
         DiskFullError: another process filled the disk; the same call resumes the split.
     """
     start = time.perf_counter()
-    work, quantizer = _begin(request)
+    work = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
     with DiskSampler(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
         loop = ShardLoop(work, profiler, watch.check, request.executor, holds_last=request.accept is not None)
         try:
             loop.take_shards()
             loop.finish_leftovers()
-            manifest = manifest_of(work, quantizer, loop.checksums, loop.source_checksums)
+            manifest = manifest_of(work, loop.checksums, loop.source_checksums)
             if request.accept is not None:
                 request.accept(LayerStore(request.folder, manifest))
             loop.give_up_last()
@@ -200,18 +197,14 @@ def split(request: SplitRequest) -> Profiler:
     return profiler
 
 
-def _begin(request: SplitRequest) -> tuple[SplitWork, str | None]:
-    """Resume from the journal of an earlier run, or plan anew, check the space and begin a journal.
-
-    Returns:
-        The work, and the name of the quantizer for the manifest.
-    """
+def _begin(request: SplitRequest) -> SplitWork:
+    """Resume from the journal of an earlier run, or make a plan, check the space and begin a journal."""
     earlier = journal.replay(request.folder)
     if earlier is not None:
-        return _take_up(request, earlier), earlier.quantizer
+        return _take_up(request, earlier)
     plan = plan_split(request)
     quantizer = quantizer_of(request)
-    work = _work(request, plan, disk_budget_of(request, plan), {}, is_fitted(quantizer))
+    work = _work(request, plan, disk_budget_of(request, plan), {}, quantizer)
     _warn_of_big_layers(plan)
     if request.options.verify_source:
         plan = with_checksums(plan, request.checkpoint)
@@ -226,7 +219,7 @@ def _begin(request: SplitRequest) -> tuple[SplitWork, str | None]:
             raise
     _clear_stale(request.folder, plan)
     journal.begin(request.folder, plan, quantizer)
-    return work, quantizer
+    return work
 
 
 def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
@@ -260,7 +253,7 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     verify = request.options.verify_source
     plan = with_places(check_resumed(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
-    work = _work(request, plan, disk_budget, earlier.checksums, is_fitted(earlier.quantizer))
+    work = _work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
     if work.shard_transfer is ShardTransfer.STREAM:  # parts of shards that were fetched are fetched again
@@ -269,7 +262,7 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
 
 
 def _work(
-    request: SplitRequest, plan: SplitPlan, disk_budget: DiskBudget, checksums: TensorSums, fitted: bool
+    request: SplitRequest, plan: SplitPlan, disk_budget: DiskBudget, checksums: TensorSums, quantizer: str | None
 ) -> SplitWork:
     if request.executor is None:
         shard_transfer, at_once = choose_shard_transfer(plan, disk_budget, request.options), 1
@@ -286,7 +279,7 @@ def _work(
         disk_budget.used,
         checksums,
         at_once,
-        fitted,
+        quantizer,
     )
 
 

@@ -2,7 +2,8 @@
 
 The records and the functions that fill them are pure; plans and disk sizes come from the caller. The rates at which
 this machine fetches, reads and quantizes are measured on small samples; nothing is written, each measurement takes a
-bounded time, and returns None if it fails: an estimate must not raise an error."""
+bounded time, and returns None if it fails: an estimate must not raise an error.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rabbitllm
-from rabbitllm.batch_jobs import generation
+from rabbitllm.batch_jobs import answers
 from rabbitllm.quant import bfloat_products
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     torch.set_num_threads(2)
     bfloat_products.kernel_here()
     assert AutoModelForCausalLM
-    assert generation
+    assert answers
     folder, out, cache_memory = sys.argv[1:4]
     prompts, tokens, new_tokens = map(int, sys.argv[4:])
     records = [{"tokens": [3 + (11 * one + 7 * at) % 200 for at in range(tokens)]} for one in range(prompts)]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import rabbitllm
-from rabbitllm.batch_jobs.run import Progress
+from rabbitllm.batch_jobs.display import Progress
 from rabbitllm.errors import InputError, OptionError, ResultsError
-from tests.batch_jobs.test_generation import alone
+from tests.batch_jobs.test_answers import alone
 
 RECORDS: list[dict[str, Any]] = [
     {"id": "a", "prompt": "the rabbit", "max_tokens": 4},

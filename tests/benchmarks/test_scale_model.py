@@ -14,7 +14,7 @@ from benchmarks.scale_check import SERVED, Check, checks
 from benchmarks.scale_facts import EPYC, HOSTS, KAGGLE, RTX_4090, XEON, Figure
 from benchmarks.scale_pace import Outcome, cache_bytes, of_many, pass_over, spread, streaming
 from benchmarks.scale_shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, cache_of, drawn_for, shape_of
-from rabbitllm.estimate.doctor.models import published
+from rabbitllm.estimate.outline import published
 from rabbitllm.generation.kv_cache import cost_by_cache
 
 PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "SCALE.md").read_text(encoding="utf-8")

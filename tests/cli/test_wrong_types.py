@@ -65,7 +65,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def served_until_all_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server answers one request of each kind, where else it would wait for a signal."""
-    monkeypatch.setattr("rabbitllm.server.start.serve", answered)
+    monkeypatch.setattr("rabbitllm.server.server.serve", answered)
 
 
 def answered(service: Service, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> bool:

@@ -17,18 +17,15 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.estimate import machine as machine_module
-from rabbitllm.estimate import pass_estimator
-from rabbitllm.estimate.doctor.models import Published, published
-from rabbitllm.estimate.expert_calls import ExpertCalls
-from rabbitllm.estimate.machine import Machine, RoughMachine, product_key
-from rabbitllm.estimate.outline import Outline
-from rabbitllm.estimate.outline_families import outline_of
-from rabbitllm.estimate.overheads import Overhead
-from rabbitllm.estimate.stretched import predict_outline
+from rabbitllm.estimate import predict as predictions
+from rabbitllm.estimate.machine import Machine, Overhead, product_key
+from rabbitllm.estimate.module_calls import ExpertCalls
+from rabbitllm.estimate.outline import Outline, Published, outline_of, published
+from rabbitllm.estimate.predict import predict_outline
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter.plan import PlannedFiles
 from tests.estimate.test_predict import known_rates, predict  # noqa: F401  slow ones, of which everything follows
-from tests.splitter.test_planned_files import planned
+from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one
@@ -95,7 +92,7 @@ def test_what_is_foretold_is_what_a_plan_foretells(
     monkeypatch.setattr(ExpertCalls, "read", lambda self, way, slots: 10.0)
     monkeypatch.setattr(ExpertCalls, "first", lambda self, tokens, way, slots: 40.0)
     monkeypatch.setattr(machine_module, "overhead", lambda *given: Overhead(1e-3, 1e-4))
-    monkeypatch.setattr(pass_estimator, "binding_seconds", lambda *given: 1e-4)
+    monkeypatch.setattr(predictions, "binding_seconds", lambda *given: 1e-4)
     folder, outline = tiny(tmp_path, family)
     machine = Machine([CpuDevice()], StreamOptions(device="cpu", max_memory={"cpu": room}), 0)
     readable = list(folder.glob("*.safetensors"))
@@ -161,7 +158,7 @@ def test_a_family_that_is_not_known_is_refused() -> None:
 
 
 def test_a_rough_machine_measures_each_kind_once() -> None:
-    machine, asked = RoughMachine([CpuDevice()], StreamOptions(device="cpu"), 0), iter(range(9))
+    machine, asked = Machine([CpuDevice()], StreamOptions(device="cpu"), 0, rough=True), iter(range(9))
     key = product_key("cpu", "bfloat16", True, 1)
     assert [machine.measured(key, lambda: next(asked)) for _ in range(3)] == [0, 0, 0]
     assert machine.measured(product_key("cpu", "4bit", True, 1), lambda: next(asked)) == 1

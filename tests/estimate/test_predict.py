@@ -22,15 +22,14 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import DeviceError, OptionError
-from rabbitllm.estimate import pass_estimator
 from rabbitllm.estimate import predict as predictions
-from rabbitllm.estimate.expert_calls import ExpertCalls
-from rabbitllm.estimate.generation import GenerationEstimate, Plan
+from rabbitllm.estimate.cost_model import ALONE, GenerationEstimate
 from rabbitllm.estimate.machine import Machine
-from rabbitllm.estimate.products import WorkingSet
-from rabbitllm.estimate.reading import FileSample
+from rabbitllm.estimate.measure import FileSample, WorkingSet
+from rabbitllm.estimate.module_calls import ExpertCalls
+from rabbitllm.estimate.plan import Plan
 from rabbitllm.store.layer_store import WeightFiles
-from tests.splitter.test_planned_files import planned
+from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.hybrid_families import HYBRIDS
@@ -46,7 +45,7 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkingSet, "rate", lambda self, inputs, **given: 1e6)
     monkeypatch.setattr(FileSample, "rate", lambda self, way: 1e6)
     monkeypatch.setattr(FileSample, "cached_rate", lambda self: 1e6)
-    monkeypatch.setattr(pass_estimator.PassEstimator, "_strain", lambda *arguments: pass_estimator.ALONE)
+    monkeypatch.setattr(predictions.PassEstimator, "_strain", lambda *arguments: ALONE)
 
 
 def checkpoint(folder: Path, family: str = "llama", **settings: Any) -> Path:
@@ -57,8 +56,8 @@ def predict(
     compression: str | None, store: WeightFiles, home: Path, machine: Machine, readable: Sequence[Path]
 ) -> GenerationEstimate:
     """What generating takes with layer files that need not be there yet."""
-    drawn = make_load_plan(store, machine.options, home, machine.devices)
-    return predictions.foretell(compression, drawn, store.folder, machine, readable)
+    plan = make_load_plan(store, machine.options, home, machine.devices)
+    return predictions.estimate(compression, plan, store.folder, machine, readable)
 
 
 def foretell(folder: Path, compression: str | None = None, room: int = 1 << 34, **settings: Any) -> GenerationEstimate:

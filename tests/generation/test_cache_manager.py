@@ -24,7 +24,7 @@ class Memory:
     def soon(self, texts: Sequence[SequenceLength]) -> int:
         return sum(text.soon for text in texts)
 
-    def beside_file(self) -> int:
+    def filed_bytes(self) -> int:
         return 10
 
     def ahead(self) -> int:

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from rabbitllm.generation import kv_cache
 from rabbitllm.generation.kv_cache import (
     CONTINUING,
-    MAX_TEXTS,
+    MAX_SEQUENCES,
     WORTH_TOKENS,
     KeptCache,
     PrefixCache,
@@ -137,25 +137,25 @@ def test_what_was_not_used_for_the_longest_time_goes_first() -> None:
     assert kept.nbytes == 3 * each
     kept.used(texts[0])
     kept.shrink(2 * each)
-    assert [list(ids) for ids, _ in kept.texts()] == [texts[2], texts[0]]
+    assert [list(ids) for ids, _ in kept.entries()] == [texts[2], texts[0]]
     longer = DynamicCache()
     longer.update(torch.zeros(1, 1, 12, 8), torch.zeros(1, 1, 12, 8), 0)
     kept.put([*texts[0], 1, 2], longer)  # its own prefix is dropped
-    assert [len(ids) for ids, _ in kept.texts()] == [10, 12]
+    assert [len(ids) for ids, _ in kept.entries()] == [10, 12]
     kept.shrink(0)
     assert kept.nbytes == 0
 
 
 def test_of_many_texts_those_used_last_are_kept() -> None:
     kept = PrefixCache()
-    texts = [[number, *range(50, 59)] for number in range(MAX_TEXTS + 3)]
-    for text in texts[:MAX_TEXTS]:
+    texts = [[number, *range(50, 59)] for number in range(MAX_SEQUENCES + 3)]
+    for text in texts[:MAX_SEQUENCES]:
         kept.put(text, DynamicCache())
     kept.used(texts[1])
-    for text in texts[MAX_TEXTS:]:
+    for text in texts[MAX_SEQUENCES:]:
         kept.put(text, DynamicCache())
-    found = [list(ids) for ids, _ in kept.texts()]
-    assert found == [*texts[4:MAX_TEXTS], texts[1], *texts[MAX_TEXTS:]]
+    found = [list(ids) for ids, _ in kept.entries()]
+    assert found == [*texts[4:MAX_SEQUENCES], texts[1], *texts[MAX_SEQUENCES:]]
 
 
 def test_room_that_is_reserved_counts() -> None:

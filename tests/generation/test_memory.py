@@ -165,7 +165,7 @@ def test_no_more_texts_share_a_pass_than_there_is_memory_for_their_logits(
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + max(12 * cost.answered, cost.least()))
     requests = [Request(tuple(range(3 + number, 9 + number)), 4) for number in range(7)]
     with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:
-        most = cost.texts_in(lane.device.free_bytes() - 300_000)
+        most = cost.sequences_in(lane.device.free_bytes() - 300_000)
         found = asked(batch, requests)
         facts = batch.facts
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]

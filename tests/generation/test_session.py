@@ -270,7 +270,7 @@ def test_further_answers_compute_new_tokens_only(tmp_path: Path, name: str) -> N
         new = [(one.entry.past, one.entry.length) for one in model.profiler.passes[passes:]]
         assert new == [(held, answer.prompt_tokens - held), *((answer.prompt_tokens + at, 1) for at in range(9))]
         assert answer.work.passes == 10
-        assert answer.work.tokens == answer.computed_tokens + 9
+        assert answer.work.tokens == answer.prompt_tokens - answer.kept_tokens + 9
         assert answer.work.moved[READ] > 0
         held = answer.prompt_tokens + 9  # nothing was computed of the last token yet
         assert session.cached_tokens == held

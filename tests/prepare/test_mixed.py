@@ -29,7 +29,7 @@ from rabbitllm.splitter.request import SplitRequest, plan_split
 from rabbitllm.splitter.split import split
 from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, BitAllocation, Manifest, is_fitted, read_manifest
-from tests.ray.test_fill import Here
+from tests.ray.test_shards import Here
 from tests.splitter.conftest import crash_server as crash_server
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.crashes import KILLED, CrashServer

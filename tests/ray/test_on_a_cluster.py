@@ -22,11 +22,11 @@ from rabbitllm import prepare
 from rabbitllm.base import progress
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.batch_jobs.api import batch
-from rabbitllm.batch_jobs.input_scan import InputScan
+from rabbitllm.batch_jobs.display import Progress
+from rabbitllm.batch_jobs.inputs import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Generate, Item, JobLimits
+from rabbitllm.batch_jobs.job import BatchJob, settings_of, work
 from rabbitllm.batch_jobs.journal import BatchJournal
-from rabbitllm.batch_jobs.run import Progress
-from rabbitllm.batch_jobs.work import BatchJob, settings_of, work
 from rabbitllm.errors import (
     ClusterError,
     CorruptShardError,
@@ -36,14 +36,12 @@ from rabbitllm.errors import (
     ResultsError,
 )
 from rabbitllm.models.pull import Shards, pull
-from rabbitllm.ray import node_check, ray_answers
+from rabbitllm.ray import cluster as cluster_module
+from rabbitllm.ray import lines as lines_module
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
-from rabbitllm.ray.batch import answering_on
-from rabbitllm.ray.chunks import WorkerPool, in_chunks
 from rabbitllm.ray.cluster import connected, nodes
-from rabbitllm.ray.pull import pull_on
-from rabbitllm.ray.ray_answers import RayAnswers
-from rabbitllm.ray.ray_shard_executor import CPUS_A_TASK, RayShardExecutor
+from rabbitllm.ray.lines import RayAnswers, WorkerPool, answering_on, in_chunks
+from rabbitllm.ray.shards import CPUS_A_TASK, RayShardExecutor, pull_on
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import LEASE_NAME, Lease, granted
 from rabbitllm.storage.durable import Step, observe_steps
@@ -202,14 +200,14 @@ def test_every_machine_is_asked_first(
     cluster: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with granted(tmp_path) as lease:
-        node_check.check_machines(nodes(), lease, [source], quantizes=True)
+        cluster_module.check_machines(nodes(), lease, [source], quantizes=True)
         with pytest.raises(ClusterError, match=r"does not see .*\.lease"):
-            node_check.check_machines(nodes(), Lease(tmp_path, "another"), [], quantizes=False)
+            cluster_module.check_machines(nodes(), Lease(tmp_path, "another"), [], quantizes=False)
         with pytest.raises(ClusterError, match="nowhere, where the source is"):
-            node_check.check_machines(nodes(), lease, [tmp_path / "nowhere"], quantizes=False)
-        monkeypatch.setattr(node_check, "__version__", "0.1")
+            cluster_module.check_machines(nodes(), lease, [tmp_path / "nowhere"], quantizes=False)
+        monkeypatch.setattr(cluster_module, "__version__", "0.1")
         with pytest.raises(ClusterError, match=r"this machine has 0\.1"):
-            node_check.check_machines(nodes(), lease, [], quantizes=False)
+            cluster_module.check_machines(nodes(), lease, [], quantizes=False)
     with pytest.raises(ClusterError, match="this machine has 0"), connected(cluster):
         pull_on(cluster, asked(source, folder=tmp_path / "spread"))
     assert not (tmp_path / "spread").exists()
@@ -279,7 +277,7 @@ def test_workers_without_a_place_are_told_of(cluster: str, monkeypatch: pytest.M
     """Once, with what is wanted and what is there; they begin as soon as there is one."""
     import ray
 
-    monkeypatch.setattr(ray_answers, "PLACE_SECONDS", 1.0)
+    monkeypatch.setattr(lines_module, "PLACE_SECONDS", 1.0)
     job, told = WorkerJob(asked("any"), "any", JobLimits(sequences=2)), list[str]()
     other = ray.remote(Slow).options(num_cpus=CPUS - 1).remote(job)
     ray.get(other.__ray_ready__.remote())

@@ -15,9 +15,8 @@ pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from rabbitllm.base import progress
 from rabbitllm.models.pull import pull
-from rabbitllm.ray.cluster import nodes
-from rabbitllm.ray.node_check import check_machines
-from rabbitllm.ray.ray_shard_executor import RayShardExecutor
+from rabbitllm.ray.cluster import check_machines, nodes
+from rabbitllm.ray.shards import RayShardExecutor
 from tests.support.builders import build_checkpoint
 from tests.support.load_requests import asked
 from tests.support.ray_cluster import OBJECT_STORE_BYTES, recorded, recording

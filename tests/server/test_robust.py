@@ -324,7 +324,7 @@ def test_it_ends_with_what_there_is_when_the_grace_is_over(split_folder: Path) -
 
 def test_a_dead_batch_is_unwell(split_folder: Path) -> None:
     with running(split_folder) as served:
-        served.batch._drop_unwanted = lambda: 1 / 0  # type: ignore[method-assign]
+        served.batch._scheduler.step = lambda: 1 / 0  # type: ignore
         refused(served.post(COMPLETION, LONG), 500, "internal_error")
         with served.http as client:
             answer = client.get("/health")

@@ -1,4 +1,4 @@
-"""4bit-double by every route: scales wait for the last of them, and the bytes are those of the whole tensor."""
+"""Scales that are quantized themselves: from their scratch files, and in whole splits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import bitsandbytes.functional as functional
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from rabbitllm import prepare
 from rabbitllm.base import progress
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.quant.compression import SCALE_BYTES
 from rabbitllm.splitter import mover
+from rabbitllm.splitter.mover import settled_parts
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.checkpoint_folder import PlainReader
 from rabbitllm.store.checksums import crc32_of_file
@@ -22,7 +26,25 @@ from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.meta_files import tiny_llama, write_as_transformers, write_meta
+from tests.support.plans import plan_of, shard_of
 from tests.support.splitting import Call, Counter, layer_files, names_in, occupied, split
+
+
+def test_a_scratch_file_that_ends_too_early(tmp_path: Path) -> None:
+    plan = plan_of((shard_of("shard", {"model.layers.0.w": ("BF16", (512, 256))}),), "4bit-double")
+    (form,) = plan.layouts["layers.0"].settles
+    scales = np.random.default_rng(0).random(form.source.elements, np.float32).tobytes()
+    scratch = tmp_path / "scratch"
+    scratch.write_bytes(bytes(form.source.offset) + scales)
+    runs = list(settled_parts(form, scratch))
+    assert {part for part, _, _ in runs} == {0, 1, 2}
+    scratch.write_bytes(bytes(form.source.offset) + scales[:-SCALE_BYTES])
+    with pytest.raises(IncompleteSplitError, match=r"ends before the scales of 'model\.layers\.0\.w' do"):
+        list(settled_parts(form, scratch))
+
+
+# 4bit-double by every route: scales wait for the last of them, and the bytes are those of the whole tensor.
+
 
 DOUBLE = "4bit-double"
 REPO = "acme/tiny"

@@ -1,21 +1,236 @@
-"""The plan: which shard gives a tensor, and what layer files come to."""
+"""The plan of a split: layers and shards, runs of bytes, bytes in gaps, and the future files."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rabbitllm import prepare
+from rabbitllm.base.options import SplitOptions, StreamOptions
 from rabbitllm.checkpoints.checkpoint import ShardMetadata
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.naming import LayerName, assign_layers
+from rabbitllm.engine.devices import CpuDevice, Device
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.tensor_spec import Header
-from rabbitllm.splitter.plan import PlannedShard, recompressed, tensors_by_shard
-from tests.support.builders import cut, llama_tensors, write_shards
+from rabbitllm.estimate.plan import SourceScan
+from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, byte_size
+from rabbitllm.quant.compression import BLOCKS
+from rabbitllm.splitter import plan
+from rabbitllm.splitter import plan as moves_module
+from rabbitllm.splitter.plan import (
+    Gaps,
+    LayerMap,
+    PlannedFiles,
+    PlannedShard,
+    SplitPlan,
+    build_layer_map,
+    can_be_kept,
+    moves,
+    recompressed,
+    tensors_by_shard,
+)
+from rabbitllm.store.layer_store import LayerStore
+from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.fake_gpu import FakeGpu
+from tests.support.meta_files import tiny_llama, write_meta
 from tests.support.plans import MIB, even, plan_of, shard_of
-from tests.support.splitting import split
+from tests.support.splitting import split as split_of
+from tests.support.tiny_models import split
+
+
+def tensor(offset: int, nbytes: int, strides: tuple[int, ...] | None = None) -> TensorSpec:
+    return TensorSpec("w", "U8", (nbytes,), "shard", offset, nbytes, strides)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6),
+    st.integers(0, 9),
+    st.lists(st.integers(1, 25), max_size=20),
+)
+def test_what_is_no_tensor_s_is_kept_and_nothing_else(runs: list[tuple[int, int]], last: int, cuts: list[int]) -> None:
+    tensors, between, at = [], [], 0
+    for gap, nbytes in runs:
+        between.append((at, at + gap))
+        tensors.append(tensor(at + gap, nbytes))
+        at += gap + nbytes
+    between.append((at, at + last))
+    content = bytes(number % 251 + 1 for number in range(at + last))
+    assert can_be_kept(tensors, len(content))
+    kept = Gaps(reversed(tensors), len(content))
+    chunks, begin = [], 0
+    for length in [*cuts, len(content)]:
+        chunks.append(content[begin : begin + length])
+        begin += length
+    assert b"".join(kept.watching(chunks)) == content
+    held = {at for begin, end in between for at in range(begin, end)}
+    for offset in range(len(content)):
+        assert kept.read_at(offset, 1) == (content[offset : offset + 1] if offset in held else b"")
+    for begin, end in between:
+        assert kept.read_at(begin, end - begin) == content[begin:end]
+    assert sum(map(len, kept._kept)) == len(held)
+
+
+def test_what_cannot_be_kept() -> None:
+    assert can_be_kept([tensor(10, 5), tensor(15, 5), tensor(30, 0)], 40)
+    assert not can_be_kept([tensor(10, 6), tensor(15, 5)], 40)  # they share a byte
+    assert not can_be_kept([tensor(10, 5), tensor(10, 5)], 40)
+    assert not can_be_kept([tensor(10, 5, (2,))], 40)
+    assert not can_be_kept([tensor(36, 5)], 40)
+    assert can_be_kept([tensor(0, 100)], 100 + plan.MAX_BYTES)
+    assert not can_be_kept([tensor(1, 100)], 102 + plan.MAX_BYTES)  # a shard of which little is a tensor of ours
+
+
+# Layer -> shards, layer -> tensors, and when a layer has all it needs.
+
+
+A, B, C = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+WEIGHT_MAP = {
+    "lm_head.weight": C,
+    "model.embed_tokens.weight": A,
+    "model.layers.0.mlp.down_proj.weight": B,
+    "model.layers.0.self_attn.q_proj.weight": A,
+    "model.layers.0.input_layernorm.weight": C,
+    "model.layers.1.self_attn.q_proj.weight": B,
+    "model.layers.10.self_attn.q_proj.weight": C,
+    "model.layers.2.self_attn.q_proj.weight": C,
+    "model.norm.weight": C,
+}
+
+
+def mapped(weight_map: Mapping[str, str]) -> LayerMap:
+    return build_layer_map(weight_map, assign_layers(list(weight_map), "llama"))
+
+
+def test_layer_to_shards() -> None:
+    assert mapped(WEIGHT_MAP).layer_to_shards == {
+        "embed_tokens": {A},
+        "layers.0": {A, B, C},
+        "layers.1": {B},
+        "layers.2": {C},
+        "layers.10": {C},
+        "norm": {C},
+        "lm_head": {C},
+    }
+
+
+def test_layer_to_tensors() -> None:
+    found = mapped(WEIGHT_MAP).layer_to_tensors
+    assert found["layers.0"] == (
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+    )
+    assert sorted(tensor for tensors in found.values() for tensor in tensors) == sorted(WEIGHT_MAP)
+
+
+def test_shard_to_layers() -> None:
+    found = mapped(WEIGHT_MAP).shard_to_layers
+    assert {shard: set(layers) for shard, layers in found.items()} == {
+        A: {"embed_tokens", "layers.0"},
+        B: {"layers.0", "layers.1"},
+        C: {"layers.0", "layers.2", "layers.10", "norm", "lm_head"},
+    }
+    assert all(len(set(layers)) == len(layers) for layers in found.values())
+
+
+def test_layers_are_in_the_order_of_a_pass() -> None:
+    found = mapped(WEIGHT_MAP)
+    expected = ["embed_tokens", "layers.0", "layers.1", "layers.2", "layers.10", "norm", "lm_head"]
+    assert list(found.layers) == list(found.layer_to_tensors) == list(found.layer_to_shards) == expected
+    assert found.layers["layers.10"] == LayerName("layers.10", "model.layers.10")
+
+
+def test_tied_head_is_in_no_shard_and_is_no_layer() -> None:
+    tied = {tensor: shard for tensor, shard in WEIGHT_MAP.items() if not tensor.startswith("lm_head")}
+    assert "lm_head" not in mapped(tied).layers
+
+
+def test_no_tensors() -> None:
+    assert mapped({}) == LayerMap({}, {}, {}, {})
+
+
+# Completion
+
+
+@pytest.mark.parametrize(
+    ("processed", "shard", "completed"),
+    [
+        ([], A, {"embed_tokens"}),
+        ([], B, {"layers.1"}),
+        ([], C, {"layers.2", "layers.10", "norm", "lm_head"}),
+        ([A], B, {"layers.1"}),
+        ([A, B], C, {"layers.0", "layers.2", "layers.10", "norm", "lm_head"}),
+        ([A, C], B, {"layers.0", "layers.1"}),
+        ([C, B], A, {"layers.0", "embed_tokens"}),
+        ([A, B, C], C, {"layers.0", "layers.2", "layers.10", "norm", "lm_head"}),
+        ([A, B, C], "unknown.safetensors", set()),
+        (["unknown.safetensors", A], B, {"layers.1"}),
+    ],
+)
+def test_layers_completed_by_a_shard(processed: list[str], shard: str, completed: set[str]) -> None:
+    assert set(mapped(WEIGHT_MAP).completed_by(shard, processed)) == completed
+
+
+class Noticing(dict[str, frozenset[str]]):
+    """A table that notes which keys are looked up, and cannot be walked."""
+
+    def __init__(self, content: Mapping[str, frozenset[str]]) -> None:
+        super().__init__(content)
+        self.asked: list[str] = []
+
+    def __getitem__(self, key: str) -> frozenset[str]:
+        self.asked.append(key)
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("every layer was looked at")
+
+
+def test_only_touched_layers_are_looked_at() -> None:
+    whole = mapped({f"model.layers.{number}.w": f"shard-{number // 2}" for number in range(2000)})
+    noticing = Noticing(whole.layer_to_shards)
+    found = LayerMap(whole.layers, whole.layer_to_tensors, noticing, whole.shard_to_layers)
+    assert set(found.completed_by("shard-7", ["shard-0"])) == {"layers.14", "layers.15"}
+    assert sorted(noticing.asked) == ["layers.14", "layers.15"]
+
+
+PLACES = st.dictionaries(
+    st.builds("model.layers.{}.w{}".format, st.integers(0, 6), st.integers(0, 6)),
+    st.integers(0, 5).map("shard-{}".format),
+    min_size=1,
+)
+
+
+@given(PLACES, st.randoms(use_true_random=False))
+def test_every_layer_is_completed_once_whatever_the_order(weight_map: dict[str, str], chance: random.Random) -> None:
+    found = mapped(weight_map)
+    shards = list(dict.fromkeys(weight_map.values()))
+    chance.shuffle(shards)
+    done: list[str] = []
+    completed: list[str] = []
+    for shard in shards:
+        completed += found.completed_by(shard, done)
+        done.append(shard)
+        assert set(completed) == {layer for layer in found.layers if needs(weight_map, layer) <= set(done)}
+    assert sorted(completed) == sorted(found.layers)
+
+
+def needs(weight_map: Mapping[str, str], layer: str) -> set[str]:
+    holders: Iterable[str] = (shard for tensor, shard in weight_map.items() if tensor.startswith(f"model.{layer}."))
+    return set(holders)
+
+
+# The plan: which shard gives a tensor, and what layer files come to.
 
 
 def test_plan_depends_on_nothing_but_its_arguments() -> None:
@@ -62,8 +277,165 @@ def test_plan_of_a_real_checkpoint_counts_its_files(tmp_path: Path) -> None:
     chosen = tensors_by_shard(checkpoint.index, facts)
     shards = tuple(PlannedShard(f.name, f.size, f.fingerprint, chosen[f.name], f.staged) for f in facts)
     plan = plan_of(shards, "8bit")
-    made = split(source, compression="8bit")
+    made = split_of(source, compression="8bit")
     assert plan.output_bytes == sum(path.stat().st_size for path in made.glob("*.safetensors"))
     assert {layout.file_name: layout.size for layout in plan.layouts.values()} == {
         path.name: path.stat().st_size for path in made.glob("*.safetensors")
     }
+
+
+# Runs of bytes: every byte once.
+
+
+SHAPES = st.lists(st.integers(0, 90), min_size=0, max_size=3).map(tuple)
+TENSORS = st.dictionaries(
+    st.builds("model.layers.{}.w{}".format, st.integers(0, 3), st.integers(0, 9)),
+    st.tuples(st.sampled_from([*DTYPES]), SHAPES).filter(lambda t: DTYPES[t[0]].bits >= 8 or byte_sized(*t)),
+    max_size=6,
+)
+
+
+def byte_sized(dtype: str, shape: tuple[int, ...]) -> bool:
+    try:
+        byte_size(dtype, shape)
+    except ValueError:
+        return False
+    return True
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    first=TENSORS,
+    second=TENSORS,
+    compression=st.sampled_from([None, "4bit", "8bit", "4bit-double"]),
+    chunk=st.sampled_from([2048 * 4, 3 * 2048 * 4, 4 << 20]),
+)
+def test_moves_cover_every_byte_exactly_once(
+    first: dict[str, tuple[str, tuple[int, ...]]],
+    second: dict[str, tuple[str, tuple[int, ...]]],
+    compression: str | None,
+    chunk: int,
+) -> None:
+    second = {name: tensor for name, tensor in second.items() if name not in first}
+    plan = plan_of((shard_of("a", first), shard_of("b", second)), compression)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves_module, "CHUNK_BYTES", chunk)
+        for shard in plan.shards:
+            check_moves(plan, shard, chunk)
+
+
+def check_moves(plan: SplitPlan, shard: PlannedShard, chunk: int) -> None:
+    found = list(moves(plan, shard.name, plan.layouts))
+    at = 100
+    assert all(0 <= move.nbytes <= chunk for move in found)
+    for move in (move for move in found if move.nbytes):
+        assert move.offset == at  # the shard's own order, without holes and without a byte twice
+        at += move.nbytes
+    assert at == shard.size
+    for tensor in shard.tensors:
+        runs = [move for move in found if move.form.source.name == tensor.name]
+        assert runs, f"{tensor.name} would have no constants"
+        assert runs[0].first == 0
+        if runs[0].form.scheme is None:
+            assert sum(run.nbytes for run in runs) == tensor.nbytes
+            continue
+        block = BLOCKS[runs[0].form.scheme]
+        assert all(run.elements % block == 0 for run in runs[:-1])
+        assert [run.first for run in runs] == [sum(r.elements for r in runs[:n]) for n in range(len(runs))]
+        assert sum(run.elements for run in runs) == tensor.elements
+    # and what is stored of the plan fills the layer files without holes
+    for layout in plan.layouts.values():
+        parts = [p for form in (*layout.forms, *layout.settles) for p in form.parts]
+        spans = sorted((layout.places[p.name], p.nbytes) for p in parts if p.name in layout.places)
+        assert {p.name for p in parts} == layout.places.keys() | layout.scratch_places.keys()
+        ends = [len(layout.header), *(begin + length for begin, length in spans)]
+        assert [begin for begin, _ in spans] == ends[:-1]
+        assert ends[-1] == layout.size
+
+
+def test_moves_of_some_layers_only() -> None:
+    plan = plan_of((shard_of("a", {f"model.layers.{n}.w": ("F32", (8,)) for n in range(4)}),))
+    assert [move.layer for move in moves(plan, "a", ["layers.1", "layers.3"])] == ["layers.1", "layers.3"]
+    assert list(moves(plan, "a", [])) == []
+    assert list(moves(plan, "unknown", plan.layouts)) == []
+
+
+# What is planned is what is found: tensors, and where a model's weights will be, before and after a split.
+
+
+COMPRESSIONS = [None, "8bit", "4bit"]
+ROOMS = [0, 20_000, 150_000, 600_000, 1 << 34]
+"""Bytes of weights: nothing, a little, about half, most of it, all."""
+EXPERTS = ["qwen3_moe", "gpt_oss", "qwen3_next", "mixtral", "deepseek_v3", "jamba"]
+FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_moe", "opt", "mamba2", "t5"]
+
+
+def planned(folder: Path, compression: str | None) -> PlannedFiles:
+    spec = prepare.ModelSpec(str(folder), compression)
+    survey = SourceScan(prepare.find(spec, only_look=True), spec, SplitOptions(compression))
+    assert not survey.folders[compression].exists()
+    return PlannedFiles(survey.plans[compression], survey.folders[compression])
+
+
+def every_way() -> Iterator[Any]:
+    """Families and compressions; at once uncompressed ones, and one compression of each family by turns."""
+    for number, family in enumerate(FAMILIES):
+        for compression in COMPRESSIONS:
+            later = compression not in (None, ("4bit", "8bit")[number % 2])
+            yield pytest.param(family, compression, marks=pytest.mark.long if later else ())
+    for family in EXPERTS:
+        if family not in FAMILIES:
+            yield from (pytest.param(family, compression, marks=pytest.mark.long) for compression in COMPRESSIONS)
+
+
+@pytest.mark.parametrize(("family", "compression"), [*every_way()])
+def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: str, compression: str | None) -> None:
+    folder = build_checkpoint(tmp_path / "m", family, tied=family == "t5", dtype=torch.bfloat16, shards=3)
+    files = planned(folder, compression)
+    options = [
+        StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False, exact=exact, dtype=dtype)
+        for room in ROOMS
+        for exact, dtype in ((False, None), (True, "float32"))
+    ]
+    predicted = [make_load_plan(files, given, folder, [CpuDevice()]).placement for given in options]
+    made = split(folder, compression)
+    assert files.tensors == LayerStore(made).tensors
+    assert predicted == [load_model(made, given).placement for given in options]
+    assert len(set(predicted)) > 2
+    assert {bool(placement.experts) for placement in predicted} == {family in EXPERTS}
+    if family in EXPERTS and compression is None:
+        assert {bool(placement.pools) for placement in predicted} == {True, False}
+        assert any(pool.slots for placement in predicted for pool in placement.pools)
+
+
+@pytest.mark.parametrize("host", [0, 100_000, 1 << 30])
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.long)])
+def test_placement_on_gpus_is_that_of_the_split(
+    tmp_path: Path, family: str, compression: str | None, host: int
+) -> None:
+    folder = build_checkpoint(tmp_path / "m", family, dtype=torch.bfloat16, shards=2, num_experts=12)
+    gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
+    room = 120_000 if compression else 400_000
+    options = StreamOptions(max_memory={**{gpu.name: room for gpu in gpus}, "cpu": host}, show_progress=False)
+    files = planned(folder, compression)
+    predicted = make_load_plan(files, options, folder, gpus).placement
+    assert {placed.device for placed in predicted.units} == {gpu.name for gpu in gpus}
+    assert {pool.device for pool in predicted.pools} == {gpu.name for gpu in gpus}
+    assert any(pool.host_slots for pool in predicted.pools) == bool(host > 100_000)
+    assert predicted == load_model(split(folder, compression), options, None, gpus).placement
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_tensors_that_ranks_cut(tmp_path: Path, compression: str | None) -> None:
+    folder = write_meta(tmp_path / "m", tiny_llama(), ranks=2)
+    files = planned(folder, compression)
+    assert files.tensors == LayerStore(split(folder, compression)).tensors
+
+
+def test_there_are_no_bytes(tmp_path: Path) -> None:
+    files = planned(build_checkpoint(tmp_path / "m", "llama"), None)
+    part = next(iter(files.tensors.values())).parts[0]
+    assert not files.path(part.file).exists()
+    with pytest.raises(FileNotFoundError, match="only planned"):
+        files.mapped(part.file)

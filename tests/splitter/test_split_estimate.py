@@ -1,17 +1,25 @@
-"""What a forecast says, from plans that exist as headers only: records against arithmetic done by hand."""
+"""Estimates of a split: the composition of a checkpoint, routes and times, and measured rates."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import json
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
+from rabbitllm.errors import MissingPackageError
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.quant.compression import COMPRESSIONS, is_compressible
 from rabbitllm.splitter import split_estimate
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, disk_use
+from rabbitllm.splitter.plan import CHUNK_BYTES, PlannedShard
 from rabbitllm.splitter.split_estimate import (
     CompressionEstimate,
     Disk,
@@ -21,10 +29,135 @@ from rabbitllm.splitter.split_estimate import (
     Recommendation,
     Route,
     SplitEstimate,
+    TensorGroup,
     anatomy_of,
 )
 from tests.splitter.test_memory import MOST
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import GeneratedFile, LocalHub
 from tests.support.plans import MIB, all_freed, even, plan_of, shard_of
+
+
+def spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(name, dtype, shape, "s", 0, byte_size(dtype, shape))
+
+
+def special() -> tuple[PlannedShard, ...]:
+    """Two shards with one of everything that is not an ordinary weight."""
+    first = shard_of(
+        "model-1.safetensors",
+        {
+            "model.embed_tokens.weight": ("BF16", (128, 64)),
+            "model.layers.0.self_attn.q_proj.weight": ("BF16", (64, 64)),
+            "model.layers.0.mlp.gate.weight": ("BF16", (8, 1024)),
+            "model.layers.0.conv1d.weight": ("F32", (128, 1, 64)),
+            "model.layers.0.A_log": ("F32", (128, 64)),
+            "model.layers.0.mlp.experts.down_proj_bias": ("BF16", (64, 65)),
+            "model.layers.0.patch.weight": ("BF16", (8, 8, 16, 16)),
+        },
+    )
+    second = shard_of(
+        "model-2.safetensors",
+        {
+            "model.layers.0.fp8.weight": ("F8_E4M3", (64, 64)),
+            "model.layers.0.small.weight": ("BF16", (4, 4)),
+            "model.layers.0.tiny.weight": ("BF16", (2, 4)),
+            "model.layers.0.steps": ("I64", (3,)),
+            "model.layers.0.mask": ("BOOL", (5, 5)),
+            "model.layers.0.scale": ("F32", ()),
+            "model.layers.0.nothing": ("F32", (0, 64)),
+            "model.norm.weight": ("BF16", (64,)),
+        },
+    )
+    return first, second
+
+
+def test_anatomy_of_a_checkpoint_with_everything() -> None:
+    shards = special()
+    plan = plan_of(shards)
+    found = split_estimate.anatomy_of(plan, {"tie_word_embeddings": True})
+    assert found.total_bytes == sum(shard.size for shard in shards)
+    assert (found.shards, found.largest_shard_bytes) == (2, max(shard.size for shard in shards))
+    assert (found.layers, found.largest_layer) == (3, "layers.0")
+    assert found.largest_layer_bytes == plan.layouts["layers.0"].size
+    assert found.tensors == 15
+    floating = 128 * 64 + 64 * 64 + 8 * 1024 + 128 * 64 + 128 * 64 + 8 * 8 * 16 * 16 + 64 * 65 + 64 * 64 + 89
+    assert found.parameters == floating
+    assert found.tied_embeddings is True
+    assert found.never_compressed == (
+        TensorGroup("convolution", 1, 128 * 64 * 4),
+        TensorGroup("more than 3 dimensions", 1, 8 * 8 * 16 * 16 * 2),
+        TensorGroup("state-space decay", 1, 128 * 64 * 4),
+        TensorGroup("expert router", 1, 8 * 1024 * 2),
+        TensorGroup("biases of experts", 1, 64 * 65 * 2),
+        TensorGroup("F8_E4M3 already", 1, 64 * 64),
+        TensorGroup("under 4,096 elements", 2, 32 + 16),
+    )
+    assert found.not_floating == (TensorGroup("BOOL", 1, 25), TensorGroup("I64", 1, 24))
+    assert (found.empty, found.scalars) == (1, 1)
+    assert (found.layers_over_shards, found.most_shards_of_a_layer) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("head", "config", "tied"),
+    [
+        (None, {"tie_word_embeddings": True}, True),
+        (None, {"text_config": {"tie_word_embeddings": True}}, True),
+        (None, {"tie_word_embeddings": False}, None),
+        (None, {}, None),
+        (None, {"tie_word_embeddings": "yes", "text_config": 7}, None),
+        ("lm_head.weight", {"tie_word_embeddings": True}, False),
+        ("model.lm_head.weight", {}, False),
+        ("embed_out.weight", {}, False),
+        ("output.weight", {}, False),
+    ],
+)
+def test_tied_embeddings(head: str | None, config: Mapping[str, object], tied: bool | None) -> None:
+    tensors = {"model.embed_tokens.weight": ("BF16", (64, 64)), "model.layers.0.output.dense": ("BF16", (8,))}
+    tensors |= {head: ("BF16", (64, 64))} if head else {}
+    assert split_estimate.anatomy_of(plan_of((shard_of("a", tensors),)), config).tied_embeddings is tied
+
+
+ORDINARY = ("w.weight", "mlp.gate_proj.weight")
+NAMES = (*ORDINARY, "mlp.gate.weight", "router.weight", "conv1d.weight", "A_log", "a.Conv.b", "a.bias")
+SHAPES = ((), (0, 64), (4096,), (63, 65), (64, 64), (1024, 64), (1025, 64), (4, 32, 32), (2, 2, 32, 32), (1, 2, 3, 4))
+
+
+def test_a_reason_is_named_for_what_is_not_compressed_and_for_nothing_else() -> None:
+    reasons = set()
+    for name in NAMES:
+        for shape in SHAPES:
+            for dtype in DTYPES:
+                if DTYPES[dtype].bits < 8:
+                    continue
+                tensor = spec(name, dtype, shape)
+                why = split_estimate.why_never_compressed(tensor)
+                reasons.add(why)
+                ordinary = split_estimate.is_floating(tensor) and len(shape) >= 2 and tensor.elements
+                assert (why is None) == (not ordinary or is_compressible(tensor)), tensor
+    assert {"expert router", "convolution", "state-space decay", "biases of experts"} < reasons
+    assert {"more than 3 dimensions", "F64 already"} < reasons
+
+
+def test_which_dtypes_are_floating() -> None:
+    others = {name for name in DTYPES if not split_estimate.is_floating(spec("w", name, (2, 2)))}
+    assert others == {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "C64"}
+
+
+def test_what_the_quantizer_is_measured_with() -> None:
+    tensors = {"model.layers.0.a": ("F32", (64, 64)), "model.layers.0.b": ("BF16", (64, 256))}
+    assert split_estimate.commonest_dtype(plan_of((shard_of("a", tensors),))) == "BF16"
+    assert split_estimate.commonest_dtype(plan_of((shard_of("a", {"model.norm.weight": ("F32", (4096,))}),))) is None
+
+
+def test_layers_above_10_gb() -> None:
+    plan = plan_of((shard_of("a", {"model.layers.0.w": ("BF16", (80_000, 65_536)), "lm_head.w": ("BF16", (64, 64))}),))
+    assert split_estimate.big_layers(plan) == ("layers.0",)
+    assert split_estimate.big_layers(plan_of(plan.shards, "8bit")) == ()
+
+
+# What a forecast says, from plans that exist as headers only: records against arithmetic done by hand.
+
 
 FOLDER = Path("somewhere")
 RATES = Rates(Rate(10), Rate(100), {"8bit": Rate(50), "4bit": Rate(5)}, 2, "cpu")
@@ -194,3 +327,159 @@ def test_every_way_to_arrive_is_a_route() -> None:
 
 def test_the_memory_that_is_told_is_the_one_that_is_tested() -> None:
     assert split_estimate.memory_bytes(0) == split_estimate.MEMORY_BYTES == MOST
+
+
+# Measurements on small samples: how much they read, how long they may take, and that their rates are real.
+
+
+REPO = "org/model"
+SHARD = "model.safetensors"
+
+
+def repository(hub: LocalHub, size: int) -> HubRepository:
+    """A repository with one large file, of which no digest need be computed."""
+    hub.add_generated(REPO, {SHARD: GeneratedFile(size, lambda offset, length: bytes(length), "0" * 64)})
+    opened = open_repository(REPO, HubAccess(), Path())
+    hub.forget_requests()
+    return opened
+
+
+def test_fetch_asks_for_the_sample_alone(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    found = split_estimate.fetch_rate(repository(local_hub, 1 << 40), SHARD)
+    assert found is not None
+    assert found.measured_bytes == split_estimate.FETCHED_BYTES
+    assert [request.range for request in local_hub.requests] == [f"bytes=0-{split_estimate.FETCHED_BYTES - 1}"]
+    assert local_hub.body_bytes() == split_estimate.FETCHED_BYTES
+
+
+def test_fetch_of_a_small_shard(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    found = split_estimate.fetch_rate(repository(local_hub, 1000), SHARD)
+    assert found is not None
+    assert found.measured_bytes == 1000
+
+
+def test_fetch_is_as_fast_as_the_hub(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    """A hub that needs a tenth of a second for each MiB sends at most 10 MiB a second."""
+    opened = repository(local_hub, 1 << 30)
+    local_hub.faults.delay_per_mib = 0.1
+    found = split_estimate.fetch_rate(opened, SHARD)
+    assert found is not None
+    assert 0 < found.bytes_per_second < 12 * MIB
+
+
+def test_fetch_stops_in_time(
+    hub_environment: HubEnvironment,
+    local_hub: LocalHub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(split_estimate, "MAX_SECONDS", 0.5)
+    opened = repository(local_hub, 1 << 30)
+    local_hub.faults.delay_per_mib = 0.2
+    found = split_estimate.fetch_rate(opened, SHARD)
+    assert found is not None
+    assert 0 < found.measured_bytes < split_estimate.FETCHED_BYTES
+
+
+def test_fetch_from_a_hub_that_fails(
+    hub_environment: HubEnvironment,
+    local_hub: LocalHub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(split_estimate, "MAX_SECONDS", 0.3)
+    opened = repository(local_hub, 1 << 30)
+    local_hub.faults.status, local_hub.faults.status_times = 404, -1
+    assert split_estimate.fetch_rate(opened, SHARD) is None
+    local_hub.faults.status = 503
+    assert split_estimate.fetch_rate(opened, SHARD) is None
+
+
+@pytest.mark.parametrize(
+    ("arrived", "expected"),
+    [
+        ([(2.0, 100), (3.0, 400), (4.0, 600)], (1000 / 2, 1100)),  # the wait for the first is no part of the rate
+        ([(2.0, 900), (2.1, 100)], (1000 / 2.1, 1000)),  # too little is left without the first
+        ([(2.0, 100)], (100 / 2, 100)),
+        ([], None),
+    ],
+)
+def test_rate_of_chunks(arrived: list[tuple[float, int]], expected: tuple[float, int] | None) -> None:
+    found = split_estimate._steady_rate(arrived)
+    assert (found and (pytest.approx(found.bytes_per_second), found.measured_bytes)) == expected
+
+
+def files(folder: Path, sizes: list[int]) -> list[Path]:
+    made = [folder / f"{number}.bin" for number in range(len(sizes))]
+    for path, size in zip(made, sizes, strict=True):
+        path.write_bytes(bytes(size))
+    return made
+
+
+def test_small_files_are_read_whole(tmp_path: Path) -> None:
+    found = split_estimate.read_rate(files(tmp_path, [CHUNK_BYTES + 5, 100, 0, 3 * MIB]))
+    assert found is not None
+    assert found.measured_bytes == CHUNK_BYTES + 5 + 100 + 3 * MIB
+    assert found.bytes_per_second > 0
+
+
+def test_of_large_files_pieces_all_over_them_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_estimate, "READ_BYTES", 4 * CHUNK_BYTES)
+    paths = files(tmp_path, [])
+    for number in range(4):
+        paths.append(tmp_path / f"large-{number}")
+        with paths[-1].open("wb") as file:
+            file.truncate(10 * CHUNK_BYTES)
+    pieces = list(split_estimate._pieces(paths))
+    assert pieces == [(path, 0) for path in paths]
+    assert split_estimate.read_rate(paths).measured_bytes == 4 * CHUNK_BYTES  # type: ignore[union-attr]
+    assert len(list(split_estimate._pieces(paths[:1]))) == 4
+
+
+def test_no_files_have_no_rate(tmp_path: Path) -> None:
+    assert split_estimate.read_rate([]) is None
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    assert split_estimate.read_rate([folder]) is None
+
+
+def test_quantizer_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[str, int, str, str, bool]] = set()
+    threads = set()
+
+    def quantize(
+        scheme: str, data: memoryview, dtype: str, device: str, *, fitted: bool
+    ) -> tuple[memoryview, memoryview]:
+        seen.add((scheme, len(data), dtype, device, fitted))
+        threads.add(threading.get_ident())
+        time.sleep(0.01)
+        return data, data
+
+    monkeypatch.setattr(split_estimate, "quantize_blocks", quantize)
+    monkeypatch.setattr(split_estimate, "QUANTIZE_SECONDS", 0.1)
+    found = split_estimate.quantize_rate("4bit", "F32", 3, "cuda:7", fitted=True)
+    assert seen == {("4bit", CHUNK_BYTES, "F32", "cuda:7", True)}
+    assert len(threads) == 3
+    assert found is not None
+    assert found.bytes_per_second <= 3 * CHUNK_BYTES / 0.01
+    assert found.measured_bytes >= 3 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize(("scheme", "fitted"), [("4bit", False), ("8bit", False), ("4bit-double", True)])
+def test_quantizer_itself(scheme: str, fitted: bool) -> None:
+    found = split_estimate.quantize_rate(scheme, "BF16", 2, "cpu", fitted=fitted)
+    assert found is not None
+    assert found.measured_bytes % CHUNK_BYTES == 0
+    assert 1e6 < found.bytes_per_second < 1e12
+
+
+def test_nothing_is_drawn_from_a_caller_s_seed() -> None:
+    state = torch.get_rng_state()
+    assert split_estimate.quantize_rate("8bit", "BF16", 1, "cpu") is not None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_bitsandbytes_there_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: object, **named: object) -> None:
+        raise MissingPackageError("not installed")
+
+    monkeypatch.setattr(split_estimate, "quantize_blocks", missing)
+    assert split_estimate.quantize_rate("8bit", "BF16", 2, "cpu") is None

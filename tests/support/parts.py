@@ -66,7 +66,7 @@ SECONDS: Mapping[str, int] = {
     "splitter/test_kill.py": 899,
     "splitter/test_memory.py": 137,
     "splitter/test_meta_checkpoints.py": 227,
-    "splitter/test_planned_files.py": 24,
+    "splitter/test_plan.py": 24,
     "splitter/test_power_cut.py": 452,
     "splitter/test_stateful.py": 418,
     "splitter/test_torch_checkpoints.py": 33,

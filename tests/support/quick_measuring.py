@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rabbitllm.estimate import overheads, products, reading
+from rabbitllm.estimate import machine, measure
 from rabbitllm.splitter.split_estimate import Rate
 
 
@@ -16,9 +16,9 @@ def quick_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fixture does, for a process of its own."""
-    monkeypatch.setattr(products, "SET_BYTES", 1 << 18)
-    monkeypatch.setattr(products, "SECONDS", 0.0)
-    monkeypatch.setattr(reading, "SECONDS", 0.0)
-    monkeypatch.setattr(reading, "WRITTEN_BYTES", reading.READ_BYTES)
-    monkeypatch.setattr(overheads, "TOKENS", 4)
+    monkeypatch.setattr(measure, "SET_BYTES", 1 << 18)
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "WRITTEN_BYTES", measure.READ_BYTES)
+    monkeypatch.setattr(machine, "TOKENS", 4)
     monkeypatch.setattr("rabbitllm.splitter.split_estimate.quantize_rate", lambda *arguments, **named: Rate(50e6, 1))

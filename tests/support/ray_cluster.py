@@ -23,7 +23,7 @@ import pytest
 from rabbitllm.batch_jobs.items import BatchAnswer, Item
 from rabbitllm.errors import HubError
 from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
-from rabbitllm.ray.ray_shard_executor import fill_from
+from rabbitllm.ray.shards import fill_from
 from rabbitllm.splitter.filler import SplitWork
 from rabbitllm.splitter.lock import Lease
 from rabbitllm.splitter.plan import PlannedShard

@@ -1,22 +1,45 @@
-"""Runs all probes, one after the other, and collects their results; a probe that fails adds a line to the report."""
+"""`rabbitllm doctor`: asks all probes, one after the other; estimates the models of the short list; and gives advice.
+
+A probe that fails adds a line to the report.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shlex
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from rabbitllm.base.terminal import size
-from rabbitllm.estimate.doctor import hardware, hub, models, outlooks, packages, places
-from rabbitllm.estimate.doctor.advice import advise
-from rabbitllm.estimate.doctor.records import Failure, MachineInfo, ModelEstimate, Report
-from rabbitllm.estimate.generation import Speed
-from rabbitllm.storage.folders import host_of
+from rabbitllm.base.terminal import size, speed
+from rabbitllm.estimate import outline
+from rabbitllm.estimate.cost_model import Speed
+from rabbitllm.estimate.doctor import probes
+from rabbitllm.estimate.doctor.probes import CACHE, SPLITS
+from rabbitllm.estimate.doctor.records import (
+    Advice,
+    AtCompression,
+    Failure,
+    MachineInfo,
+    ModelEstimate,
+    Need,
+    Package,
+    Report,
+)
+from rabbitllm.estimate.outline import Published
+from rabbitllm.splitter.split_estimate import ROUTES, STANDARD
+from rabbitllm.storage.folders import Folder, host_of
 from rabbitllm.version import __version__
+
+if TYPE_CHECKING:
+    from rabbitllm.estimate.machine import Machine
 
 Found = TypeVar("Found")
 Say = Callable[[str], None]
@@ -47,29 +70,23 @@ class Probes:
 
     def begin(self, what: str, probe: Callable[[], Found], seconds: float) -> Callable[[], Found | None]:
         """Begin a probe that may not return; the returned function waits for it until `seconds` from now at most."""
-        found: list[Callable[[], Found]] = []
+        found: Future[Found] = Future()
 
         def run() -> None:
             try:
-                value = probe()
-                found.append(lambda: value)
+                found.set_result(probe())
             except Exception as error:
-                failure = error
+                found.set_exception(error)
 
-                def again() -> Found:
-                    raise failure
-
-                found.append(again)
-
-        thread = threading.Thread(target=run, name=f"probe-{what}", daemon=True)
         until = time.perf_counter() + seconds
+        thread = threading.Thread(target=run, name=f"probe-{what}", daemon=True)
         thread.start()
 
         def wait() -> Found:
             thread.join(max(until - time.perf_counter(), 0))
-            if not found:
+            if not found.done():
                 raise TimeoutError(f"no answer within {seconds:.0f} s")
-            return found[0]()
+            return found.result()
 
         return lambda: self.ask(what, wait)
 
@@ -83,73 +100,279 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
         say: called with the name of each probe.
     """
     start = time.perf_counter()
-    probes = Probes(say)
-    memory = probes.ask("memory", hardware.memory)  # before any library takes its share
-    asked = probes.begin("the hub", hub.hub, QUICK_HUB_SECONDS if quick else HUB_SECONDS)
-    host = probes.ask("the host", lambda: host_of(os.environ))
-    folders = probes.ask("disks", lambda: places.folders(host)) or ()
-    outlook = [
+    asking = Probes(say)
+    memory = asking.ask("memory", probes.memory)  # before any library takes its share
+    hub = asking.begin("the hub", probes.hub, QUICK_HUB_SECONDS if quick else HUB_SECONDS)
+    host = asking.ask("the host", lambda: host_of(os.environ))
+    folders = asking.ask("disks", lambda: probes.folders(host)) or ()
+    models = [
         found
-        for model in probes.ask("the list of models", models.published) or ()
-        if (found := probes.ask(model.repository, partial(outlooks.on_disk, model, folders)))
+        for model in asking.ask("the list of models", outline.published) or ()
+        if (found := asking.ask(model.repository, partial(on_disk, model, folders)))
     ]
-    there = probes.ask("packages", lambda: packages.packages(load=not quick)) or ()
-    gpus = probes.ask("GPUs", lambda: hardware.gpus(ask_torch=not quick))
+    packages = asking.ask("packages", lambda: probes.packages(load=not quick)) or ()
+    gpus = asking.ask("GPUs", lambda: probes.gpus(ask_torch=not quick))
     rates: tuple[Speed, ...] = ()
     devices: tuple[str, ...] = ()
     if not quick and (memory is None or memory.usable >= MEASURING_BYTES):
-        rates, outlook, devices = _measured(probes, outlook, every)
+        rates, models, devices = _measured(asking, models, every)
     elif not quick and memory is not None:
         little = f"{size(memory.usable)} of RAM can be had, and measuring takes up to {size(MEASURING_BYTES)}"
-        probes.failures.append(Failure("times", little))
+        asking.failures.append(Failure("times", little))
     machine = MachineInfo(
         memory=memory,
-        processor=probes.ask("the processor", hardware.processor),
+        processor=asking.ask("the processor", probes.processor),
         gpus=gpus,
         folders=folders,
         host=host,
-        hub=asked(),
-        packages=there,
+        hub=hub(),
+        packages=packages,
         rates=rates,
     )
-    advice = advise(machine, outlooks.smallest_need(outlook))
+    advice = advise(machine, smallest_need(models))
     seconds = time.perf_counter() - start
-    return Report(__version__, machine, tuple(outlook), devices, advice, tuple(probes.failures), seconds)
+    return Report(__version__, machine, tuple(models), devices, advice, tuple(asking.failures), seconds)
 
 
 def _measured(
-    probes: Probes, outlook: list[ModelEstimate], every: bool
+    asking: Probes, models: list[ModelEstimate], every: bool
 ) -> tuple[tuple[Speed, ...], list[ModelEstimate], tuple[str, ...]]:
     """Measure the rates; return them, the models with their times, and the devices they would compute on."""
-    speeds = probes.ask("the engine", _speeds)
-    if speeds is None:
-        return (), outlook, ()
-    known = {model.repository: model for model in models.published()}
+    engine = asking.ask("the engine", _engine)
+    if engine is None:
+        return (), models, ()
+    known = {model.repository: model for model in outline.published()}
     rates: list[Speed] = []
 
     def all_of_it() -> tuple[str, ...]:
         from rabbitllm.store import locations
 
-        with speeds.bench_at(locations.home(), outlooks.MIN_FREE_BYTES) as bench:
-            for measure, what in speeds.measurements(bench):
-                rate = probes.ask(what, measure)
+        with engine.rough_machine(locations.home(), MIN_FREE_BYTES) as machine:
+            for measure, what in engine.measurements(machine):
+                rate = asking.ask(what, measure)
                 rates.extend([Speed(what, rate)] if rate else [])
             begun = time.perf_counter()
-            for at, one in enumerate(outlook):
+            for at, one in enumerate(models):
                 if time.perf_counter() - begun > MEASURING_SECONDS and not every:
                     why = f"measuring took {MEASURING_SECONDS:.0f} s already: something else is at work on this machine"
-                    probes.failures.append(Failure(f"times from {one.name} on", why))
+                    asking.failures.append(Failure(f"times from {one.name} on", why))
                     break
-                timed = probes.ask(one.name, partial(outlooks.with_times, known[one.repository], one, bench, every))
-                outlook[at] = timed or one
-            return tuple(device.name for device in bench.machine.devices)
+                timed = partial(with_times, known[one.repository], one, machine, locations.home(), every)
+                models[at] = asking.ask(one.name, timed) or one
+            return tuple(device.name for device in machine.devices)
 
-    devices = probes.ask("measuring", all_of_it) or ()
-    return tuple(rates), outlook, devices
+    devices = asking.ask("measuring", all_of_it) or ()
+    return tuple(rates), models, devices
 
 
-def _speeds() -> ModuleType:
-    """Import the probes that need the engine and torch, which takes seconds."""
-    from rabbitllm.estimate.doctor import speeds
+def _engine() -> ModuleType:
+    """Import the measurements, which need the engine and torch: it takes seconds."""
+    from rabbitllm.estimate import machine
 
-    return speeds
+    return machine
+
+
+# The models of the short list: disk use by their sizes, generation as in a plan
+
+MIN_FREE_BYTES = 1000**3
+"""Bytes of a disk to keep free, as in a split by default."""
+_SHARDS = {"sequential_ahead": 2, "sequential_file": 1, "sequential_stream": 0}
+
+
+def on_disk(model: Published, folders: Iterable[Folder]) -> ModelEstimate:
+    """Return a model's disk use at each compression and on each route, without generation.
+
+    Args:
+        model: the model.
+        folders: those of splits and of the hub cache are used.
+    """
+    tensors = model.outline
+    places = {use: folder for folder in folders for use in folder.uses}
+    found = tuple(
+        AtCompression(compression, output, tuple(_need(name, model, output, places) for name in ROUTES))
+        for compression in tensors.compressions
+        for output in [tensors.output_bytes(compression)]
+    )
+    return ModelEstimate(model.repository, model.parameters, tensors.checkpoint_bytes, found, model.quantized)
+
+
+def _need(route: str, model: Published, output: int, places: Mapping[str, Folder]) -> Need:
+    splits, cache = places.get(SPLITS), places.get(CACHE)
+    downloads = model.outline.checkpoint_bytes if route == STANDARD else 0
+    created = output + _SHARDS.get(route, 0) * model.largest_shard_bytes
+    if splits is None:
+        return Need(route, created + downloads, 0)
+    if cache is None or cache.disk == splits.disk:
+        missing = created + downloads + MIN_FREE_BYTES - splits.room
+    else:
+        lacking = downloads + MIN_FREE_BYTES - cache.room if downloads else 0
+        missing = max(created + MIN_FREE_BYTES - splits.room, lacking)
+    return Need(route, created + downloads, max(missing, 0))
+
+
+def with_times(
+    model: Published, found: ModelEstimate, machine: Machine, folder: Path, every: bool = False
+) -> ModelEstimate:
+    """Return the same estimate with times of generation; a problem at one compression is recorded there.
+
+    Args:
+        model: the model.
+        found: of it, from `on_disk`.
+        machine: a rough one.
+        folder: the future folder of layer files.
+        every: also for compressions for which the disk has no room.
+    """
+    from rabbitllm.estimate.predict import predict_outline
+
+    def timed(one: AtCompression) -> AtCompression:
+        with tempfile.TemporaryDirectory(prefix="rabbitllm-doctor-") as work:
+            try:
+                _, generation = predict_outline(model.outline, one.compression, folder, machine, (), Path(work))
+            except Exception as error:  # one failed estimate must not end the list
+                return dataclasses.replace(one, problem=str(error).split("\n")[0] or type(error).__name__)
+        return dataclasses.replace(one, generation=generation)
+
+    return dataclasses.replace(
+        found, at=tuple(timed(one) if every or one.route is not None else one for one in found.at)
+    )
+
+
+def smallest_need(models: Sequence[ModelEstimate]) -> int:
+    """Return the least bytes of disk with which any model of the list can be split."""
+    return min((need.disk_bytes for found in models for one in found.at for need in one.needs), default=0)
+
+
+# Advice on what is missing or could be better, with the command for it
+
+
+LEAST_MEMORY = 1 << 30
+"""Bytes of RAM needed to generate with any model of the list: torch and transformers take half of that."""
+LITTLE_MEMORY = 4 << 30
+LITTLE_DISK = 20 << 30
+"""Room below which only small models fit."""
+SLOW_DISK = 300e6
+"""Bytes per second below which layers of a model that does not fit in memory take seconds each."""
+
+
+def advise(machine: MachineInfo, needed: int) -> tuple[Advice, ...]:
+    """Return all advice, the essential first.
+
+    Args:
+        machine: results of the probes.
+        needed: bytes of disk that the smallest model takes.
+    """
+    found = [*_of_packages(machine), *_of_disks(machine, needed), *_of_memory(machine)]
+    found += [*_of_gpus(machine), *_of_processor(machine), *_of_hub(machine), *_of_rates(machine)]
+    return tuple(sorted(found, key=lambda advice: not advice.essential))
+
+
+def _of_packages(machine: MachineInfo) -> Iterator[Advice]:
+    for package in machine.packages:
+        if package.sound or (package.optional and package.found is None):
+            continue
+        command = f"pip install --upgrade {shlex.quote(package.name + package.wanted)}"
+        yield Advice(package.essential, f"{_state_of(package)} It {_brings(package)}.", command)
+
+
+def _brings(package: Package) -> str:
+    return package.brings if package.essential else f"is for {package.brings}"
+
+
+def _state_of(package: Package) -> str:
+    if package.found is None:
+        return f"{package.name} is missing."
+    if package.problem is not None:
+        return f"{package.name} {package.found} cannot be loaded ({package.problem})."
+    return f"{package.name} {package.found} does not do; {package.wanted} is needed."
+
+
+def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
+    splits = next((folder for folder in machine.folders if SPLITS in folder.uses), None)
+    if splits is None:
+        return
+    others = [one for one in machine.folders if one is not splits and one.writable and not one.in_memory]
+    roomiest = max(others, key=lambda folder: folder.room, default=None)
+    better = roomiest if roomiest is not None and roomiest.room >= max(needed, 2 * splits.room) else None
+    command = f"export RABBITLLM_HOME={shlex.quote(str(_inside(better)))}" if better is not None else None
+    elsewhere = f"; {better.path} has {size(better.room)}" if better is not None else ""
+    name = "set RABBITLLM_HOME to a folder on another disk"
+    if not splits.writable:
+        yield Advice(True, f"{splits.path} cannot be written to, and splits of hub models go there: {name}.", command)
+    elif splits.room < needed:
+        text = f"No room at {splits.path}: {size(splits.room)}, and the smallest model takes {size(needed)}{elsewhere}"
+        yield Advice(True, f"{text}. Free some, or {name}.", command)
+    elif splits.in_memory:
+        yield Advice(
+            False, f"{splits.path} lies in memory ({splits.filesystem}), so layers there take RAM: {name}.", command
+        )
+    elif splits.room < LITTLE_DISK:
+        text = f"Only {size(splits.room)} may be written at {splits.path}{elsewhere}: larger models have no room"
+        yield Advice(False, f"{text}; {name}, or name one with --dir.", command)
+    elif better is not None:
+        yield Advice(False, f"{splits.path} has {size(splits.room)}{elsewhere}: {name} for large models.", command)
+
+
+def _inside(folder: Folder | None) -> str:
+    return "" if folder is None else str(folder.path / "rabbitllm")
+
+
+def _of_memory(machine: MachineInfo) -> Iterator[Advice]:
+    memory = machine.memory
+    if memory is None:
+        return
+    named = [(one.room, f"the control group {one.folder} allows {size(one.limit)}") for one in memory.groups]
+    named += [(one.room, f"{one.name} allows {size(one.limit)}") for one in memory.limits]
+    room, limit = min(named, default=(memory.free, ""))
+    why = f": {limit}" if room < memory.free else ""
+    if memory.usable < LEAST_MEMORY:
+        yield Advice(True, f"Only {size(memory.usable)} of RAM can be had{why}. End other programs, or allow more.")
+    elif memory.usable < LITTLE_MEMORY:
+        text = f"Only {size(memory.usable)} of RAM can be had{why}: most of a model is read again for each token"
+        yield Advice(False, f"{text}. End other programs, or allow more.")
+
+
+def _of_gpus(machine: MachineInfo) -> Iterator[Advice]:
+    gpus = machine.gpus
+    if gpus is None:
+        return
+    if gpus.driver and not gpus.found and gpus.torch is not None:
+        text = f"NVIDIA's driver is there, but torch {gpus.torch} finds no GPU: it may be built for the CPU, or for"
+        command = "pip install --upgrade --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+        yield Advice(False, f"{text} a newer driver, or CUDA_VISIBLE_DEVICES hides it.", command)
+    for gpu in gpus.found:
+        if gpu.free < gpu.total // 2:
+            text = f"{gpu.device}: {size(gpu.total - gpu.free)} of {size(gpu.total)} are taken by other programs"
+            yield Advice(False, f"{text} (or by an earlier cell of this notebook).", "nvidia-smi")
+
+
+def _of_processor(machine: MachineInfo) -> Iterator[Advice]:
+    processor, gpus = machine.processor, machine.gpus
+    if processor is None or gpus is None or gpus.found:
+        return
+    # the names of `hardware.py`; without AVX2 there is no kernel
+    if processor.instructions.get("AVX2") and not processor.instructions.get("AVX512-BF16"):
+        text = "Models that are not compressed compute in bfloat16, for which this processor has no instructions"
+        yield Advice(False, f"{text}: --fast-bfloat16 (fast_bfloat16=True) multiplies by a kernel that does without.")
+
+
+def _of_hub(machine: MachineInfo) -> Iterator[Advice]:
+    hub = machine.hub
+    if hub is None:
+        return
+    if hub.offline:
+        text = "HF_HUB_OFFLINE is set: only models that are here already can be used"
+        yield Advice(False, f"{text}.", "unset HF_HUB_OFFLINE")
+    elif not hub.reachable:
+        kaggle = machine.host is not None and machine.host.name == "Kaggle"
+        do = "Turn Internet on in the notebook's settings" if kaggle else "Look at the connection and the proxy"
+        text = f"The hub does not answer at {hub.endpoint} ({hub.problem}). {do}; models that are here can be used"
+        yield Advice(False, f"{text}, and HF_ENDPOINT names a mirror.")
+    if not hub.token and hub.reachable:
+        yield Advice(False, "There is no token for the hub: gated models (Llama) need one.", "hf auth login")
+
+
+def _of_rates(machine: MachineInfo) -> Iterator[Advice]:
+    reading = [rate.bytes_per_second for rate in machine.rates if rate.what.startswith("reading")]
+    if reading and max(reading) < SLOW_DISK:
+        text = f"The disk is read at {speed(max(reading))}: a model that does not fit in memory waits for it"
+        yield Advice(False, f"{text}. Put layers on a local SSD (RABBITLLM_HOME), or use 4bit.")

@@ -1,12 +1,15 @@
-"""Records of a machine. Pure data; a field is None if it could not be determined."""
+"""Records of a machine, and a report as one JSON object; a field is None if it could not be determined."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from rabbitllm.base.plain_json import plain
 from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
-from rabbitllm.estimate.generation import GenerationEstimate, Speed
+from rabbitllm.estimate.cost_model import GenerationEstimate, Speed
 from rabbitllm.storage.folders import Folder, Host
 
 
@@ -269,3 +272,20 @@ class Report:
     def can_run(self) -> bool:
         """Whether models can be run."""
         return not any(advice.essential for advice in self.advice)
+
+
+# JSON: snake_case keys, sizes in bytes, times in seconds
+
+
+def as_record(report: Report) -> dict[str, Any]:
+    """Convert a report to JSON, with derived values."""
+    content: dict[str, Any] = plain(dataclasses.asdict(report))
+    content["can_run"] = report.can_run
+    for entry, model in zip(content["models"], report.models, strict=True):
+        best = model.best
+        entry["best"] = None if best is None else {"compression": best.compression, "route": best.route}
+        for record, one in zip(entry["at"], model.at, strict=True):
+            record["route"], record["fits"] = one.route, one.route is not None
+    for entry, package in zip(content["machine"]["packages"], report.machine.packages, strict=True):
+        entry["sound"] = package.sound
+    return content

@@ -22,7 +22,7 @@ from rabbitllm.estimate.doctor.records import (
     Processor,
     Report,
 )
-from rabbitllm.estimate.generation_report import moment
+from rabbitllm.estimate.report import moment
 from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.storage.folders import Folder
 

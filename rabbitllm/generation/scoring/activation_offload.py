@@ -154,13 +154,13 @@ class NoRoom(Exception):
 
 
 @dataclass(slots=True)
-class _Aside:
+class _Offloaded:
     """An offloaded storage, which is empty, with its bytes in host memory or their offset in the file."""
 
     storage: torch.UntypedStorage
     nbytes: int
     memory: torch.Tensor | None = None
-    place: int | None = None
+    offset: int | None = None
     coming: Future[torch.Tensor] | None = None
 
 
@@ -170,13 +170,13 @@ class _Owner:
 
     Attributes:
         near: resident storages: key -> bytes.
-        aside: offloaded storages, by key.
+        offloaded: offloaded storages, by key.
         idle: keys of storages that its next turn does not need.
         spare: storages that are idle and resident, by key.
     """
 
     near: dict[int, int] = field(default_factory=dict)
-    aside: dict[int, _Aside] = field(default_factory=dict)
+    offloaded: dict[int, _Offloaded] = field(default_factory=dict)
     idle: frozenset[int] = frozenset()
     spare: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
@@ -238,30 +238,30 @@ class ActivationOffload:
         found = {one._cdata: one for one in (*held.needed, *held.idle) if one._cdata not in self._fixed}
         for key in known.near.keys() - found.keys():
             self._near -= known.near.pop(key)
-            self._let_go(key, owner)
-        for key in known.aside.keys() - found.keys():
-            self._forget(known.aside.pop(key))
-            self._let_go(key, owner)
+            self._release(key, owner)
+        for key in known.offloaded.keys() - found.keys():
+            self._free_copy(known.offloaded.pop(key))
+            self._release(key, owner)
         idle = {one._cdata for one in held.idle}
         known.idle = frozenset(idle)
         for key, storage in found.items():
             self._holders.setdefault(key, set()).add(owner)
-            if key not in known.aside:
+            if key not in known.offloaded:
                 self._near += storage.nbytes() - known.near.get(key, 0)
                 known.near[key] = storage.nbytes()
         known.spare = {key: found[key] for key in idle & known.near.keys()}
         for other in list(self._owners.values()) if self._near > self._limits[0] else ():
-            self._make_room(other, other.spare)  # idle storages of any owner, which its next turn does not need
-        self._make_room(known, found)
+            self._offload_some(other, other.spare)  # idle storages of any owner, which its next turn does not need
+        self._offload_some(known, found)
         known.spare = {key: storage for key, storage in known.spare.items() if key in known.near}
         self.max_near = max(self.max_near, self._near)
 
-    def _make_room(self, owner: _Owner, found: Mapping[int, torch.UntypedStorage]) -> None:
+    def _offload_some(self, owner: _Owner, found: Mapping[int, torch.UntypedStorage]) -> None:
         for key in sorted(found.keys() & owner.near.keys(), key=lambda key: -owner.near[key]):
             if self._near <= self._limits[0]:
                 return
             if len(self._holders[key]) == 1:  # a shared one is in use while any of its owners computes
-                owner.aside[key] = self._put_aside(found[key])
+                owner.offloaded[key] = self._offload(found[key])
                 self._near -= owner.near.pop(key)
                 owner.spare.pop(key, None)
 
@@ -270,11 +270,11 @@ class ActivationOffload:
         known = self._owners.get(owner)
         if known is None:
             return
-        for key, aside in known.aside.items():
-            if key not in known.idle and aside.place is not None and aside.coming is None:
+        for key, offloaded in known.offloaded.items():
+            if key not in known.idle and offloaded.offset is not None and offloaded.coming is None:
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, "rabbitllm-scoring")
-                aside.coming = self._thread.submit(self._read, aside.place, aside.nbytes)
+                offloaded.coming = self._thread.submit(self._read, offloaded.offset, offloaded.nbytes)
 
     def take(self, owner: Hashable) -> None:
         """Fill the storages that the turn of an owner needs, and read those that were not prefetched."""
@@ -282,73 +282,73 @@ class ActivationOffload:
         if known is None:
             return
         known.spare = {}
-        for key in [key for key in known.aside if key not in known.idle]:
-            aside = known.aside.pop(key)
-            bytes_there = aside.memory
-            if aside.coming is not None:
-                bytes_there, aside.coming = aside.coming.result(), None
-            elif aside.place is not None:
-                bytes_there = self._read(aside.place, aside.nbytes)
+        for key in [key for key in known.offloaded if key not in known.idle]:
+            offloaded = known.offloaded.pop(key)
+            bytes_there = offloaded.memory
+            if offloaded.coming is not None:
+                bytes_there, offloaded.coming = offloaded.coming.result(), None
+            elif offloaded.offset is not None:
+                bytes_there = self._read(offloaded.offset, offloaded.nbytes)
             assert bytes_there is not None
-            aside.storage.resize_(aside.nbytes)
-            _bytes_of(aside.storage).copy_(bytes_there)
-            self._forget(aside)
-            known.near[key] = aside.nbytes
-            self._near += aside.nbytes
+            offloaded.storage.resize_(offloaded.nbytes)
+            _bytes_of(offloaded.storage).copy_(bytes_there)
+            self._free_copy(offloaded)
+            known.near[key] = offloaded.nbytes
+            self._near += offloaded.nbytes
 
     def over(self, owner: Hashable) -> None:
         """Drop an owner that takes no more turns."""
         known = self._owners.pop(owner, _Owner())
         self._near -= sum(known.near.values())
-        for aside in known.aside.values():
-            self._forget(aside)
-        for key in (*known.near, *known.aside):
-            self._let_go(key, owner)
+        for offloaded in known.offloaded.values():
+            self._free_copy(offloaded)
+        for key in (*known.near, *known.offloaded):
+            self._release(key, owner)
 
-    def _let_go(self, key: int, owner: Hashable) -> None:
+    def _release(self, key: int, owner: Hashable) -> None:
         holders = self._holders.get(key, set())
         holders.discard(owner)
         if not holders:
             self._holders.pop(key, None)
 
-    def _put_aside(self, storage: torch.UntypedStorage) -> _Aside:
+    def _offload(self, storage: torch.UntypedStorage) -> _Offloaded:
         nbytes = storage.nbytes()
-        aside = _Aside(storage, nbytes)
+        offloaded = _Offloaded(storage, nbytes)
         whole = _bytes_of(storage)
         if self._host + nbytes <= self._limits[1]:
-            aside.memory = torch.empty(nbytes, dtype=torch.uint8).copy_(whole)
+            offloaded.memory = torch.empty(nbytes, dtype=torch.uint8).copy_(whole)
             self._host += nbytes
         else:
-            aside.place = self._write(whole.cpu())
+            offloaded.offset = self._write(whole.cpu())
         storage.resize_(0)
-        return aside
+        return offloaded
 
-    def _forget(self, aside: _Aside) -> None:
-        if aside.coming is not None:
-            aside.coming.cancel()
-        if aside.memory is not None:
-            self._host -= aside.nbytes
-        if aside.place is not None:
-            self._free.setdefault(_whole_blocks(aside.nbytes), []).append(aside.place)
+    def _free_copy(self, offloaded: _Offloaded) -> None:
+        if offloaded.coming is not None:
+            offloaded.coming.cancel()
+        if offloaded.memory is not None:
+            self._host -= offloaded.nbytes
+        if offloaded.offset is not None:
+            self._free.setdefault(_whole_blocks(offloaded.nbytes), []).append(offloaded.offset)
 
     def _write(self, whole: torch.Tensor) -> int:
         size = _whole_blocks(len(whole))
-        places = self._free.get(size)
-        place = places.pop() if places else self._end
-        if place == self._end and self._end + size > self._limits[2]:
+        offsets = self._free.get(size)
+        offset = offsets.pop() if offsets else self._end
+        if offset == self._end and self._end + size > self._limits[2]:
             raise NoRoom(f"{size:,} bytes more than the {self._limits[2]:,} in a file")
-        self._end = max(self._end, place + size)
+        self._end = max(self._end, offset + size)
         if self._file is None:
             self._file = NamelessFile(self._folder)
         # not by numpy(), after which torch would no longer resize the storage
-        self._file.write_at(memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr())), place)
+        self._file.write_at(memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr())), offset)
         self.written += len(whole)
-        return place
+        return offset
 
-    def _read(self, place: int, nbytes: int) -> torch.Tensor:
+    def _read(self, offset: int, nbytes: int) -> torch.Tensor:
         assert self._file is not None
         whole = torch.empty(nbytes, dtype=torch.uint8)
-        self._file.read_at(whole.numpy().data, place)
+        self._file.read_at(whole.numpy().data, offset)
         self.read += nbytes
         return whole
 

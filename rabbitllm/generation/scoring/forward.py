@@ -238,8 +238,8 @@ class _RowsAlone:
         if name.startswith("__"):
             raise AttributeError(name)
 
-    def __getitem__(self, place: Any) -> Any:
-        return (self.last_hidden_state,)[place]
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
 
 
 _active: ContextVar[_Cut | None] = ContextVar("forward that scores", default=None)
@@ -447,13 +447,13 @@ def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Se
         rows: index of each row in the batch, used as key of the result.
     """
     logprobs = torch.log_softmax(logits.float(), -1)
-    places = [place for place, own in enumerate(targets) for _ in own]
+    indices = [index for index, own in enumerate(targets) for _ in own]
     tokens = [token for own in targets for token in own]
-    chosen = logprobs[torch.tensor(places, device=logprobs.device), torch.tensor(tokens, device=logprobs.device)]
+    chosen = logprobs[torch.tensor(indices, device=logprobs.device), torch.tensor(tokens, device=logprobs.device)]
     best = logprobs.argmax(-1).tolist()
     return {
-        (rows[place], token): (value, best[place] == token)
-        for place, token, value in zip(places, tokens, chosen.tolist(), strict=True)
+        (rows[index], token): (value, best[index] == token)
+        for index, token, value in zip(indices, tokens, chosen.tolist(), strict=True)
     }
 
 

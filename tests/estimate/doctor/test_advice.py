@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
-from rabbitllm.estimate.doctor.advice import advise
-from rabbitllm.estimate.doctor.places import HERE, SPLITS
+from rabbitllm.estimate.cost_model import Speed
+from rabbitllm.estimate.doctor.examine import advise
+from rabbitllm.estimate.doctor.probes import HERE, SPLITS
 from rabbitllm.estimate.doctor.records import Advice, Gpu, Gpus, Hub, MachineInfo, Memory, Package, Processor
-from rabbitllm.estimate.generation import Speed
 from rabbitllm.storage.folders import Folder, Host
 
 GIB = 1 << 30

@@ -11,14 +11,14 @@ import pytest
 from huggingface_hub import constants
 from rich.console import Console
 
+from rabbitllm.estimate import machine, outline
 from rabbitllm.estimate.doctor import examine as examining
-from rabbitllm.estimate.doctor import hardware, hub, models, outlooks, packages, places, speeds
+from rabbitllm.estimate.doctor import probes as probing
 from rabbitllm.estimate.doctor.examine import Probes, examine
-from rabbitllm.estimate.doctor.models import published
-from rabbitllm.estimate.doctor.record import as_record
-from rabbitllm.estimate.doctor.records import Memory, Report
+from rabbitllm.estimate.doctor.records import Memory, Report, as_record
 from rabbitllm.estimate.doctor.report import show
-from rabbitllm.estimate.reading import FileSample
+from rabbitllm.estimate.measure import FileSample
+from rabbitllm.estimate.outline import published
 from rabbitllm.storage.folders import Folder
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
@@ -26,14 +26,14 @@ from tests.support.tiny_models import one_thread  # noqa: F401  one more
 
 GIB = 1 << 30
 PROBES = {
-    "memory": (hardware, "memory"),
-    "the processor": (hardware, "processor"),
-    "GPUs": (hardware, "gpus"),
+    "memory": (probing, "memory"),
+    "the processor": (probing, "processor"),
+    "GPUs": (probing, "gpus"),
     "the host": (examining, "host_of"),
-    "disks": (places, "folders"),
-    "the hub": (hub, "hub"),
-    "packages": (packages, "packages"),
-    "the list of models": (models, "published"),
+    "disks": (probing, "folders"),
+    "the hub": (probing, "hub"),
+    "packages": (probing, "packages"),
+    "the list of models": (outline, "published"),
 }
 
 
@@ -78,7 +78,7 @@ def test_a_probe_that_never_comes_back_is_not_waited_for(monkeypatch: pytest.Mon
 def test_what_is_measured_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models of the list, measured on next to nothing: places, times and advice come together."""
     few = tuple(model for model in published() if model.parameters < 1e9 or "gpt-oss-20b" in model.repository)
-    monkeypatch.setattr(models, "published", lambda: few)
+    monkeypatch.setattr(outline, "published", lambda: few)
     report = examine(every=True)
     assert not report.failures
     assert len(report.devices) == max(len(report.machine.gpus.found), 1)  # type: ignore[union-attr]
@@ -99,17 +99,17 @@ def test_what_is_measured_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) ->
     assert report.seconds > 0
 
 
-@pytest.mark.parametrize("broken", ["bench_at", "product", "sample", "prediction"])
+@pytest.mark.parametrize("broken", ["rough_machine", "product", "sample", "prediction"])
 def test_what_cannot_be_measured_costs_a_line(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **given: object) -> None:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(models, "published", lambda: published()[:1])
+    monkeypatch.setattr(outline, "published", lambda: published()[:1])
     target: dict[str, tuple[Any, str]] = {
-        "bench_at": (speeds, "bench_at"),
-        "product": (speeds, "working_set"),
+        "rough_machine": (machine, "rough_machine"),
+        "product": (machine, "working_set"),
         "sample": (FileSample, "rate"),
-        "prediction": (speeds.RoughMachine, "overhead"),
+        "prediction": (machine.Machine, "overhead"),
     }
     monkeypatch.setattr(*target[broken], fail)
     report = examine()
@@ -122,8 +122,8 @@ def test_what_cannot_be_measured_costs_a_line(broken: str, monkeypatch: pytest.M
 
 @pytest.mark.long
 def test_a_gpu_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "published", lambda: published()[:1])
-    monkeypatch.setattr(speeds, "resolve_devices", lambda *arguments: [FakeGpu(0)])
+    monkeypatch.setattr(outline, "published", lambda: published()[:1])
+    monkeypatch.setattr(machine, "resolve_devices", lambda *arguments: [FakeGpu(0)])
     report = examine()
     assert not report.failures
     assert report.devices == ("fake:0",)
@@ -143,7 +143,7 @@ def test_a_machine_that_is_too_busy_is_not_waited_for(monkeypatch: pytest.Monkey
 
 
 def test_where_memory_is_short_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "memory", lambda: Memory(4 * GIB, 2 * GIB, 2 * GIB))
+    monkeypatch.setattr(probing, "memory", lambda: Memory(4 * GIB, 2 * GIB, 2 * GIB))
     report = examine()
     assert report.machine.rates == ()
     assert [failure.what for failure in report.failures] == ["times"]
@@ -165,17 +165,17 @@ def room(free: int, *, apart: int | None = None) -> list[Folder]:
     def folder(use: str, disk: int, free: int) -> Folder:
         return Folder((use,), Path("/x", use), True, "ext4", disk, 9 * free, free)
 
-    return [folder(places.SPLITS, 1, free), folder(places.CACHE, 2 if apart else 1, apart or free)]
+    return [folder(probing.SPLITS, 1, free), folder(probing.CACHE, 2 if apart else 1, apart or free)]
 
 
 def test_routes_that_fit() -> None:
     """By the rule of the README: checkpoint and layer files, or layer files and one shard, or layer files alone."""
     model = next(model for model in published() if model.repository.endswith("Qwen2.5-72B-Instruct"))
-    output, least = model.outline.output_bytes("4bit"), outlooks.MIN_FREE_BYTES
+    output, least = model.outline.output_bytes("4bit"), examining.MIN_FREE_BYTES
     both, shard = output + model.outline.checkpoint_bytes, model.largest_shard_bytes
 
     def route(*arguments: Any, **given: Any) -> str | None:
-        return outlooks.on_disk(model, room(*arguments, **given)).at[2].route
+        return examining.on_disk(model, room(*arguments, **given)).at[2].route
 
     assert route(both + least) == "standard"
     assert route(both + least - 1) == "sequential_ahead"

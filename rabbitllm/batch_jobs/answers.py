@@ -1,0 +1,455 @@
+"""Answers to items of all kinds: shared by the command line, the API and the workers of a cluster.
+
+Items that ask for text run through one batch: as many at a time as it admits, with the next ones ready. They are taken
+from an iterator as requests finish, so that only a few hundred lines are in memory, however long the input is.
+
+Items that ask for likelihoods or embeddings go through `rabbitllm.generation.scoring`, many in one pass:
+
+    {"id": …, "logprob": …, "tokens": …, "greedy": …}              of one continuation
+    {"id": …, "scores": [{"logprob": …, "tokens": …, "greedy": …}, …]}    of a list of them
+    {"id": …, "choice": …, "choice_by_length": …, "logprobs": […], "tokens": […]}
+    {"id": …, "embedding": […]} or {"id": …, "embeddings": [[…], …]}
+
+Their texts are tokenized as in lm-evaluation-harness: context and continuation together, and the tokens after those of
+the context alone belong to the continuation (https://github.com/EleutherAI/lm-evaluation-harness, `_encode_pair`).
+Spaces at the end of a context belong to the continuation too. An empty context becomes the model's first token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from rabbitllm.batch_jobs.asking import (
+    Answered,
+    PreparedItem,
+    RequestBuilder,
+    answer_of,
+    call_line,
+    error_line,
+    missing_pydantic,
+    refused_line,
+)
+from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of, ordered
+from rabbitllm.batch_jobs.items import MAX_ANSWERS, BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, ScoreItem
+from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.request import BatchStats, Delta, Event, Failed, Finished, FinishReason, TokenLogprob
+from rabbitllm.generation.request import Limits as BatchLimits
+from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
+from rabbitllm.server.api_error import BROKEN, APIError, bad
+
+LIMITS = JobLimits()
+
+
+def answers(
+    model: Any, items: Sequence[Item], limits: JobLimits = LIMITS, name: str = "model"
+) -> Iterator[BatchAnswer]:
+    """Answers to items, each as soon as it is complete.
+
+    Args:
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        items: the items, in any order.
+        limits: limits of the batch.
+        name: the model's name in answers of OpenAI's form.
+
+    Raises:
+        RabbitLLMError, OSError, MemoryError: the run cannot continue; the remaining items have no answer.
+        MissingPackageError: a line is in OpenAI's format, and the packages that read those are not installed.
+    """
+    for group in answered(model, name, ordered(items), limits):
+        yield from group
+
+
+def answered(
+    model: Any, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda facts: None
+) -> Generator[list[BatchAnswer]]:
+    """Answers, in groups that are complete at the same time.
+
+    Args:
+        model, name, limits: see `answers`.
+        items: in an efficient order, as `order` makes it; taken from the iterator as there is room.
+        watch: called with a function that returns the statistics of the generating batch, from any thread.
+    """
+    for kind, group in groupby(items, lambda item: kind_of(item.asked)):
+        if kind == ERRORS:
+            yield from ([BatchAnswer(item.index, item.key, refused_line(item), is_error=True)] for item in group)
+        elif kind == GENERATIONS:
+            yield from generated(model, name, group, limits, watch)
+        else:
+            yield from scored(model, name, group, limits)
+
+
+READY = 2
+"""Factor of submitted to running requests: if all end at once, all can be replaced at once."""
+WHOLE_PROMPT = 1 << 30
+"""Tokens of a prompt in one pass. No client waits for a first token, so prompts are chunked only for lack of memory."""
+MAX_REFUSED = 256
+"""Limit of error lines that are collected before they are returned."""
+_ENDS_ALL = (OSError, MemoryError, BatchError)
+"""Errors that are not the fault of the request in which they occur."""
+
+Watch = Callable[[Callable[[], BatchStats]], object]
+
+
+class _OpenGeneration:
+    """An item whose requests have been submitted.
+
+    Args:
+        wanted: the prepared item.
+        done: receives this object when all requests have ended.
+
+    Attributes:
+        count: number of requests.
+        is_refused: whether one of them was refused; then the others are not waited for.
+        error: error of one of them.
+    """
+
+    def __init__(self, wanted: PreparedItem, done: queue.SimpleQueue[_OpenGeneration]) -> None:
+        self.wanted = wanted
+        self.error: Exception | None = None
+        count = len(wanted.requests)
+        self._texts: list[list[str]] = [[] for _ in range(count)]
+        self._tokens: list[list[TokenLogprob]] = [[] for _ in range(count)]
+        self._ends: list[Finished | None] = [None] * count
+        self._left = count
+        self._done = done
+        self.count = count
+        self.is_refused = False
+
+    def taker(self, number: int) -> Callable[[Event], None]:
+        """The callback for the events of one request."""
+        return lambda event: self.told(number, event)
+
+    def told(self, number: int, event: Event) -> None:
+        """Handle an event of one request; runs in the batch's thread."""
+        if isinstance(event, Delta):
+            self._texts[number].append(self.wanted.text_of(event))
+            if self.wanted.keeps_tokens:
+                self._tokens[number] += event.tokens
+            return
+        if isinstance(event, Failed):
+            self.error = event.error
+        else:
+            self._ends[number] = event
+        self._left -= 1
+        if not self._left and not self.is_refused:
+            self._done.put(self)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the batch ended before the item was answered."""
+        return any(end is not None and end.ended not in (FinishReason.STOP, FinishReason.LENGTH) for end in self._ends)
+
+    def answer(self) -> BatchAnswer:
+        """The answer to the item."""
+        answered = [
+            Answered("".join(texts), tuple(tokens), end)
+            for texts, tokens, end in zip(self._texts, self._tokens, self._ends, strict=True)
+            if end is not None
+        ]
+        return answer_of(self.wanted.item, self.wanted.answer(answered), answered)
+
+
+def generated(
+    model: Any, name: str, items: Iterator[Item], limits: JobLimits, watch: Watch = lambda facts: None
+) -> Iterator[list[BatchAnswer]]:
+    """Answers in the order of their completion, in groups that are complete at the same time.
+
+    Args:
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        name: the model's name in answers.
+        items: items that ask for a generation, in an efficient order; taken from the iterator as there is room.
+        limits: see `JobLimits`.
+        watch: called with a function that returns the statistics of the batch, from any thread.
+
+    Raises:
+        RabbitLLMError, OSError, MemoryError: the weights cannot be read, or memory is exhausted. Unanswered lines can
+            be submitted again.
+    """
+    builder = RequestBuilder(model, name)
+    done: queue.SimpleQueue[_OpenGeneration] = queue.SimpleQueue()
+    most = READY * limits.sequences
+    batch_limits = BatchLimits(
+        *(limits.sequences, most + MAX_ANSWERS, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
+        in_bulk=True,
+        file_bytes=limits.cache_disk,
+    )
+    batch = Batch(model, batch_limits)
+    watch(lambda: batch.facts)
+    following = _prepared(builder, items)
+    one = next(following, None)
+    open_requests = 0
+    try:
+        while True:
+            begin: list[_OpenGeneration] = []
+            refused: list[BatchAnswer] = []
+            while one is not None and len(refused) < MAX_REFUSED:
+                if isinstance(one, BatchAnswer):
+                    refused.append(one)
+                elif not open_requests or open_requests + len(one.requests) <= most:
+                    begin.append(_OpenGeneration(one, done))
+                    open_requests += len(one.requests)
+                else:
+                    break
+                one = next(following, None)
+            refused += _submit(batch, begin)
+            if refused:
+                yield refused
+            open_requests -= sum(each.count for each in begin if each.is_refused)
+            if not open_requests:
+                if one is None:
+                    return
+                continue
+            over = [done.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    over.append(done.get_nowait())
+            open_requests -= sum(each.count for each in over)
+            made, failed = _answered(over, batch)
+            if made:
+                yield made
+            if failed is not None:
+                raise failed
+    finally:
+        batch.close(0)
+
+
+def _prepared(builder: RequestBuilder, items: Iterator[Item]) -> Iterator[PreparedItem | BatchAnswer]:
+    """The requests of each item, or the answer to one that is refused."""
+    for item in items:
+        try:
+            yield builder.wanted(item)
+        except APIError as error:
+            yield BatchAnswer(item.index, item.key, error_line(item, error), is_error=True)
+
+
+def _submit(batch: Batch, begin: list[_OpenGeneration]) -> list[BatchAnswer]:
+    """Submit all at once, so that they share the first pass; returns the answers to refused ones."""
+    refused = []
+    with batch.held():
+        for one in begin:
+            handles = []
+            try:
+                for number, request in enumerate(one.wanted.requests):
+                    handles.append(batch.submit(request, one.taker(number)))
+            except OptionError as error:
+                for handle in handles:
+                    handle.cancel()
+                one.is_refused = True
+                refused.append(_refused(one.wanted.item, error))
+    return refused
+
+
+def _answered(over: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAnswer], BaseException | None]:
+    """Answers, and the error that ends the whole run, if any."""
+    made: list[BatchAnswer] = []
+    failed: BaseException | None = None
+    for one in over:
+        if one.error is not None and not (batch.error or _ends_all(one.error)):
+            made.append(_refused(one.wanted.item, one.error))
+        elif one.error is not None:
+            failed = batch.error or one.error
+        elif one.is_cut:
+            failed = batch.error or BatchError("The batch was closed before all was answered.")
+        else:
+            made.append(one.answer())
+    return made, failed
+
+
+def _ends_all(error: Exception) -> bool:
+    """Whether an error would occur in any request: the weights cannot be read, or memory is exhausted."""
+    if isinstance(error, (*_ENDS_ALL, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, RabbitLLMError):
+        return not isinstance(error, OptionError)
+    return isinstance(error, RuntimeError) and "memory" in str(error)  # torch's error on the CPU
+
+
+def _refused(item: Item, error: Exception) -> BatchAnswer:
+    told = (
+        bad(error.problem) if isinstance(error, OptionError) else APIError(BROKEN, f"{type(error).__name__}: {error}")
+    )
+    return BatchAnswer(item.index, item.key, error_line(item, told), is_error=True)
+
+
+MAX_TOKENS = 1 << 22
+"""Tokens per call of scoring, which makes as few passes of them as memory allows; more would only occupy memory."""
+MAX_TEXTS = 1 << 16
+
+
+@dataclass(slots=True)
+class _OpenScores:
+    """An item with texts that are not scored yet.
+
+    Attributes:
+        item: the item.
+        texts: the texts to score.
+        found: results so far, by text.
+        embedding: the request, for an embedding in OpenAI's form.
+    """
+
+    item: Item
+    texts: Sequence[ScoredText]
+    embedding: Any = None
+    found: dict[int, Scored] = field(default_factory=dict)
+
+
+def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> Iterator[list[BatchAnswer]]:
+    """Answers in the order of their completion.
+
+    Args:
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        name: the model's name in answers.
+        items: items that ask for likelihoods or embeddings.
+        limits: see `JobLimits`.
+    """
+    builder = RequestBuilder(model, name)
+    room = Room(memory_bytes=limits.cache_bytes, exact=limits.exact)
+    at_end = False
+    while not at_end:
+        by_text: list[_OpenScores] = []  # item of each text
+        texts: list[ScoredText] = []
+        refused: list[BatchAnswer] = []
+        tokens = 0
+        while tokens < MAX_TOKENS and len(by_text) < MAX_TEXTS:
+            item = next(items, None)
+            if item is None:
+                at_end = True
+                break
+            try:
+                one = _open_scores(builder, item, len(by_text))
+            except APIError as error:
+                refused.append(BatchAnswer(item.index, item.key, error_line(item, error), is_error=True))
+                continue
+            tokens += sum(len(text.context) + len(text.continuation) for text in one.texts)
+            by_text += [one] * len(one.texts)
+            texts += one.texts
+        if refused:
+            yield refused
+        if texts:
+            for result in score(model, texts, room):
+                one = by_text[result.index]
+                one.found[result.index] = result
+                if len(one.found) == len(one.texts):
+                    yield [_answer(builder, one)]
+
+
+def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores:
+    """
+    Args:
+        builder: tokenizes texts.
+        item: the item.
+        first: index of its first text.
+
+    Raises:
+        APIError: it cannot be answered.
+    """
+    asked = item.asked
+    if isinstance(asked, ScoreItem | Choose):
+        wanted = asked.continuations if isinstance(asked, ScoreItem) else asked.choices
+        pairs = [_pair(builder, asked.context, text) for text in wanted]
+        return _OpenScores(item, [ScoredText(first + at, *pair) for at, pair in enumerate(pairs)])
+    if isinstance(asked, Embed):
+        ids = [builder.ids_of(text) for text in asked.texts]
+        return _OpenScores(item, [ScoredText(first + at, one, (), asked.pooling) for at, one in enumerate(ids)])
+    assert isinstance(asked, BatchCall)
+    wanted_call = _embedding_call(asked, builder)
+    pooling = asked.defaults.pooling
+    texts = [ScoredText(first + at, one, (), pooling) for at, one in enumerate(wanted_call.inputs)]
+    return _OpenScores(item, texts, wanted_call)
+
+
+def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    bare = context.rstrip()
+    continuation = context[len(bare) :] + continuation
+    if not bare:
+        whole = tuple(int(one) for one in builder.tokenizer(continuation, add_special_tokens=False)["input_ids"])
+        first = builder.tokenizer.bos_token_id
+        first = builder.tokenizer.eos_token_id if first is None else first
+        if first is None:
+            raise bad("The context is empty, and the model has no token to begin with.")
+        behind = whole[1:] if whole[:1] == (first,) else whole
+        before: tuple[int, ...] = (int(first),)
+    else:
+        before = builder.ids_of(bare)
+        behind = builder.ids_of(bare + continuation)[len(before) :]
+    if not behind:
+        raise bad("The continuation has no token of its own.")
+    return before, behind
+
+
+def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> Any:
+    try:
+        from rabbitllm.server.embeddings import CheckedEmbedding
+        from rabbitllm.server.requests import listed
+        from rabbitllm.server.schemas import Embedding, parsed
+    except ImportError as error:
+        raise missing_pydantic(error) from None
+    body = parsed(Embedding, {name: value for name, value in asked.body.items() if value is not None})
+    given = listed(body.input)
+    if not given:
+        raise bad("There is no input.", "input")
+    inputs = tuple(builder.ids_of(one if isinstance(one, str) else tuple(one)) for one in given)
+    if body.dimensions is not None and body.dimensions > builder.width:
+        raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {builder.width:,}.", "dimensions")
+    return CheckedEmbedding(inputs, body.encoding_format == "base64", body.dimensions)
+
+
+def _answer(builder: RequestBuilder, one: _OpenScores) -> BatchAnswer:
+    found = [one.found[text.index] for text in one.texts]
+    item = one.item
+    for result in found:
+        if result.error is not None:
+            return BatchAnswer(item.index, item.key, error_line(item, _refusal(result.error)), is_error=True)
+    line = _line(builder, one, found)
+    prompt = sum(len(text.context) + len(text.continuation) for text in one.texts)
+    return BatchAnswer(item.index, item.key, line, False, prompt, 0)
+
+
+def _line(builder: RequestBuilder, one: _OpenScores, found: Sequence[Scored]) -> Mapping[str, Any]:
+    item, asked = one.item, one.item.asked
+    if isinstance(asked, ScoreItem):
+        scores = [{"logprob": each.logprob, "tokens": each.tokens, "greedy": each.greedy} for each in found]
+        return {"id": item.key, "scores": scores} if asked.is_listed else {"id": item.key, **scores[0]}
+    if isinstance(asked, Choose):
+        logprobs = [_number(each.logprob) for each in found]
+        by_length = [value / len(text) for value, text in zip(logprobs, asked.choices, strict=True)]
+        return {
+            "id": item.key,
+            "choice": logprobs.index(max(logprobs)),
+            "choice_by_length": by_length.index(max(by_length)),
+            "logprobs": logprobs,
+            "tokens": [each.tokens for each in found],
+        }
+    if isinstance(asked, Embed):
+        vectors = [_vector(each, normalise=asked.normalise) for each in found]
+        return {"id": item.key, "embeddings": vectors} if asked.is_listed else {"id": item.key, "embedding": vectors[0]}
+    from rabbitllm.server.embeddings import embedding_object
+
+    assert isinstance(asked, BatchCall)
+    vectors = [_vector(each, normalise=asked.defaults.normalise) for each in found]
+    return call_line(item, 200, embedding_object(one.embedding, vectors, builder.name))
+
+
+def _number(value: float | None) -> float:
+    assert value is not None
+    return value
+
+
+def _vector(found: Scored, *, normalise: bool) -> list[float]:
+    assert found.embedding is not None
+    if not normalise:
+        return list(found.embedding)
+    length = sum(value * value for value in found.embedding) ** 0.5
+    return [value / length for value in found.embedding] if length else list(found.embedding)
+
+
+def _refusal(error: RabbitLLMError) -> APIError:
+    return bad(error.problem)

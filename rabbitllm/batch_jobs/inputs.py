@@ -1,0 +1,414 @@
+"""The input of a batch: as a file of lines that can be read twice, scanned once, and put into an efficient order.
+
+A file of JSON lines is read in place. Anything else (a Parquet file, a `datasets.Dataset`, a list, a generator, a pipe)
+is read once, part by part, into an unnamed file that disappears with this process. So the rest of the code sees one
+kind of input, and a million records need no memory: of a line the scan keeps some tens of bytes, and reads it again
+when it is answered.
+
+Lines of one kind come together, since they share passes; among these, lines with the same beginning, since it is
+computed once; otherwise the longest come first, so that the slowest do not come last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import stat
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from rabbitllm.batch_jobs.items import (
+    KEYS,
+    Asked,
+    BatchCall,
+    Choose,
+    Defaults,
+    Embed,
+    Generate,
+    Item,
+    Key,
+    LineError,
+    Refused,
+    ScoreItem,
+    asked_of,
+    key_of,
+)
+from rabbitllm.errors import InputError, MissingPackageError, OptionError
+from rabbitllm.formats.bounded import decode_message
+from rabbitllm.storage import durable
+
+MAX_LINE_BYTES = 16 << 20
+"""Limit of a line's length; a longer line is answered with an error."""
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(slots=True)
+class InputScan:
+    """The scan of an input.
+
+    Attributes:
+        file: the input.
+        defaults: for values that lines omit.
+        digest: digest of all bytes in hexadecimal.
+        offsets, numbers: of each line, in bytes and from 1.
+        lengths: estimated tokens of each line, generated ones included.
+        kinds: of each; see `order.kind_of`.
+        beginnings: a hash of each line's beginning.
+    """
+
+    file: BinaryIO
+    defaults: Defaults
+    digest: str = ""
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    kinds: array[int] = field(default_factory=lambda: array("b"))
+    beginnings: array[int] = field(default_factory=lambda: array("q"))
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def item(self, index: int) -> Item:
+        """Read a line again."""
+        self.file.seek(self.offsets[index])
+        raw, _ = _line(self.file)
+        return _item(raw, self.numbers[index], index, self.defaults)
+
+    def ordered(self, wanted: Iterable[int]) -> list[int]:
+        """Indices in the order in which to answer them.
+
+        Args:
+            wanted: indices of lines.
+        """
+        chosen = np.fromiter(wanted, dtype=np.int64)
+        order = in_order(*(np.array(values)[chosen] for values in (self.kinds, self.lengths, self.beginnings)))
+        return [int(index) for index in chosen[order]]
+
+
+def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
+    """Scan an input.
+
+    Args:
+        file: the input, at its beginning; it stays open.
+        defaults: for values that lines omit.
+
+    Raises:
+        InputError: a duplicate id, or no lines.
+    """
+    made = InputScan(file, defaults)
+    digest = hashlib.blake2b(digest_size=16)
+    keys = array("q")
+    number = 0
+    while True:
+        offset = file.tell()
+        raw, length = _line(file, digest)
+        if not length:
+            break
+        number += 1
+        if not raw.strip():
+            continue
+        item = _item(raw, number, len(made), defaults)
+        made.offsets.append(offset)
+        made.numbers.append(number)
+        made.kinds.append(kind_of(item.asked))
+        text, tokens = sized(item.asked)
+        made.lengths.append(tokens)
+        made.beginnings.append(hashed(text[:BEGINNING]))
+        keys.append(hashed(item.key))
+    made.digest = digest.hexdigest()
+    if not len(made):
+        raise InputError("The input has no lines.", 'Lines are such as {"id": 1, "prompt": "What is a rabbit?"}.')
+    _refuse_duplicates(made, keys)
+    return made
+
+
+def _item(raw: bytes, number: int, index: int, defaults: Defaults) -> Item:
+    """The item of a line; `number` counts from 1 and with empty lines, `index` from 0 and without them."""
+    if number == 1:
+        raw = raw.removeprefix(_BOM)
+    if len(raw) > MAX_LINE_BYTES:
+        return Item(index, number, Refused(f"Line {number:,} has more than {MAX_LINE_BYTES:,} bytes."))
+    try:
+        value = decode_message(raw)
+    except ValueError as error:
+        return Item(index, number, Refused(f"Line {number:,} is no JSON that is taken here: {error}."))
+    try:
+        key = key_of(value, number)
+    except LineError as error:
+        return Item(index, number, Refused(f"{error}."))
+    return Item(index, key, asked_of(value, index, defaults))
+
+
+def _line(file: BinaryIO, digest: Any = None) -> tuple[bytes, int]:
+    """The next line, truncated at the limit, and its full length."""
+    raw = file.readline(MAX_LINE_BYTES + 1)
+    length = len(raw)
+    if digest is not None:
+        digest.update(raw)
+    part = raw
+    while len(part) > MAX_LINE_BYTES and not part.endswith(b"\n"):  # the rest of a long line is skipped
+        part = file.readline(MAX_LINE_BYTES + 1)
+        length += len(part)
+        if digest is not None:
+            digest.update(part)
+    return raw, length
+
+
+def _refuse_duplicates(scan: InputScan, keys: array[int]) -> None:
+    """
+    Raises:
+        InputError: a duplicate id.
+    """
+    order = np.argsort(np.array(keys), kind="stable")
+    hashes = np.array(keys)[order]
+    for position in np.flatnonzero(hashes[1:] == hashes[:-1]):
+        first, second = (int(order[at]) for at in (position, position + 1))
+        key = scan.item(first).key
+        if key == scan.item(second).key:  # not a mere hash collision
+            raise InputError(
+                f"Lines {scan.numbers[first]:,} and {scan.numbers[second]:,} of the input both have the id "
+                f"{str(key)[:80]!r}.",
+                "Give every line an id of its own, or none of them any: then lines are known by their numbers.",
+            )
+
+
+BEGINNING = 256
+"""Lines whose first characters, this many, are equal count as having the same beginning."""
+CHARACTERS_OF_A_TOKEN = 3
+"""Less than the average of most languages, so that the estimate of tokens tends to be high."""
+ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
+"""Kinds of lines."""
+
+
+def ordered(items: Sequence[Item]) -> list[Item]:
+    """Items in an efficient order."""
+    said = [sized(item.asked) for item in items]
+    order = in_order(
+        np.array([kind_of(item.asked) for item in items], dtype=np.int64),
+        np.array([tokens for _, tokens in said], dtype=np.int64),
+        np.array([hashed(text[:BEGINNING]) for text, _ in said], dtype=np.int64),
+    )
+    return [items[index] for index in order]
+
+
+def in_order(kinds: Any, lengths: Any, beginnings: Any) -> Any:
+    """Indices of lines in an efficient order.
+
+    Args:
+        kinds, lengths, beginnings: of each line: see `kind_of` and `sized`, the last one hashed; arrays of (lines,).
+    """
+    if not len(kinds):
+        return np.zeros(0, dtype=np.int64)
+    _, groups, counts = np.unique(beginnings, return_inverse=True, return_counts=True)
+    groups = np.where(counts[groups] > 1, groups, -1)  # a beginning that occurs once forms no group
+    return np.lexsort((-lengths, groups, kinds))
+
+
+def kind_of(asked: Asked) -> int:
+    """The kind of a line; lines of one kind share passes."""
+    if isinstance(asked, Refused):
+        return ERRORS
+    if isinstance(asked, Generate) or (isinstance(asked, BatchCall) and not asked.url.endswith("embeddings")):
+        return GENERATIONS
+    return LIKELIHOODS if isinstance(asked, ScoreItem | Choose) else EMBEDDINGS
+
+
+def sized(asked: Asked) -> tuple[str, int]:
+    """The beginning of a line, and its estimated number of tokens."""
+    if isinstance(asked, Generate):
+        if isinstance(asked.given, str):
+            return asked.given, len(asked.given) // CHARACTERS_OF_A_TOKEN + asked.max_new_tokens
+        if asked.given and isinstance(asked.given[0], int):
+            return str(asked.given[:BEGINNING]), len(asked.given) + asked.max_new_tokens
+        said = "".join(str(message.get("content")) for message in asked.given if not isinstance(message, int))
+        return said, len(said) // CHARACTERS_OF_A_TOKEN + asked.max_new_tokens
+    if isinstance(asked, ScoreItem | Choose):
+        texts = asked.continuations if isinstance(asked, ScoreItem) else asked.choices
+        return asked.context, (len(asked.context) + max(map(len, texts))) // CHARACTERS_OF_A_TOKEN
+    if isinstance(asked, Embed):
+        longest = max(asked.texts, key=len)
+        return "", len(longest) // (CHARACTERS_OF_A_TOKEN if isinstance(longest, str) else 1)
+    if isinstance(asked, BatchCall):
+        said = str(asked.body.get("messages") or asked.body.get("prompt") or asked.body.get("input") or "")
+        most = asked.body.get("max_completion_tokens") or asked.body.get("max_tokens") or asked.defaults.max_new_tokens
+        return said, len(said) // CHARACTERS_OF_A_TOKEN + (most if isinstance(most, int) else 0)
+    return "", 0
+
+
+def hashed(value: Key) -> int:
+    """A 64-bit hash of a text or number, the same in every process."""
+    said = f"{type(value).__name__} {value}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little", signed=True)
+
+
+PARQUET = ".parquet"
+ROWS = 1_024
+"""Rows of a Parquet file that are decoded at a time."""
+BLOCK_BYTES = 4 << 20
+STDIN = "-"
+
+
+def columns_of(given: Iterable[str]) -> dict[str, str] | None:
+    """`prompt=question`, one for each column -> the `columns` of `opened`; None without any.
+
+    Raises:
+        OptionError: no equals sign, or a name that is never read.
+    """
+    found: dict[str, str] = {}
+    for word in given:
+        wanted, equals, name = word.partition("=")
+        if not equals or wanted not in KEYS:
+            raise OptionError(
+                f"--column {word} does not say what a column is.", "For example --column prompt=question."
+            )
+        found[wanted] = name
+    return found or None
+
+
+@contextlib.contextmanager
+def opened(source: Any, columns: Mapping[str, str] | None = None) -> Iterator[BinaryIO]:
+    """An input as a file of lines, from its beginning.
+
+    Args:
+        source: path of a file of JSON lines or of a Parquet file, "-" for standard input, or an iterable of mappings.
+        columns: expected name -> name in the records; for inputs of records only.
+
+    Raises:
+        InputError: the file does not exist, or is not of these formats.
+        MissingPackageError: a Parquet file without pyarrow.
+    """
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if str(source) == STDIN:
+            blocks = _blocks_of(sys.stdin.buffer)
+        elif path.suffix == PARQUET:
+            blocks = _joined(_records_of_parquet(path), columns)
+        else:
+            with _plain(path) as file:
+                if not columns and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    yield file
+                    return
+                blocks = _joined(_records_of_lines(file, path), columns) if columns else _blocks_of(file)
+                with _spooled(blocks) as spool:
+                    yield spool
+                return
+    elif isinstance(source, Iterable) and not isinstance(source, Mapping):
+        blocks = _joined(source, columns)
+    else:
+        raise InputError(
+            f"The input is of type {type(source).__name__}; expected the path of a file, or an iterable of records.",
+            'Give a file of JSON lines, or a list such as [{"prompt": "…"}].',
+        )
+    with _spooled(blocks) as spool:
+        yield spool
+
+
+def _plain(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise InputError(
+            f"The input {path} cannot be read: {error.strerror}.",
+            "Expected a file of JSON lines, a Parquet file, or - for standard input.",
+        ) from None
+
+
+@contextlib.contextmanager
+def _spooled(blocks: Iterable[bytes]) -> Iterator[BinaryIO]:
+    """
+    Raises:
+        InputError: the disk is full.
+    """
+    folder = Path(tempfile.gettempdir())
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = stack.enter_context(durable.nameless_file(folder, blocks))
+            file = stack.enter_context(os.fdopen(os.dup(descriptor), "rb"))
+        except OSError as error:
+            raise InputError(
+                f"The input cannot be kept in {folder} while it is answered: {error.strerror}.",
+                "Make room there, let TMPDIR name another folder, or give JSON lines, which are read in place.",
+            ) from None
+        file.seek(0)
+        yield file
+
+
+def _blocks_of(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(BLOCK_BYTES):
+        yield block
+
+
+def _joined(records: Iterable[Any], columns: Mapping[str, str] | None) -> Iterator[bytes]:
+    """Records as lines, in blocks of some MB."""
+    out = io.BytesIO()
+    for number, record in enumerate(records, 1):
+        out.write(_line_of(record, columns or {}, number))
+        if out.tell() >= BLOCK_BYTES:
+            yield out.getvalue()
+            out = io.BytesIO()
+    yield out.getvalue()
+
+
+def _line_of(record: Any, columns: Mapping[str, str], number: int) -> bytes:
+    if not isinstance(record, Mapping):
+        raise InputError(
+            f"Record {number:,} of the input is of type {type(record).__name__}; expected a mapping.",
+            'Records are such as {"prompt": "…"}.',
+        )
+    named = {name: record[name] for name in KEYS & record.keys()}  # other columns may hold anything
+    for wanted, name in columns.items():
+        if name not in record:
+            raise InputError(
+                f"Record {number:,} of the input has no {name!r}; it has {', '.join(map(repr, record)) or 'nothing'}.",
+                "Name columns that every record has.",
+            )
+        named[wanted] = record[name]
+    return json.dumps(named, ensure_ascii=False, default=_plain_value).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _plain_value(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # arrays and their numbers
+        return value.tolist()
+    return str(value)
+
+
+def _records_of_lines(file: BinaryIO, path: Path) -> Iterator[Any]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise InputError(
+                    f"Line {number:,} of {path} is no JSON, so its columns cannot be named: {error}.", "Mend that line."
+                ) from None
+
+
+def _records_of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
+    try:
+        from pyarrow import ArrowException  # type: ignore[import-untyped,unused-ignore]
+        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        raise MissingPackageError(
+            "A Parquet file needs the package pyarrow, which is not installed.",
+            'Install it: pip install ".[batch]" in a copy of the repository.',
+        ) from None
+    with _plain(path):  # raises our own error if it is missing
+        pass
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=ROWS):
+                yield from batch.to_pylist()
+    except (ArrowException, OSError) as error:
+        raise InputError(
+            f"{path} is no Parquet file that can be read: {error}.", "Check that it is whole, or give JSON lines."
+        ) from None

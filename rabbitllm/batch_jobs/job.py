@@ -1,0 +1,339 @@
+"""`rabbitllm batch` and `rabbitllm.batch`: an input, a model loaded for it, an output; with a progress display.
+
+    input ─▶ scan ─▶ unanswered lines, in an efficient order ─▶ answers ─▶ journal ─▶ output, in the input's order
+
+A separate thread writes the answers, so that no pass waits for the disk: during an fsync the next answers collect
+and are written together.
+
+The model is loaded so that its weights leave room for as many lines as possible. Streamed weights cost their time once
+per pass, however many lines share the pass. So, while lines wait, memory for one more line is worth more than the same
+memory for weights. The KV cache gets the memory that the longest lines need together, up to half of the free memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.batch_jobs.answers import answered
+from rabbitllm.batch_jobs.display import JobDisplay, Progress
+from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, GENERATIONS, InputScan, scanned
+from rabbitllm.batch_jobs.inputs import opened as opened_input
+from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
+from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opened
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.display.region import THE_REGION
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.skeleton import read_config
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.memory import cost_of_a_pass, free_memory
+from rabbitllm.generation.request import Sampling
+from rabbitllm.models.pull import load, pulled
+from rabbitllm.server.loading import with_room
+
+Groups = Generator[list[BatchAnswer]]
+"""Answers, in groups that are complete at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """A batch job.
+
+    Attributes:
+        source: the input; see `inputs.opened`.
+        out: the output.
+        name: the model's name as the user gave it.
+        load: loads the model for a scanned input.
+        defaults: for values that lines omit.
+        limits: limits of the batch.
+        settings: other settings that change answers; compression, dtype, revision.
+        columns: see `inputs.opened`.
+        overwrite: see `journal.opened`.
+        elsewhere: provides the missing answers, if no model is loaded in this process.
+    """
+
+    source: Any
+    out: Path
+    name: str
+    load: Callable[[InputScan], BatchModel]
+    defaults: Defaults
+    limits: JobLimits
+    settings: Mapping[str, Any]
+    columns: Mapping[str, str] | None = None
+    overwrite: bool = False
+    elsewhere: Callable[[InputScan, BatchJournal], Groups] | None = None
+
+
+def work(batch: BatchJob) -> Progress:
+    """Run the job; a finished output of the same input, model and settings is kept as it is.
+
+    Everything that can be refused is refused before the model is loaded.
+
+    Raises:
+        OptionError: a temperature or top_p out of its range.
+        RabbitLLMError: the input cannot be read, the output exists already or belongs to another input, the model
+            cannot be loaded, or the disk is full; earlier answers are kept.
+    """
+    Sampling(batch.defaults.temperature, batch.defaults.top_p)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(opened_input(batch.source, batch.columns))
+        scan = scanned(file, batch.defaults)
+        defaults = {name: list(one) if isinstance(one, tuple) else one for name, one in asdict(batch.defaults).items()}
+        head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
+        if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
+            return Progress(len(scan), len(scan), errors, len(scan), 0, 0, 0.0)
+        journal = stack.enter_context(opened(batch.out, len(scan), head, overwrite=batch.overwrite))
+        progress = Progress(len(journal), journal.done, journal.errors, journal.resumed, 0, 0, 0.0)
+        if journal.done < len(journal):
+            progress = _answer(batch, scan, journal)
+        journal.write_output(batch.out)
+        return progress
+
+
+def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress:
+    shown = JobDisplay()
+    if batch.elsewhere is not None:
+        with _displayed(shown):
+            return keep(batch.elsewhere(scan, journal), journal, shown.told)
+    ready = batch.load(scan)
+    if ready.weights is not None:
+        journal.check_weights(ready.weights)
+    limits = batch.limits
+    if limits.cache_bytes is None:
+        limits = replace(limits, cache_bytes=ready.cache_bytes)
+    items = map(scan.item, scan.ordered(journal.missing()))
+    line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes
+    try:
+        with _displayed(shown):
+            return keep(answered(ready.model, batch.name, items, limits, shown.watch), journal, shown.told)
+    finally:
+        ready.model.pass_line = line
+
+
+@contextlib.contextmanager
+def _displayed(shown: JobDisplay) -> Iterator[None]:
+    claim = THE_REGION.claim(shown)
+    try:
+        yield
+    finally:
+        claim.release()
+
+
+def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], object]) -> Progress:
+    """Make answers from any source durable.
+
+    Args:
+        groups: the answers.
+        journal: the journal of the output.
+        tell: called with the progress whenever more answers are durable; in a separate thread.
+
+    Raises:
+        RabbitLLMError, OSError, MemoryError: see `answers.answers` and `BatchJournal.add`; earlier answers are kept.
+    """
+    writer = _Writer(journal, tell)
+    try:
+        with contextlib.closing(groups):
+            for group in groups:
+                writer.put(group)
+    finally:
+        writer.close()
+    writer.check()
+    return writer.progress
+
+
+class _Writer:
+    """Appends answers to a journal in a thread; see `keep`."""
+
+    def __init__(self, journal: BatchJournal, tell: Callable[[Progress], object]) -> None:
+        self._journal = journal
+        self._tell = tell
+        self._start = time.monotonic()
+        self._tokens = [0, 0]
+        self._queue: queue.SimpleQueue[list[BatchAnswer] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="rabbitllm-journal", daemon=True)
+        self._thread.start()
+
+    @property
+    def progress(self) -> Progress:
+        """The current progress."""
+        journal = self._journal
+        seconds = time.monotonic() - self._start
+        read, made = self._tokens
+        return Progress(len(journal), journal.done, journal.errors, journal.resumed, read, made, seconds)
+
+    def put(self, answers: list[BatchAnswer]) -> None:
+        """Queue answers for writing.
+
+        Raises:
+            RabbitLLMError: earlier answers could not be written.
+        """
+        self.check()
+        self._queue.put(answers)
+
+    def check(self) -> None:
+        """Raise the error of a failed write."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Write the queued answers, and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        over = False
+        self._tell(self.progress)
+        while not over:
+            groups = [self._queue.get()]
+            try:
+                while True:
+                    groups.append(self._queue.get_nowait())
+            except queue.Empty:
+                pass
+            over = None in groups
+            answers = [one for group in groups if group is not None for one in group]
+            if answers and self._error is None:
+                try:
+                    self._journal.add(answers)
+                except BaseException as error:
+                    self._error = error
+                    continue
+                self._tokens[0] += sum(one.prompt_tokens for one in answers)
+                self._tokens[1] += sum(one.new_tokens for one in answers)
+                self._tell(self.progress)
+
+
+SPARE_TOKENS = 256
+"""Allowance for the chat template of a line, and more."""
+CACHE_SHARE = 2
+"""The KV cache gets at most one part in this many of the free memory, if no size is given. Lines that need more do
+not raise this limit, and the memory of a pass does not lower it."""
+MAX_PASS_SHARE = 4
+"""A pass computes in at most one part in this many of the free memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchModel:
+    """A loaded model.
+
+    Attributes:
+        model: a model from `AutoModel.from_pretrained`.
+        cache_bytes: limit of the KV cache; None if it could not be predicted before the model was loaded.
+        folder: the split directory; None without one.
+        weights: digest of their source; None where it is not recorded.
+    """
+
+    model: Any
+    cache_bytes: int | None = None
+    folder: Path | None = None
+    weights: str | None = None
+
+
+def loaded(request: LoadRequest, scan: InputScan, limits: JobLimits) -> BatchModel:
+    """Load the model.
+
+    Args:
+        request: the model, its split and its run.
+        scan: the scan of the input.
+        limits: limits of the batch; without one of the KV cache it gets the need of the lines, up to half of the free
+            memory.
+
+    Raises:
+        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
+        run, found = request.run, pulled(request)
+        cache_bytes, pass_bytes = limits.cache_bytes, 0
+        if found is not None and run.max_memory is None:
+            lengths = [length for length, kind in zip(scan.lengths, scan.kinds, strict=True) if kind == GENERATIONS]
+            free = sum(device.free_bytes() for device in resolve_devices(run.device, None))
+            config = read_config(found.config_folder, run.trust_remote_code)
+            if cache_bytes is None:
+                needed = needed_bytes(config, lengths, limits.sequences, run.dtype)
+                cache_bytes = min(needed, free // CACHE_SHARE) or None
+            texts = min(len(lengths), limits.sequences)
+            pass_bytes = min(good_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
+        run = replace(run, max_memory=with_room(run, cache_bytes, pass_bytes), show_progress=False)
+        model = load(replace(request, run=run), found, Console(stderr=True, highlight=False))
+    transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
+    if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
+        cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
+    if found is None:
+        return BatchModel(model, cache_bytes)
+    return BatchModel(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
+
+
+def settings_of(request: LoadRequest) -> dict[str, Any]:
+    """The settings of a model that change answers, without its name."""
+    spec = request.spec
+    return {"compression": spec.compression, "revision": spec.access.revision, "dtype": request.run.dtype}
+
+
+def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:
+    """Bytes of the KV cache, once the weights are loaded, if the user gave no size.
+
+    Args:
+        free: free memory in bytes.
+        cache_bytes: predicted size of the KV cache.
+        pass_bytes: working memory of a pass; the KV cache may take half of the free memory even so.
+    """
+    return min(cache_bytes, max(free - pass_bytes, free // CACHE_SHARE))
+
+
+def digest_of(source: SourceIdentity | None) -> str | None:
+    """A digest that identifies weights: of the fingerprints of their source shards."""
+    if source is None:
+        return None
+    said = json.dumps(sorted(source.fingerprints.items()))
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str | None = None) -> int:
+    """Bytes of the KV caches of the longest lines, all at the same time.
+
+    Args:
+        config: the model's config.
+        lengths: estimated tokens of each line.
+        sequences: limit of lines at a time.
+        dtype: the dtype to compute in; None for the config's.
+    """
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    cost = cost_by_config(text, _dtype_of(config, dtype))
+    longest = sorted(lengths, reverse=True)[:sequences]
+    if not longest:
+        return 0
+    # the longest one has to fit alone, even where a character is a token
+    longest.append(CHARACTERS_OF_A_TOKEN * longest[0] + SPARE_TOKENS)
+    return sum(cost.bytes_for(min(length, most) if isinstance(most, int) else length) for length in longest)
+
+
+def good_pass_bytes(config: Any, texts: int, dtype: str | None = None) -> int:
+    """Bytes, without the KV cache, for a pass with enough tokens to be worth reading the weights.
+
+    Args:
+        config: the model's config.
+        texts: limit of lines answered at a time.
+        dtype: the dtype to compute in; None for the config's.
+    """
+    return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).good(texts)
+
+
+def _dtype_of(config: Any, dtype: str | None) -> Any:
+    import torch
+
+    return getattr(torch, dtype) if dtype is not None else getattr(config, "dtype", None) or torch.bfloat16

@@ -1,0 +1,507 @@
+"""The cost model: bytes and seconds of a pass over a model, from its load plan and measured rates.
+
+Pure: measures nothing. Records of an estimate; the work of a pass with units and with experts; the time of a pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.checkpoints.config import picked_by
+from rabbitllm.engine.placement import Placement, Pool, Tier
+from rabbitllm.quant.compression import expanded_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rabbitllm.engine.load_plan import LoadPlan
+    from rabbitllm.engine.units import Place, UnitSource
+
+PROMPT_TOKENS = 16
+"""Length of the prompt whose answer's first token is estimated."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierContent:
+    """The content of one tier: `tier` as in `engine.placement.Tier`, units and the bytes they are stored in."""
+
+    device: str
+    tier: str
+    units: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A rate that was measured on this machine: its description, and bytes per second."""
+
+    what: str
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts that compute on one device, of all layers together; bytes as stored.
+
+    Attributes:
+        device: the device.
+        tier: as in `engine.placement.Tier`: "by routing" if they are streamed, else all are resident.
+        count: number of experts.
+        used: number of them that a token uses.
+        stored_bytes: of all.
+        used_bytes: of those that a token uses.
+        kept_bytes: of those that are kept on the device.
+        host_bytes: of those that are kept in pinned host memory.
+        read_bytes: bytes that a token reads, if all experts are used equally.
+        copied_bytes: bytes that a token copies from host memory, in the same case.
+    """
+
+    device: str
+    tier: str
+    count: int
+    used: int
+    stored_bytes: int
+    used_bytes: int
+    kept_bytes: int
+    host_bytes: int
+    read_bytes: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationEstimate:
+    """The generation estimate at one compression.
+
+    In a mixture of experts a token reads the experts that are not in memory. Which ones those are depends on the text;
+    bytes and times are for a model that uses all its experts equally, which finds the fewest in memory.
+
+    Attributes:
+        compression: None, "8bit", "4bit", "4bit-double" or "auto".
+        obstacle: why there is no estimate for the model; None if there is one.
+        refused: whether that is because loading would refuse it.
+        placed: placement of its units, as in `model.placement`, without experts that are streamed individually.
+        stays_bytes: stored bytes that are resident in memory or on a device, experts included.
+        read_bytes: bytes that each token reads, from the disk or, if they fit there, from the page cache.
+        from_the_disk: whether they come from the disk, on every token.
+        token_seconds: a token after the first; None if a rate could not be measured.
+        first_token_seconds: the first one, with a prompt of `PROMPT_TOKENS` and nothing of the model in the page cache.
+        speeds: the rates that both are based on.
+        copied_bytes: bytes that each token copies from host memory to devices.
+        experts: experts with a placement of their own, by device.
+        found_token_seconds: a token after the first all of whose experts are where they compute; that of any token
+            if no experts are streamed.
+        placement: of each unit.
+        too_little_memory: the memory that a pass needs and that this process may take, if that is less: loading it
+            here would be refused; None if it is enough.
+    """
+
+    compression: str | None
+    obstacle: str | None = None
+    placed: tuple[TierContent, ...] = ()
+    stays_bytes: int = 0
+    read_bytes: int = 0
+    from_the_disk: bool = False
+    token_seconds: float | None = None
+    first_token_seconds: float | None = None
+    speeds: tuple[Speed, ...] = ()
+    copied_bytes: int = 0
+    experts: tuple[Experts, ...] = ()
+    found_token_seconds: float | None = None
+    placement: Placement | None = None
+    refused: bool = False
+    too_little_memory: str | None = None
+
+
+# The work of a pass with each unit: the bytes it reads, multiplies with and makes. Taken from the load plan that the
+# model itself is loaded by.
+
+HOOKED = (Tier.PACKED, Tier.PINNED, Tier.STREAMED)
+"""Tiers whose parameters are bound for each pass."""
+STAYING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED)
+"""Tiers that are not read from the disk again."""
+_COPIED = (Tier.PINNED, Tier.STREAMED)
+BITSANDBYTES = "bitsandbytes "
+"""Prefix of the forms of checkpoints that are published for bitsandbytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix, or several equal ones, that a pass multiplies with.
+
+    Attributes:
+        form: form it is multiplied from: "4bit" and "8bit" are codes, "bitsandbytes …" those of a checkpoint that is
+            published in that form, anything else is a torch dtype's name.
+        shape: (rows, columns).
+        nbytes: in that form; of all of them.
+        share: of the bytes that one token needs: below 1 for experts, of which a router picks a few.
+    """
+
+    form: str
+    shape: tuple[int, int]
+    nbytes: int
+    share: float = 1.0
+
+    def touched(self, tokens: int) -> float:
+        """Return the expected bytes that this many tokens need, each routed independently."""
+        return self.nbytes * (1 - (1 - self.share) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """The work of a pass with one unit.
+
+    Attributes:
+        unit: its path in the model.
+        device: the device that computes it.
+        streamed: bytes that are read for each pass; 0 if it is resident.
+        uploaded: bytes that are copied to its device for each pass.
+        products: the matrices it multiplies with.
+        hooked: whether its parameters are bound, and made if necessary, for each pass.
+        modules: number of modules inside it, itself included; 0 outside of decoder layers.
+        once: whether it is part of an encoder, which only the first token needs.
+        kind: equal for units that take the same time.
+    """
+
+    unit: str
+    device: str
+    streamed: int
+    uploaded: int
+    products: tuple[Product, ...]
+    hooked: bool
+    modules: int
+    once: bool
+    kind: tuple[Any, ...]
+
+
+def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
+    """Return the work of a pass, unit by unit, in its order."""
+    picked, encoder = picked_by(plan.model.config.get_text_config()), _encoder_path(plan.model)
+    hosts = {budget.device for budget in plan.placement.budgets if budget.is_host}
+    found = []
+    for placed in plan.placement.units:
+        source = plan.sources[placed.unit]
+        streamed = placed.stored if placed.tier is Tier.STREAMED else 0
+        uploaded = placed.stored if placed.device not in hosts and placed.tier in _COPIED else 0
+        hooked = placed.tier in HOOKED
+        modules = sum(1 for _ in source.unit.module.modules()) if source.unit.is_layer else 0
+        products = tuple(_products(source, picked))
+        kind = (placed.device, products, hooked, modules, len(tuple(source.places)), source.stored_bytes)
+        once = encoder is not None and (placed.unit + ".").startswith(encoder)
+        found.append(UnitWork(placed.unit, placed.device, streamed, uploaded, products, hooked, modules, once, kind))
+    return tuple(found)
+
+
+def shapes(work: Iterable[UnitWork], form: str) -> Mapping[tuple[int, int], int]:
+    """Return the shapes of the matrices in a form, and the bytes that one token needs of each, the most first."""
+    found: Counter[tuple[int, int]] = Counter()
+    for unit in work:
+        for product in unit.products:
+            if product.form == form:
+                found[product.shape] += round(product.touched(1))
+    return dict(found.most_common())
+
+
+def _encoder_path(model: Any) -> str | None:
+    """Return the path of the encoder, with a trailing dot; None if there is none."""
+    if not model.config.is_encoder_decoder:
+        return None
+    encoder = model.get_encoder()
+    return next((f"{name}." for name, module in model.named_modules() if module is encoder and name), None)
+
+
+def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
+    from torch import nn
+
+    if isinstance(source.unit.module, nn.Embedding):
+        return  # one row per token
+    for job in source.jobs:
+        for _, place in job.packed:
+            stored = source.stored[job.recipe.sources[0][1]]
+            assert stored.quantized is not None
+            nbytes = stored.nbytes + expanded_bytes(stored.quantized)
+            yield Product(stored.quantized.codes.scheme, _matrix(place), nbytes)
+        for _, place in job.places:
+            if job.recipe.wraps and (form := _own_form(_owner(source, place))) is not None:
+                yield Product(form, _matrix(place), sum(source.stored[name].nbytes for _, name in job.recipe.sources))
+            elif len(place.shape) >= 2:
+                nbytes = place.shape.numel() * place.dtype.itemsize
+                yield Product(str(place.dtype).removeprefix("torch."), _matrix(place), nbytes, _share(place, picked))
+
+
+def _own_form(module: nn.Module) -> str | None:
+    """Return the form of a module of bitsandbytes, of 4bit with its compute dtype; None for any other module."""
+    kind = type(module).__name__
+    if kind == "Linear8bitLt":
+        return f"{BITSANDBYTES}8bit"
+    if kind == "Linear4bit":
+        return f"{BITSANDBYTES}4bit in {str(module.compute_dtype or 'float32').removeprefix('torch.')}"
+    return None
+
+
+def _owner(source: UnitSource, place: Place) -> nn.Module:
+    """Return the module that holds a `Place`."""
+    inside = place.target.rpartition(".")[0].removeprefix(source.unit.name)
+    return source.unit.module.get_submodule(inside.removeprefix("."))
+
+
+def _matrix(place: Place) -> tuple[int, int]:
+    return place.shape[-2], place.shape[-1]
+
+
+def _share(place: Place, picked: int | None) -> float:
+    """Return the share of experts, in one tensor of three dimensions, that a router picks; 1 for other tensors."""
+    experts = place.shape[0] if len(place.shape) == 3 else 0
+    return picked / experts if picked is not None and picked < experts else 1.0
+
+
+# The experts that a token needs, and the share of them that is in memory.
+#
+# Which experts a token is routed to depends on its text. The estimates assume that all experts of a layer are used
+# equally and independently for each token: then memory that keeps a share c of them has an expert that a token needs
+# with probability c, whatever the cache's policy. Models use some experts more than others, and a cache keeps those, so
+# in practice more are found.
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedWork:
+    """The work of a pass with the experts of one module.
+
+    Attributes:
+        name: the module's path in the model.
+        unit: the unit that contains it.
+        device: the device that computes them.
+        tier: `ROUTED` if they are streamed; else they are resident.
+        is_host: whether that device computes in the host memory where layer files are mapped.
+        experts: number of experts.
+        used: number of them that a token uses.
+        expert_bytes: of one, on disk.
+        on_device: the share of them that is kept where they compute; 1 if they are resident.
+        in_host: the share that is kept in pinned host memory.
+        kind: equal for modules whose calls take the same time.
+    """
+
+    name: str
+    unit: str
+    device: str
+    tier: Tier
+    is_host: bool
+    experts: int
+    used: int
+    expert_bytes: int
+    on_device: float
+    in_host: float
+    kind: tuple[Any, ...]
+
+    @property
+    def missed(self) -> float:
+        """The share that is not kept in memory."""
+        return max(1.0 - self.on_device - self.in_host, 0.0)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all of them."""
+        return self.experts * self.expert_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the experts that a token uses."""
+        return self.used * self.expert_bytes
+
+    @property
+    def read_bytes(self) -> float:
+        """The expected bytes that a token reads."""
+        return self.missed * self.used_bytes
+
+    @property
+    def copied_bytes(self) -> float:
+        """The expected bytes that a token copies from host memory to a device that does not share it."""
+        return 0.0 if self.is_host else (1.0 - self.on_device) * self.used_bytes
+
+    def touched_bytes(self, tokens: int) -> float:
+        """Return the expected bytes of the distinct experts that this many tokens use."""
+        return self.stored_bytes * (1 - (1 - self.used / self.experts) ** tokens)
+
+
+def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
+    """Return the work of a pass with experts, module by module, in its order."""
+    known = {source.name: source for source in plan.experts}
+    pools = {pool.device: pool for pool in plan.placement.pools}
+    hosts = {budget.device for budget in plan.placement.budgets if budget.is_host}
+    found = []
+    for placed in plan.placement.experts:
+        source = known[placed.unit]
+        routed = placed.tier is Tier.ROUTED
+        on_device, in_host = _shares(pools[placed.device]) if routed else (1.0, 0.0)
+        forms = tuple((leaf.shape, leaf.is_view, leaf.packed) for leaf in source.leaves.values())
+        found.append(
+            RoutedWork(
+                name=source.name,
+                unit=source.unit,
+                device=placed.device,
+                tier=placed.tier,
+                is_host=placed.device in hosts,
+                experts=source.experts,
+                used=source.used,
+                expert_bytes=source.expert_bytes,
+                on_device=on_device,
+                in_host=in_host,
+                kind=(placed.device, placed.tier, source.experts, source.used, source.nbytes, forms),
+            )
+        )
+    return tuple(found)
+
+
+def by_unit(work: Iterable[RoutedWork]) -> dict[str, list[RoutedWork]]:
+    """Group the modules by unit."""
+    found: dict[str, list[RoutedWork]] = {}
+    for routed in work:
+        found.setdefault(routed.unit, []).append(routed)
+    return found
+
+
+def _shares(pool: Pool) -> tuple[float, float]:
+    return pool.slots / pool.experts, pool.host_slots / pool.experts
+
+
+def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:
+    """Sum up the modules of each device and tier."""
+    groups: dict[tuple[str, Tier], list[RoutedWork]] = {}
+    for routed in work:
+        groups.setdefault((routed.device, routed.tier), []).append(routed)
+    return tuple(
+        Experts(
+            device=device,
+            tier=tier.value,
+            count=sum(routed.experts for routed in own),
+            used=sum(routed.used for routed in own),
+            stored_bytes=sum(routed.stored_bytes for routed in own),
+            used_bytes=sum(routed.used_bytes for routed in own),
+            kept_bytes=round(sum(routed.on_device * routed.stored_bytes for routed in own)),
+            host_bytes=round(sum(routed.in_host * routed.stored_bytes for routed in own)),
+            read_bytes=round(sum(routed.read_bytes for routed in own)),
+            copied_bytes=round(sum(routed.copied_bytes for routed in own)),
+        )
+        for (device, tier), own in groups.items()
+    )
+
+
+def bytes_of_a_pass(
+    compression: str | None, placement: Placement, work: Sequence[UnitWork], routed: Sequence[RoutedWork]
+) -> GenerationEstimate:
+    """Return the part of a generation estimate that needs no rates.
+
+    Args:
+        compression: of the layer files.
+        placement: of the model.
+        work, routed: of a pass with its units and its experts.
+    """
+    experts = experts_of(routed)
+    units: Counter[tuple[str, Tier]] = Counter()
+    nbytes: Counter[tuple[str, Tier]] = Counter()
+    for placed in placement.units:
+        units[placed.device, placed.tier] += 1
+        nbytes[placed.device, placed.tier] += placed.counted
+    decoding = [unit for unit in work if not unit.once]
+    stays = sum(placed.counted for placed in placement.units if placed.tier in STAYING)
+    return GenerationEstimate(
+        compression,
+        placed=tuple(TierContent(name, tier.value, n, nbytes[name, tier]) for (name, tier), n in units.items()),
+        stays_bytes=stays + sum(own.kept_bytes + own.host_bytes for own in experts),
+        copied_bytes=sum(unit.uploaded for unit in decoding) + sum(own.copied_bytes for own in experts),
+        read_bytes=sum(unit.streamed for unit in decoding) + sum(own.read_bytes for own in experts),
+        experts=experts,
+        placement=placement,
+    )
+
+
+# The time of a pass, from the times of reading and computing each unit: seconds in, seconds out.
+#
+# A pass runs the units in order, and is followed by the next one. Of a device's streamed units one computes while the
+# following one is read: reading begins when the one before it is taken, continues while other units compute until it is
+# needed, and is waited for if it is not done by then (`engine/prefetch.py`: one thread and two buffers per device). The
+# first streamed unit of a pass is read while the last units of the pass before compute.
+#
+# While both are in progress, each is slower than alone: computing by `Strain.computing`, reading by `Strain.reading`,
+# which are measured, not assumed. (Reading past the page cache costs the processor little; from the page cache it is a
+# copy that occupies a core.) Devices that read at the same time share the disk.
+#
+# So for consecutive streamed units with r seconds of reading and c of computing each, a unit takes max(r, c) if neither
+# slows the other down, and r + c if it is the only streamed unit, since nothing is read ahead of it.
+
+PASSES = 3
+"""Passes that are simulated after the first one, for which nothing was read ahead."""
+_NOTHING = 1e-12
+"""Remaining seconds that are due to rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTime:
+    """Times of one unit of a pass, in seconds of undisturbed work.
+
+    Attributes:
+        device: the device that computes; each has a reader of its own.
+        compute: seconds to bind, make and multiply.
+        read: seconds to read or copy it; 0 if it is resident.
+    """
+
+    device: str
+    compute: float
+    read: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """The factors by which computing and reading take longer while both are in progress; at least 1."""
+
+    computing: float = 1.0
+    reading: float = 1.0
+
+
+ALONE = Strain()
+
+
+def pass_seconds(steps: Sequence[UnitTime], strain: Strain = ALONE) -> float:
+    """Return the seconds of a pass that follows others: the mean of a few, since those of several devices may differ.
+
+    Args:
+        steps: the units, in the order of a pass.
+        strain: how reading and computing slow each other down.
+    """
+    follower: dict[int, int] = {}  # a streamed unit -> the next one of its device, cyclically
+    for device in {step.device for step in steps}:
+        order = [number for number, step in enumerate(steps) if step.device == device and step.read]
+        follower |= dict(zip(order, order[1:] + order[:1], strict=True))
+    now = begun = 0.0
+    left: dict[str, float] = {}  # undisturbed seconds until the reader of a device is done
+
+    def advance(most: float, slower: float) -> float:
+        """Advance the time until a reader is done, by at most this many seconds; return how many."""
+        nonlocal now
+        readers = [device for device, seconds in left.items() if seconds > _NOTHING]
+        slower *= max(len(readers), 1)
+        took = min([most, *(left[device] * slower for device in readers)])
+        for device in readers:
+            left[device] -= took / slower
+        now += took
+        return took
+
+    for turn, (number, step) in itertools.product(range(1 + PASSES), enumerate(steps)):
+        if (turn, number) == (1, 0):
+            begun = now
+        if step.read:
+            left.setdefault(step.device, step.read)
+            while left[step.device] > _NOTHING:
+                advance(float("inf"), 1.0)
+            del left[step.device]
+            if follower[number] != number:
+                left[step.device] = steps[follower[number]].read
+        seconds = step.compute
+        while seconds > _NOTHING:
+            reading = any(one > _NOTHING for one in left.values())
+            speed = 1 / strain.computing if reading else 1.0
+            seconds -= advance(seconds / speed, strain.reading) * speed
+    return (now - begun) / PASSES

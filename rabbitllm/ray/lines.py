@@ -1,0 +1,334 @@
+"""`rabbitllm batch --ray`: unanswered lines of a journal, answered by actors of a Ray cluster.
+
+The input is read and the results are written here, by one process, as without a cluster: so the order is kept, each
+line gets one answer, and a batch begun on a cluster can be finished without it. Each answer reaches this process as
+soon as it is complete. A line is assigned to one worker, which has loaded its model once; only if that worker is lost,
+its unanswered lines are assigned to another one. Why actors and not Ray Data, whose unit is a block of rows, is in
+docs/CLUSTER.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.terminal import counted
+from rabbitllm.batch_jobs.inputs import InputScan
+from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
+from rabbitllm.batch_jobs.job import digest_of
+from rabbitllm.batch_jobs.journal import BatchJournal
+from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
+from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
+from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
+
+
+def answering_on(
+    address: str, request: LoadRequest, name: str, limits: JobLimits, workers: int | None = None
+) -> Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]]:
+    """A function that provides the answers missing in a journal.
+
+    Args:
+        address: see `cluster.connected`.
+        request: the model, its split and its run.
+        name: the model's name as the user gave it.
+        limits: limits of the batch of one worker.
+        workers: see `worker_pool`.
+
+    Raises:
+        ClusterError, OptionError: see `connected`, `check_machines`, `worker_pool`, `RayAnswers`; raised on first use.
+        ResultsError: the journal was begun with other weights.
+    """
+
+    def elsewhere(scan: InputScan, journal: BatchJournal) -> Generator[list[BatchAnswer]]:
+        order = [int(index) for index in scan.ordered(journal.missing())]
+        with connected(address) as nodes:
+            pool = worker_pool(nodes, workers)
+            check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
+            say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; they get the model ready …")
+            job = WorkerJob(everywhere(request), name, limits, _longest(scan, limits.sequences), pool.share)
+            chunks = in_chunks(order, pool.workers, limits.sequences)
+
+            def check(about: WorkerInfo) -> None:
+                if (weights := digest_of(about.source)) is not None:
+                    journal.check_weights(weights)
+
+            yield from RayAnswers(pool, job, check=check).answered(chunks, scan.item)
+
+    return elsewhere
+
+
+def _longest(scan: InputScan, count: int) -> tuple[tuple[int, int], ...]:
+    found = sorted(zip(scan.lengths, scan.kinds, strict=True), reverse=True)
+    return tuple((int(length), int(kind)) for length, kind in found[:count])
+
+
+PASSFULS = 4
+"""Limit of a chunk, in full passes: the last passes of each chunk are not full."""
+TURNS = 2
+"""Minimum of chunks per worker, if there are enough lines: a slow worker then delays the end less."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPool:
+    """The workers of a batch.
+
+    Attributes:
+        workers: number of workers.
+        cpus, gpus: reserved by Ray for each.
+        share: limit of workers on one machine.
+    """
+
+    workers: int
+    cpus: int
+    gpus: int
+    share: int
+
+
+def worker_pool(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool:
+    """A worker for each GPU; where there is none, one for each machine.
+
+    Args:
+        nodes: the machines.
+        workers: number wanted by the user; None for the default.
+
+    Raises:
+        OptionError: the number is below 1, or above the number of processors or GPUs.
+    """
+    gpus, cpus = sum(node.gpus for node in nodes), sum(node.cpus for node in nodes)
+    count = (gpus or len(nodes)) if workers is None else workers
+    most = gpus or cpus
+    if not 1 <= count <= most:
+        kind = "GPUs" if gpus else "processors"
+        raise OptionError(
+            f"--ray-workers {count} does not suit a cluster of {most} {kind}.", f"Say 1 to {most}, or leave it out."
+        )
+    if gpus:
+        return WorkerPool(count, 1, 1, min(count, max(node.gpus for node in nodes)))
+    share = -(-count // len(nodes))
+    return WorkerPool(count, max(1, min(node.cpus for node in nodes) // share), 0, share)
+
+
+def in_chunks(order: Sequence[int], workers: int, sequences: int) -> list[list[int]]:
+    """Split lines, in the given order, into chunks of equal length; the last one may be shorter.
+
+    Args:
+        order: indices of lines.
+        workers: number of workers, each of which answers one chunk after the other.
+        sequences: limit of lines in one pass.
+    """
+    size = max(1, min(PASSFULS * sequences, -(-len(order) // (workers * TURNS))))
+    return [list(order[at : at + size]) for at in range(0, len(order), size)]
+
+
+POLL_SECONDS = 0.5
+PLACE_SECONDS, SAY_AGAIN_SECONDS = 10.0, 60.0
+"""Seconds until an unplaced worker is reported, and between such reports. Placement normally takes seconds."""
+TIMES = 4
+"""Number of workers lost one after the other, without an answer in between, that counts as an error."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    """An actor.
+
+    Attributes:
+        since: `time.monotonic()` of its creation.
+        placed: reference that resolves when the actor has started; None from then on.
+        getting_ready: reference that resolves when its model is ready; None from then on.
+        answers: its stream of answers while it works.
+        left: its unanswered items, by index.
+    """
+
+    actor: Any
+    since: float
+    placed: Any
+    getting_ready: Any
+    answers: Any = None
+    left: dict[int, Item] | None = None
+
+
+class RayAnswers:
+    """The workers of one batch. The process must be connected to the cluster.
+
+    Args:
+        pool: number of workers, and the resources of each.
+        job: job of every worker.
+        worker: the actor class.
+        check: called with the first ready worker, before any answer; may raise to stop.
+        tell: called with messages for the user.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        job: WorkerJob,
+        worker: type[Any] = Answerer,
+        check: Callable[[WorkerInfo], None] = lambda about: None,
+        tell: Callable[[str], None] = say,
+    ) -> None:
+        self._pool = pool
+        self._job = job
+        self._class = worker
+        self._check = check
+        self._tell = tell
+        self._told = float("-inf")
+        self._workers: list[_Worker] = []
+        self._about: WorkerInfo | None = None
+        self._lost = 0
+
+    def answered(self, chunks: Sequence[Sequence[int]], item: Callable[[int], Item]) -> Generator[list[BatchAnswer]]:
+        """Answers to lines, in groups that are complete at the same time.
+
+        Args:
+            chunks: indices of lines, each line once; a worker answers one chunk after the other.
+            item: reads a line.
+
+        Raises:
+            ClusterError: workers are lost repeatedly, or have different models.
+            RabbitLLMError, OSError, MemoryError: a worker's own error.
+        """
+        import ray
+
+        waiting = deque(list(chunk) for chunk in chunks)
+        try:
+            for _ in range(min(self._pool.workers, len(waiting))):
+                self._workers.append(self._started())
+            while waiting or any(worker.left for worker in self._workers):
+                for worker in self._workers:
+                    if waiting and worker.getting_ready is None and worker.answers is None:
+                        self._give(worker, [item(index) for index in waiting.popleft()])
+                of = {worker.getting_ready or worker.answers: worker for worker in self._at_work()}
+                done, _ = ray.wait([*of], timeout=POLL_SECONDS)
+                for reference in done:
+                    yield from self._heard(of[reference], waiting)
+                self._tell_who_waits()
+        finally:
+            for worker in self._workers:
+                _end(worker)
+
+    def _at_work(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.getting_ready is not None or worker.answers is not None]
+
+    def _started(self) -> _Worker:
+        import ray
+
+        options = {"num_cpus": self._pool.cpus, "num_gpus": self._pool.gpus, "scheduling_strategy": "SPREAD"}
+        actor = ray.remote(self._class).options(max_restarts=0, **options).remote(self._job)
+        return _Worker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
+
+    def _tell_who_waits(self) -> None:
+        """Report workers that cannot be placed: Ray itself waits silently, for ever."""
+        import ray
+
+        unplaced = {worker.placed: worker for worker in self._workers if worker.placed is not None}
+        if not unplaced:
+            return
+        for placed in ray.wait([*unplaced], num_returns=len(unplaced), timeout=0)[0]:
+            unplaced.pop(placed).placed = None
+        now = time.monotonic()
+        late = [worker for worker in unplaced.values() if now - worker.since >= PLACE_SECONDS]
+        if late and now - self._told >= SAY_AGAIN_SECONDS:
+            self._told = now
+            cluster: Any = ray  # its functions are untyped
+            self._tell(wanting(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
+
+    def _give(self, worker: _Worker, items: list[Item]) -> None:
+        worker.left = {one.index: one for one in items}
+        worker.answers = worker.actor.answer.options(num_returns="streaming").remote(items)
+
+    def _heard(self, worker: _Worker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
+        """Handle a report of a worker: that it is ready, some answers, the end of its chunk, or its loss."""
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            if worker.getting_ready is not None:
+                self._compare(ray.get(worker.getting_ready))
+                worker.getting_ready = None
+                return
+            assert worker.left is not None
+            try:
+                group: list[BatchAnswer] = ray.get(next(worker.answers))
+            except StopIteration:
+                if worker.left:
+                    waiting.appendleft([*worker.left])
+                worker.answers = worker.left = None
+                return
+        except RayTaskError as error:
+            raise _own(error) from None
+        except RayError as error:
+            self._replace(worker, waiting, error)
+            return
+        new = [one for one in group if worker.left.pop(one.index, None) is not None]
+        if new:
+            self._lost = 0
+            yield new
+
+    def _replace(self, worker: _Worker, waiting: deque[list[int]], error: Exception) -> None:
+        self._lost += 1
+        if self._lost >= TIMES:
+            raise ClusterError(
+                f"The workers that had lines of the batch died, {TIMES} of them one after the other: "
+                f"{type(error).__name__}.",
+                "Look whether memory ran out where they were (dmesg; `ray status`); fewer workers (--ray-workers) or "
+                "lines at a time (--sequences) need less. What was answered is kept, and the same command goes on.",
+            ) from error
+        self._workers.remove(worker)
+        _end(worker)  # it may be alive but unreachable
+        if worker.left:
+            waiting.appendleft([*worker.left])
+        self._workers.append(self._started())
+
+    def _compare(self, about: WorkerInfo) -> None:
+        if self._about is None:
+            self._check(about)
+            self._about = about
+        elif (why := about.differs_from(self._about)) is not None:
+            raise ClusterError(
+                f"The model on {about.host} is not the one on {self._about.host}: {why}.",
+                "Put one split directory into a folder that all machines share (--dir), or delete the wrong one. GPUs "
+                "and processors do not answer alike: use machines of one kind.",
+            )
+
+
+def wanting(pool: WorkerPool, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """The message about workers that have not started.
+
+    Args:
+        pool: the resources of each worker.
+        late: their number.
+        there, free: resources of the cluster, as Ray counts them.
+    """
+    kinds = [("processor", "CPU", pool.cpus), ("GPU", "GPU", pool.gpus)]
+    wanted = " and ".join(counted(count, kind) for kind, _, count in kinds if count)
+    found = ", ".join(
+        f"{free.get(name, 0):g} of {there.get(name, 0):g} {kind}s" for kind, name, count in kinds if count
+    )
+    who = f"{late} of {counted(pool.workers, 'worker')} {'has' if late == 1 else 'have'}"
+    return (
+        f"{who} no place on the cluster yet: each wants {wanted} of one machine; free in all: {found}. "
+        "`ray status` says what has them. Waiting …"
+    )
+
+
+def _end(worker: _Worker) -> None:
+    import ray
+
+    with contextlib.suppress(Exception):  # the error that led here is the one to report
+        ray.kill(worker.actor)
+
+
+def _own(error: Any) -> BaseException:
+    """The error of a worker, as it was raised there."""
+    cause = error.cause
+    if isinstance(cause, RabbitLLMError | OSError | MemoryError):
+        return cause
+    return ClusterError(
+        f"A worker failed at lines of the batch: {type(cause).__name__}: {cause}.",
+        "What was answered is kept, and the same command goes on; without --ray it says more.",
+    )

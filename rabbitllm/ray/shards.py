@@ -1,0 +1,225 @@
+"""`rabbitllm pull --ray`: shards filled into layer files by tasks of a Ray cluster, in a shared folder.
+
+Ray runs a task again if its worker or machine died. `splitter/shard_loop.py` decides what is durable, which layers
+are complete and which shards may be deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.terminal import counted
+from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
+from rabbitllm.models.pull import Pulled, pull
+from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
+from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
+from rabbitllm.splitter.lock import Lease, LeaseCheck, granted, revoke
+from rabbitllm.splitter.mover import FillTarget, Mover
+from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.sums import ShardChecksums
+from rabbitllm.telemetry.profiler import Profiler
+
+# The task of a worker for one shard: writes it into the layer files that contain its tensors, durably.
+#
+# Runs in a separate process that may be killed at any moment: repeated, it writes the same bytes at the same offsets.
+# Independent of clusters.
+
+
+def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> ShardChecksums:
+    """Fill unfinished layer files from a shard.
+
+    Args:
+        shard: the shard.
+        work: the part of a split that is about this shard (`SplitWork.of_shard`).
+        lease: checked before every few MB; without it nothing more is written.
+        threads: number of threads that read, quantize and write.
+
+    Returns:
+        The checksums of the shard's tensors. All of its bytes are durable.
+
+    Raises:
+        ClusterError: the lease is gone.
+        CorruptShardError, HubError, MissingShardError: see `Filler.fill`.
+    """
+    looks = LeaseCheck(lease)
+    looks.check()
+    profiler = Profiler(enabled=False)
+    layers = list(work.plan.layouts)
+    targets: dict[str, FillTarget] = {}
+    mover = Mover(threads, work.quantize_on, profiler, looks.check, fitted=work.fitted)
+    fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], looks.check)
+    try:
+        filler = Filler(work, mover, profiler)
+        for _, arriving in fetcher.shards([shard]):
+            filler.fill(shard, arriving, targets, layers)
+        mover.sync(targets.values())
+        return mover.sums.take_with_sources(filler.forms_of(shard, layers))
+    finally:
+        fetcher.close()
+        mover.close()
+        for target in targets.values():
+            target.close()
+
+
+# The choice of the next shard while others are in work. Pure.
+
+Part = tuple[PlannedShard, SplitWork]
+
+
+def next_part(waiting: Sequence[Part], in_work: Iterable[Part], *, apart: bool) -> Part | None:
+    """The first part that may be started; None if all have to wait for one in work.
+
+    Args:
+        waiting: in the preferred order.
+        in_work: parts that are started and not finished.
+        apart: whether parts that fill the same layer file exclude each other. Network file systems guarantee that one
+            machine sees the writes of another only if it opens the file after the other has closed it (close-to-open,
+            nfs(5)); until then each may write back its own version of a page in which both have bytes.
+    """
+    if not apart:
+        return waiting[0] if waiting else None
+    taken: set[str] = set()
+    for _, work in in_work:
+        taken |= work.plan.layouts.keys()
+    return next((part for part in waiting if _is_free(part, taken)), None)
+
+
+def _is_free(part: Part, taken: Collection[str]) -> bool:
+    return not any(layer in taken for layer in part[1].plan.layouts)
+
+
+CPUS_A_TASK = 2
+"""Processors that Ray reserves for a shard, and threads that work on it."""
+TIMES = 4
+"""Attempts at a shard before the death of its workers is attributed to the shard."""
+POLL_SECONDS = 0.2
+STOP_SECONDS = 10.0
+"""Time limit for tasks to stop."""
+Fill = Callable[[PlannedShard, SplitWork, Lease, int], ShardChecksums]
+"""See `fill_from`."""
+
+
+class RayShardExecutor:
+    """A shard executor of Ray tasks; see `ShardExecutor`. The process must be connected to the cluster.
+
+    Args:
+        nodes: its machines.
+        at_once: limit of shards in work at a time; None for as many as the processors of the machines allow.
+        quantizes: whether tensors are quantized.
+        fill: the task for one shard.
+
+    Raises:
+        OptionError: `at_once` is below 1.
+    """
+
+    def __init__(self, nodes: Sequence[Node], at_once: int | None, *, quantizes: bool, fill: Fill = fill_from) -> None:
+        if at_once is not None and at_once < 1:
+            raise OptionError(f"--ray-tasks {at_once} is no number of shards.", "Say 1 or more, or leave it out.")
+        self._nodes = nodes
+        self._quantizes = quantizes
+        self._fill = fill
+        self._lease: Lease | None = None
+        self._cpus = min(CPUS_A_TASK, *(node.cpus for node in nodes)) if nodes else CPUS_A_TASK
+        self.at_once = at_once or sum(node.cpus // self._cpus for node in nodes)
+
+    @contextlib.contextmanager
+    def sharing(self, folder: Path, seen: Sequence[Path]) -> Iterator[None]:
+        with granted(folder.absolute()) as lease:
+            check_machines(self._nodes, lease, [path.absolute() for path in seen], quantizes=self._quantizes)
+            self._lease = lease
+            try:
+                yield
+            finally:
+                self._lease = None
+
+    def filled(
+        self, parts: Sequence[Part], began: Callable[[PlannedShard], None], watch: Callable[[], None]
+    ) -> Generator[Filled]:
+        import ray
+
+        assert self._lease is not None, "only while the folder is shared"
+        task = ray.remote(num_cpus=self._cpus, max_retries=TIMES - 1)(_filled)
+        waiting, in_work = [*parts], dict[Any, Part]()
+        at_once = min((work.at_once for _, work in parts), default=1)
+        try:
+            while waiting or in_work:
+                while len(in_work) < at_once:
+                    part = next_part(waiting, in_work.values(), apart=len(self._nodes) > 1)
+                    if part is None:
+                        break
+                    waiting.remove(part)
+                    began(part[0])
+                    in_work[task.remote(self._fill, *part, self._lease, self._cpus)] = part
+                done, _ = ray.wait([*in_work], timeout=POLL_SECONDS)
+                watch()
+                for reference in done:
+                    shard = in_work[reference][0]
+                    sums = _result(reference, shard)
+                    del in_work[reference]
+                    yield shard, sums
+        finally:
+            if in_work:
+                revoke(self._lease.folder)
+                _wait_for_end([*in_work])
+
+
+def _filled(fill: Fill, shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> ShardChecksums:
+    return fill(shard, work, lease, threads)
+
+
+def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        sums: ShardChecksums = ray.get(reference)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RabbitLLMError | OSError):
+            raise cause from None
+        raise ClusterError(
+            f"A worker failed at {shard.name}: {type(cause).__name__}: {cause}.",
+            "The same call goes on where it stopped; without --ray it says more.",
+        ) from error
+    except RayError as error:
+        raise ClusterError(
+            f"The workers that had {shard.name} died, {TIMES} of them one after the other: {type(error).__name__}.",
+            "Look whether memory ran out where they were (dmesg; `ray status`), or take fewer shards at a time "
+            "(--ray-tasks). The same call goes on where it stopped.",
+        ) from error
+    return sums
+
+
+def _wait_for_end(references: Sequence[Any]) -> None:
+    """Wait until tasks whose lease is revoked have noticed.
+
+    They are not cancelled: Ray 2.60 was seen to abort the process that cancels a task whose result is just arriving
+    ("Tried to complete task that was not pending").
+    """
+    if references:
+        import ray
+
+        with contextlib.suppress(Exception):  # the error that led here is the one to report
+            ray.wait(list(references), num_returns=len(references), timeout=STOP_SECONDS)
+
+
+def pull_on(address: str, request: LoadRequest, at_once: int | None = None) -> Pulled:
+    """Like `pull`, but a Ray cluster fills the layer files.
+
+    Args:
+        address: see `connected`.
+        request: the model and its split.
+        at_once: limit of shards in work at a time; None for as many as the processors of the machines allow.
+
+    Raises:
+        ClusterError: the cluster does not answer, or a machine cannot take part; nothing was changed.
+        RabbitLLMError: see `pull`.
+    """
+    with connected(address) as nodes:
+        executor = RayShardExecutor(nodes, at_once, quantizes=request.spec.compression is not None)
+        say(f"{counted(len(nodes), 'machine')}, up to {counted(executor.at_once, 'shard')} at a time")
+        return pull(everywhere(request), executor)

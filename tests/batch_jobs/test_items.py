@@ -1,0 +1,126 @@
+"""What the object of a line asks for, and what is said of one that asks for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rabbitllm.batch_jobs.items import (
+    BatchCall,
+    Choose,
+    Defaults,
+    Embed,
+    Generate,
+    LineError,
+    Refused,
+    ScoreItem,
+    asked_of,
+    key_of,
+    pooling_of,
+)
+from rabbitllm.errors import OptionError
+
+DEFAULTS = Defaults(max_new_tokens=9, temperature=0.5, seed=100, stop=("END",))
+
+
+@pytest.mark.parametrize(
+    ("value", "asked"),
+    [
+        ({"prompt": "a"}, Generate("a", 9, 0.5, None, 103, ("END",))),
+        ({"prompt": [4, 5], "max_tokens": 2, "seed": 7}, Generate((4, 5), 2, 0.5, None, 7, ("END",))),
+        ({"tokens": [4, 5], "stop": "x", "n": 2}, Generate((4, 5), 9, 0.5, None, 103, ("x",), 2)),
+        ({"prompt": "a", "stop": ["x", "", "x"], "top_p": 1}, Generate("a", 9, 0.5, 1.0, 103, ("x",))),
+        ({"prompt": "a", "temperature": 0, "label": object()}, Generate("a", 9, 0.0, None, 103, ("END",))),
+        ({"prompt": "a", "max_new_tokens": 3, "messages": None}, Generate("a", 3, 0.5, None, 103, ("END",))),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            Generate(({"role": "user", "content": "a"},), 9, 0.5, None, 103, ("END",)),
+        ),
+        ({"context": "a", "continuation": " b"}, ScoreItem("a", (" b",))),
+        ({"context": "a", "continuation": [" b", " c"]}, ScoreItem("a", (" b", " c"), True)),
+        ({"continuation": "b"}, ScoreItem("", ("b",))),
+        ({"context": "a", "choices": ["b", "c"]}, Choose("a", ("b", "c"))),
+        ({"input": "a"}, Embed(("a",))),
+        ({"input": [1, 2]}, Embed(((1, 2),))),
+        ({"input": ["a", [1]], "pooling": "mean", "normalise": True}, Embed(("a", (1,)), True, "mean", True)),
+        (
+            {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}},
+            BatchCall("/v1/completions", {"prompt": "a"}, DEFAULTS),
+        ),
+    ],
+)
+def test_what_a_line_asks_for(value: dict[str, Any], asked: object) -> None:
+    assert asked_of(value, 3, DEFAULTS) == asked
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([], "The line is a list; expected an object"),
+        ({}, "the line has none of them"),
+        ({"prompt": "a", "messages": []}, "the line has prompt and messages"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": 5}, "prompt is a number; expected a text"),
+        ({"prompt": ["a"]}, "prompt is a list; expected a text"),
+        ({"tokens": [1, -1]}, "tokens is a list; expected a list of token ids"),
+        ({"tokens": [True]}, "expected a list of token ids"),
+        ({"messages": "a"}, "messages is a text; expected a list"),
+        ({"messages": [{"content": "a"}]}, "messages.0 is no message"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0; expected 1 or more"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens is 1.5"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens is True"),
+        ({"prompt": "a", "temperature": -1}, "temperature is -1; expected 0 or more"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
+        ({"prompt": "a", "top_p": 0}, "top_p is 0"),
+        ({"prompt": "a", "seed": 1 << 70}, "seed is "),
+        ({"prompt": "a", "n": 1000}, "n is 1000"),
+        ({"prompt": "a", "stop": 5}, "stop is a number"),
+        ({"context": 5, "continuation": "a"}, "context is a number"),
+        ({"context": "a", "continuation": ""}, "none of them empty"),
+        ({"context": "a", "choices": "b"}, "choices is a text; expected a list of texts"),
+        ({"context": "a", "choices": []}, "choices is a list"),
+        ({"input": []}, "input is empty"),
+        ({"input": {}}, "input is an object"),
+        ({"input": "a", "pooling": "max"}, "pooling is 'max'; expected last or mean"),
+        ({"input": "a", "normalise": 1}, "normalise is a number"),
+    ],
+)
+def test_what_is_said_of_a_line_that_asks_for_nothing(value: object, said: str) -> None:
+    refused = asked_of(value, 0, DEFAULTS)
+    assert isinstance(refused, Refused)
+    assert said in refused.message
+    assert not refused.as_call
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"method": "GET"}, "method is 'GET'; expected POST"),
+        ({"url": "/v1/images"}, "url is '/v1/images'"),
+        ({"body": "x"}, "body is a text; expected an object"),
+        ({"body": {"stream": True}}, "stream is not for batches"),
+    ],
+)
+def test_what_is_said_of_a_line_in_openais_format(changed: dict[str, Any], said: str) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}
+    refused = asked_of({**line, **changed}, 0, DEFAULTS)
+    assert isinstance(refused, Refused)
+    assert said in refused.message
+    assert refused.as_call
+
+
+def test_keys() -> None:
+    assert key_of({"id": "a", "custom_id": "b"}, 3) == "a"
+    assert key_of({"custom_id": 0}, 3) == 0
+    assert key_of({"prompt": "x"}, 3) == key_of([], 3) == key_of({"id": None}, 3) == 3
+    for wrong in (True, 1.5, "", "x" * 2000, []):
+        with pytest.raises(LineError, match="id "):
+            key_of({"id": wrong}, 3)
+
+
+def test_words_for_pooling() -> None:
+    assert pooling_of("mean") == "mean"
+    with pytest.raises(OptionError, match="'max' is unknown"):
+        pooling_of("max")

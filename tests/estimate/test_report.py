@@ -1,0 +1,137 @@
+"""The generation estimate as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rabbitllm.estimate.cost_model import Experts, GenerationEstimate, Speed, TierContent
+from rabbitllm.estimate.plan import Plan
+from rabbitllm.estimate.report import generation_basis, moment, show_generations
+from rabbitllm.splitter.split_estimate import Rates
+
+GIB = 1 << 30
+SPEEDS = (Speed("multiplying with bfloat16 on cpu", 28e9), Speed("reading past the page cache", 3.5e9))
+LARGE = GenerationEstimate(
+    None, None, (TierContent("cpu", "streamed", 80, 130 * GIB),), 17 * GIB, 130 * GIB, True, 41.2, 97.0, SPEEDS
+)
+SMALL = GenerationEstimate("4bit", None, (TierContent("cpu", "resident", 80, GIB),), GIB, 0, False, 0.0171, 0.4, SPEEDS)
+CACHED = dataclasses.replace(LARGE, compression="8bit", from_the_disk=False, token_seconds=None)
+
+
+def plan_of(*generations: GenerationEstimate, devices: tuple[str, ...] = ("cpu",)) -> Plan:
+    rates = Rates(None, None, {}, 2, "cpu")
+    nothing: dict[str, None] = dict.fromkeys(("commit", "compression", "max_disk", "anatomy", "choice"))
+    return Plan(
+        source="m",
+        kind="local",
+        label="m",
+        **nothing,  # type: ignore[arg-type]
+        min_free_disk=0,
+        disks=(),
+        outlooks=(),
+        memory_bytes=0,
+        rates=rates,
+        devices=devices,
+        generations=generations,
+    )
+
+
+def text(plan: Plan, most: int = 80) -> list[str]:
+    out = io.StringIO()
+    show_generations(Console(file=out, width=80, highlight=False), plan)
+    lines = out.getvalue().splitlines()
+    assert all(len(line) <= most for line in lines)
+    return lines
+
+
+def test_a_line_for_each_compression() -> None:
+    head, none, eight, four, legend, empty = text(plan_of(LARGE, CACHED, SMALL))
+    assert " ".join(head.split()) == "generating on cpu stays there read a token first token a token"
+    assert " ".join(none.split()) == "uncompressed 17.00 GiB 130.00 GiB, disk 1.6 min 41.2 s"
+    assert " ".join(eight.split()) == "8bit 17.00 GiB 130.00 GiB, cached 1.6 min ?"
+    assert " ".join(four.split()) == "4bit 1.00 GiB nothing 400 ms 17 ms"
+    assert "16" in legend
+    assert empty == ""
+
+
+def test_too_little_memory_is_said_of_the_compressions_that_it_is_too_little_for() -> None:
+    problem = "A pass takes at least 9.00 GiB of memory; this process may take 1.00 GiB."
+    small = dataclasses.replace(LARGE, too_little_memory=problem)
+    small_too = dataclasses.replace(CACHED, too_little_memory=problem)
+    lines = text(plan_of(small, small_too, SMALL), most=200)  # a sentence is one line where there is no terminal
+    assert lines[4] == f"uncompressed, 8bit would be refused here: {problem}"
+
+
+def test_several_devices_say_what_each_keeps() -> None:
+    held = (
+        TierContent("cuda:0", "resident", 3, 2 * GIB),
+        TierContent("cuda:1", "packed", 3, GIB),
+        TierContent("cuda:1", "streamed", 1, 9),
+    )
+    lines = text(plan_of(dataclasses.replace(SMALL, placed=held), devices=("cuda:0", "cuda:1")))
+    assert lines[0] == "generating on cuda:0, cuda:1"
+    assert lines[3].strip() == "2.00 GiB on cuda:0, 1.00 GiB on cuda:1"
+
+
+def test_what_is_copied_to_a_gpu_is_said() -> None:
+    lines = text(plan_of(dataclasses.replace(LARGE, copied_bytes=9 * GIB), SMALL, devices=("cuda:0",)))
+    assert [line for line in lines if "copied" in line] == ["    9.00 GiB are copied from host memory for each token"]
+
+
+def experts(**settings: Any) -> Experts:
+    whole = Experts("cpu", "by routing", 24576, 480, 40 * GIB, GIB, 10 * GIB, 0, 700 << 20, 0)
+    return dataclasses.replace(whole, **settings)
+
+
+def test_what_is_kept_of_experts_is_said_and_what_is_assumed() -> None:
+    routed = dataclasses.replace(LARGE, experts=(experts(),), found_token_seconds=0.5)
+    lines = text(plan_of(routed))
+    assert "    of 40.00 GiB of experts 10.00 GiB are kept" in lines
+    assert "    a token uses 1.00 GiB of them; 500 ms if all of them are there" in lines
+    assert len([line for line in lines if "used alike" in line]) == 1
+    nothing = text(plan_of(dataclasses.replace(routed, experts=(experts(kept_bytes=0),))))
+    assert "    a token uses 1.00 GiB of them" in nothing
+
+
+def test_experts_of_several_devices_are_counted_together() -> None:
+    both = tuple(experts(device=f"cuda:{at}", host_bytes=5 * GIB) for at in range(2))
+    routed = dataclasses.replace(LARGE, placed=(), experts=both, found_token_seconds=0.5)
+    lines = text(plan_of(routed, devices=("cuda:0", "cuda:1")))
+    assert "    of 80.00 GiB of experts 20.00 GiB and 10.00 GiB in page-locked RAM are kept" in lines
+    assert "    10.00 GiB on cuda:0, 10.00 GiB on cuda:1" in lines
+
+
+def test_experts_that_stay_need_no_line_of_their_own() -> None:
+    stay = experts(tier="resident", kept_bytes=40 * GIB, read_bytes=0)
+    lines = text(plan_of(dataclasses.replace(SMALL, experts=(stay,), found_token_seconds=0.017)))
+    assert not any("are kept" in line or "alike" in line for line in lines)
+    assert any("experts that stay" in line for line in lines)
+
+
+def test_an_obstacle_is_said_once(tmp_path: Path) -> None:
+    unknown = [GenerationEstimate(compression, "it is a hare") for compression in (None, "8bit", "4bit")]
+    assert text(plan_of(*unknown)) == ["no time of a token: it is a hare", ""]
+    assert text(plan_of(unknown[0], SMALL))[0] == "no time of a token of uncompressed: it is a hare"
+    assert text(plan_of()) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(None, "?"), (0.0004, "0 ms"), (0.0171, "17 ms"), (0.9994, "999 ms"), (0.9996, "1.0 s"), (59.9, "59.9 s")]
+    + [(60, "1.0 min"), (600, "10.0 min")],
+)
+def test_moments(seconds: float | None, said: str) -> None:
+    assert moment(seconds) == said
+
+
+def test_basis_names_each_rate_once() -> None:
+    said = generation_basis(plan_of(LARGE, SMALL))
+    assert said is not None
+    assert said.count("bfloat16 on cpu 26.1 GiB/s") == said.count("past the page cache 3.26 GiB/s") == 1
+    assert generation_basis(plan_of(GenerationEstimate(None, "no"))) is None

@@ -1,0 +1,160 @@
+"""A server from its address to its end: what the weights may take, what is said at the start, what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import shlex
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.devices import default_budget
+from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.errors import OptionError
+from rabbitllm.server import loading, server
+from rabbitllm.server.guards import name_of
+from rabbitllm.server.loading import served_name, with_room
+from rabbitllm.server.server import put_greeting
+from rabbitllm.server.settings import bound, check_guarded, hosts_of, is_local
+from tests.server.serving import Running
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+
+
+def said(served: Running, split: tuple[bool, Path] | None, *, is_local: bool = True) -> str:
+    out = io.StringIO()
+    put_greeting(Console(file=out), served.service, served.address, split, is_local=is_local)
+    return out.getvalue()
+
+
+def test_where_what_and_a_line_to_try(served: Running, split_folder: Path) -> None:
+    lines = said(served, (True, split_folder)).splitlines()
+    assert lines[0] == f"tiny at {served.address}"
+    assert lines[1].split() == ["split", "was", "there", "already,", "in", str(split_folder)]
+    assert "read for each pass" in lines[2]
+    command = shlex.split(lines[-1].removeprefix("try").strip())
+    assert command[0] == "curl"
+    answer = served.post(command[1].removeprefix(served.address), json.loads(command[-1]))
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_warning_where_everybody_reaches_it(served: Running) -> None:
+    assert "Everyone who reaches this machine" not in said(served, None)
+    assert "Everyone who reaches this machine" in said(served, None, is_local=False)
+    guarded = replace(served.service.settings, api_key="k")
+    before, served.service.settings = served.service.settings, guarded
+    try:
+        told = said(served, None, is_local=False)
+    finally:
+        served.service.settings = before
+    assert "Everyone who reaches this machine" not in told
+    assert "$RABBITLLM_API_KEY" in told
+
+
+def test_addresses() -> None:
+    with bound("127.0.0.1", 0) as local, bound("0.0.0.0", 0) as everywhere:
+        assert is_local(local)
+        assert not is_local(everywhere)
+        assert set(hosts_of(local, "localhost") or ()) == {"localhost", "127.0.0.1", "::1"}
+        named = hosts_of(everywhere, "0.0.0.0", ["LLM.example"]) or ()
+        assert {"localhost", "llm.example", socket.gethostname().lower()} <= set(named)
+        assert hosts_of(everywhere, "0.0.0.0", ["*"]) is None
+        local.listen()
+        with pytest.raises(OptionError, match="Nothing can listen"):
+            bound("127.0.0.1", local.getsockname()[1])
+    with pytest.raises(OptionError, match="no address"):
+        bound("nowhere.invalid", 0)
+
+
+def test_other_machines_need_a_key_unless_the_user_says_otherwise() -> None:
+    with bound("127.0.0.1", 0) as local, bound("0.0.0.0", 0) as everywhere:
+        check_guarded(local, None, insecure=False)
+        check_guarded(everywhere, "key", insecure=False)
+        check_guarded(everywhere, None, insecure=True)
+        for key in (None, ""):
+            with pytest.raises(OptionError, match=r"Other machines reach the server at 0\.0\.0\.0, port"):
+                check_guarded(everywhere, key, insecure=False)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("localhost:8000", "localhost"), ("[::1]:80", "::1"), ("LOCALHOST", "localhost"), ("[::1", ""), ("a@b", "b")],
+)
+def test_names_of_hosts(host: str, name: str) -> None:
+    assert name_of(host) == name
+
+
+def test_the_name_that_requests_use(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "my-model", "llama")
+    (folder / "splitted_model.4bit").mkdir()
+    for name in (folder, folder / "splitted_model.4bit", folder / "model.safetensors"):
+        assert served_name(str(name)) == "my-model"
+    assert served_name("org/name") == served_name("hf://org/name") == "org/name"
+
+
+def test_weights_leave_room_for_requests() -> None:
+    run = StreamOptions(device="cpu")
+    for cache_bytes in (None, 1 << 20):
+        limits = with_room(run, cache_bytes)
+        assert limits is not None
+        nbytes = limits["cpu"]
+        assert isinstance(nbytes, int)
+        least = 1 / 5 if cache_bytes is None else 1 / 10
+        free = available_ram()
+        assert 0 < nbytes < free * (1.05 - least)  # other processes come and go meanwhile
+    everything = with_room(run, 1 << 60)
+    assert everything == {"cpu": 0}
+
+
+def test_a_given_limit_holds() -> None:
+    assert with_room(StreamOptions(device="cpu", max_memory={"cpu": 1 << 30}), None) == {"cpu": 1 << 30}
+
+
+def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [FakeGpu(0, memory=8 << 30), FakeGpu(1, memory=8 << 30)]
+    monkeypatch.setattr(loading, "resolve_devices", lambda device, limits: gpus)
+    run = StreamOptions(device="auto")
+    assert with_room(run, None) is None
+    weights = default_budget(gpus[0])
+    assert with_room(run, 1 << 30) == {gpu.name: weights - (1 << 29) for gpu in gpus}
+
+
+BLOCK, COUNT = 16 << 10, 12_000
+
+needs_glibc = pytest.mark.skipif(server.trimming() is None, reason="no glibc here")
+
+
+@needs_glibc
+def test_what_lies_between_blocks_in_use_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "EVERY_SECONDS", 0.01)
+    process = psutil.Process()
+    blocks = [torch.ones(BLOCK, dtype=torch.uint8) for _ in range(COUNT)]
+    stays = blocks[::2]
+    del blocks
+    before = process.memory_info().rss
+
+    async def for_a_moment() -> None:
+        giving = asyncio.ensure_future(server.give_back_freed())
+        for _ in range(200):
+            await asyncio.sleep(0.02)
+            if process.memory_info().rss < before - BLOCK * COUNT // 4:
+                break
+        giving.cancel()
+
+    asyncio.run(for_a_moment())
+    assert process.memory_info().rss < before - BLOCK * COUNT // 4
+    assert all(bool(block.all()) for block in stays)
+
+
+@needs_glibc
+def test_without_glibc_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "trimming", lambda: None)
+    asyncio.run(asyncio.wait_for(server.give_back_freed(), 1))
