@@ -12,8 +12,8 @@ import torch
 from rabbitllm import AutoModel
 from rabbitllm.engine import load, skeleton
 from rabbitllm.engine.load import MAX_ROWS, fused_packs, is_near, is_sooner
-from rabbitllm.quant import fused_products
-from rabbitllm.quant.compression import Quantized
+from rabbitllm.quant import products
+from rabbitllm.quant.schemes import Quantized
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 
@@ -94,7 +94,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
     packs = fused_packs(FakeGpu(0))
     for _ in range(3):
         for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
-            assert packs(Quantized("4bit", shape, "bfloat16"), torch.bfloat16) is fused_products.FusedMatrix
+            assert packs(Quantized("4bit", shape, "bfloat16"), torch.bfloat16) is products.FusedMatrix
     assert tried == [("fake:0", shape, torch.bfloat16) for shape in ((96, 128), (128, 128), (MAX_ROWS, 64))]
 
 
@@ -109,9 +109,9 @@ def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_kernel_that_is_wrong_here_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = fused_products.multiply_4bit
+    right = products.multiply_4bit
     monkeypatch.setattr(load, "is_sooner", lambda *times: True)
-    monkeypatch.setattr(fused_products, "multiply_4bit", lambda *given: right(*given).flip(-1))
+    monkeypatch.setattr(products, "multiply_4bit", lambda *given: right(*given).flip(-1))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert fused_packs(FakeGpu(0))(FORM, torch.bfloat16) is None
     assert "multiplies 4bit codes wrongly on fake:0" in caplog.records[0].getMessage()
@@ -123,5 +123,5 @@ def test_a_kernel_that_is_not_there_is_not_used(error: type[Exception], monkeypa
         raise error("no such kernel")
 
     monkeypatch.setattr(load, "is_sooner", lambda *times: True)
-    monkeypatch.setattr(fused_products, "multiply_4bit", fail)
+    monkeypatch.setattr(products, "multiply_4bit", fail)
     assert fused_packs(FakeGpu(0))(FORM, torch.bfloat16) is None
