@@ -53,7 +53,7 @@ def run(folder: Path, row: Row, *, checked: bool) -> Seconds:
     """Load and pass once."""
     import torch
 
-    from rabbitllm.base.options import StreamOptions
+    from rabbitllm.base.options import RunOptions
     from rabbitllm.engine.load import load_model
     from rabbitllm.store import checksums
 
@@ -64,7 +64,7 @@ def run(folder: Path, row: Row, *, checked: bool) -> Seconds:
         for path in folder.glob("*.safetensors"):
             warm(path)
     limits = {"cpu": PLACES[row.place]}
-    options = StreamOptions(device="cpu", max_memory=limits, show_progress=False, verify_checksums=checked)
+    options = RunOptions(device="cpu", max_memory=limits, show_progress=False, verify_checksums=checked)
     ids = torch.arange(1, row.tokens + 1)[None]
     begun, used = time.perf_counter(), time.process_time()
     model = load_model(folder, options)

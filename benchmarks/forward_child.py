@@ -28,11 +28,11 @@ def run(folder: Path) -> dict[str, Any]:
     """Load, and pass one token through all layers."""
     import torch
 
-    from rabbitllm.base.options import StreamOptions
+    from rabbitllm.base.options import RunOptions
     from rabbitllm.engine.load import load_model
 
     begun, read = time.perf_counter(), read_from_disk()
-    model = load_model(folder, StreamOptions(device="cpu", show_progress=False))
+    model = load_model(folder, RunOptions(device="cpu", show_progress=False))
     loaded, read_by_load = time.perf_counter(), read_from_disk()
     ids = torch.tensor([PROMPT])
     with torch.no_grad():

@@ -30,7 +30,7 @@ from benchmarks import command_line, qwen3_next
 from benchmarks.models import MODELS
 from benchmarks.published import Model, checkpoint
 from benchmarks.report import Table, describe_machine
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.engine.devices import CpuDevice, Device
@@ -135,7 +135,7 @@ def drawn_on(model: Model, plan: SplitPlan, machines: Sequence[Tiers]) -> list[L
         home = Path(folder)
         (home / "config.json").write_text(json.dumps(model.config))
         gpus: list[Device] = [PaperGpu(0)]
-        options = StreamOptions(dtype="float16", max_memory={"cuda:0": 0, "cpu": 0}, show_progress=False)
+        options = RunOptions(dtype="float16", max_memory={"cuda:0": 0, "cpu": 0}, show_progress=False)
         drawn = make_load_plan(PlannedFiles(plan, home), options, home, gpus)
         costs = unit_costs(drawn.model, drawn.sources, drawn.experts)
         experts = expert_costs(drawn.experts)

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.plan_coder_next import PaperGpu
 from benchmarks.scale_facts import Host
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, unit_costs
@@ -166,7 +166,7 @@ def _in_two_bytes(product: Product) -> int:
 def draw(shape: Shape, on_gpu: bool) -> Drawn:
     """For a GPU of which nothing is known, or for the processor, which multiplies with codes as they are."""
     device: Device = PaperGpu(0) if on_gpu else CpuDevice()
-    options = StreamOptions(dtype="bfloat16", max_memory={device.name: 0}, show_progress=False, exact=on_gpu)
+    options = RunOptions(dtype="bfloat16", max_memory={device.name: 0}, show_progress=False, exact=on_gpu)
     machine = Machine([device], options, 0)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)

@@ -13,9 +13,9 @@ from rabbitllm import prepare
 from rabbitllm.base.options import (
     FIRST_GPU,
     Hosts,
+    RunOptions,
     ShardPolicy,
     SplitOptions,
-    StreamOptions,
     expand,
     parse_max_memory,
     reject_unknown,
@@ -172,7 +172,7 @@ class AutoModel:
             fit_scales=fit_scales,
             verify_source=verify_source,
         )
-        run_options = StreamOptions(
+        run_options = RunOptions(
             device=None if device is None or device is FIRST_GPU else str(device),
             dtype=None if dtype in (None, "auto") else str(dtype).removeprefix("torch."),
             attn_implementation=attn_implementation,
@@ -210,7 +210,7 @@ class LoadRequest:
 
     spec: prepare.ModelSpec
     split: SplitOptions | None
-    run: StreamOptions = field(default_factory=StreamOptions)
+    run: RunOptions = field(default_factory=RunOptions)
     hosts: Hosts | None = None
 
 
@@ -280,7 +280,7 @@ def _locked(model: Any, lock: FolderLock) -> Any:
 
 def _model(
     files: Path | WeightFiles,
-    options: StreamOptions,
+    options: RunOptions,
     config_folder: Path,
     devices: Sequence[Device],
     hosts: Hosts | None,
@@ -294,7 +294,7 @@ def _model(
     return load_spread(hosts, options, lambda share: load.load_model(files, options, config_folder, devices, share))
 
 
-def _devices(options: StreamOptions) -> list[Device]:
+def _devices(options: RunOptions) -> list[Device]:
     from rabbitllm.engine.devices import resolve_devices
 
     return resolve_devices(options.device, options.max_memory, options.pin_memory)

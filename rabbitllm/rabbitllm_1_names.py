@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
-from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand
+from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.display import split_display
@@ -138,7 +138,7 @@ def split_and_save_layers(
     with split_display.shown(), contextlib.ExitStack() as stack:
         accept = None
         if shards.deletes_original:
-            accept = stack.enter_context(prepare.acceptance(source, StreamOptions(device="cpu")))
+            accept = stack.enter_context(prepare.acceptance(source, RunOptions(device="cpu")))
         prepare.ensure_split(source, options, _quantize_on(compression), _naming(layer_names), accept=accept)
     return str(source.split_folder)
 

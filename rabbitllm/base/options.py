@@ -104,7 +104,7 @@ class SplitOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamOptions:
+class RunOptions:
     """Options for running a split model.
 
     Attributes:

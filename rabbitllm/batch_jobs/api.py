@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.options import StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.base.options import RunOptions, expand, parse_max_memory, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN, InputScan
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
+from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import system_errors_by_name
 
 if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress
 import importlib.util
 
-from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import MissingPackageError
 
 
@@ -108,7 +108,7 @@ def batch(
         from rabbitllm.models.pull import shard_policy
 
         name = str(model)
-        run = StreamOptions(
+        run = RunOptions(
             device=device, dtype=dtype, max_memory=parse_max_memory(max_memory), trust_remote_code=trust_remote_code
         )
         spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))

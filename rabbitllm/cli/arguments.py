@@ -173,7 +173,7 @@ class ModelOptions:
         """
         from rabbitllm import prepare
         from rabbitllm.auto_model import LoadRequest, check_unsplit
-        from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory
+        from rabbitllm.base.options import RunOptions, SplitOptions, expand, parse_max_memory
         from rabbitllm.checkpoints.hub import HubAccess
         from rabbitllm.models.library import compression_to_run
         from rabbitllm.models.pull import shard_policy
@@ -187,7 +187,7 @@ class ModelOptions:
         )
         if self.no_split:
             check_unsplit(SplitOptions(spec.compression))
-        run = StreamOptions(
+        run = RunOptions(
             device=self.device,
             dtype=self.dtype,
             max_memory=parse_max_memory(limits_of(self.max_memory)),

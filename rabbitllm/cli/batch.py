@@ -33,36 +33,45 @@ def batch_command(
     source: Annotated[
         str, typer.Argument(metavar="INPUT", help="JSON lines, a Parquet file, or - for standard input.")
     ],
-    out: Annotated[Path, typer.Option("--output", "-o", help="File for the answers, a line for each line.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Where a line does not say.", min=1)] = 512,
+    out: Annotated[
+        Path, typer.Option("--output", "-o", help="File for the answers, one line for each line of the input.")
+    ],
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Tokens of an answer at most, where a line does not say.", min=1)
+    ] = 512,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A text at which answers end; again for each.")] = None,
-    pooling: Annotated[str, typer.Option(help="Of embeddings: last or mean, of all tokens' hidden states.")] = "last",
-    normalise: Annotated[bool, typer.Option("--normalise", help="Embeddings to length one.")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="Text at which answers end; may be repeated.")] = None,
+    pooling: Annotated[
+        str, typer.Option(help="Pooling of embeddings: the last token's hidden state, or the mean of all.")
+    ] = "last",
+    normalise: Annotated[bool, typer.Option("--normalise", help="Scale embeddings to length one.")] = False,
     column: Annotated[
-        list[str] | None, typer.Option(help="prompt=question: what is called so in the input; again for each.")
+        list[str] | None, typer.Option(help="prompt=question: the name of a field in the input; may be repeated.")
     ] = None,
-    sequences: Annotated[int, typer.Option(help="Lines in one pass, at most.", min=1)] = 256,
+    sequences: Annotated[int, typer.Option(help="Most lines in one pass.", min=1)] = 256,
     cache_memory: Annotated[
         str | None,
-        typer.Option(help="Of the KV cache, as 8GiB; by default what the lines need, at most half of what is free."),
+        typer.Option(
+            help="Memory for the KV cache, as 8GiB; by default what the lines need, at most half of free memory."
+        ),
     ] = None,
     cache_disk: Annotated[
         str | None,
         typer.Option(
-            help="Of KV caches of further lines, in a temporary file; 0 for none, else a quarter of what is free."
+            help="Disk for KV caches of further lines, as 40GiB; 0 for none; by default a quarter of what is free."
         ),
     ] = None,
     exact: ExactOption = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an output that is there, or begun with something else.")
+        bool, typer.Option("--overwrite", help="Replace an output that exists, or that another input began.")
     ] = False,
     options: ModelOptions = NO_OPTIONS,
     ray: RayOption = None,
     ray_workers: Annotated[
-        int | None, typer.Option("--ray-workers", help="With --ray: by default one for each GPU, or each machine.")
+        int | None,
+        typer.Option("--ray-workers", help="With --ray: number of workers; by default one for each GPU or machine."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -29,21 +29,24 @@ def bench_command(
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
     folder: FolderOption = None,
-    tokens: Annotated[int, typer.Option(help="To generate, of each sequence.", min=2)] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="Of the prompt, which is random.", min=1)] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate for each sequence.", min=2)] = 32,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt, which is random.", min=1)] = 16,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
-    turns: Annotated[int, typer.Option(help="Generations of which the medians are taken.", min=1)] = 3,
+    turns: Annotated[int, typer.Option(help="Number of generations; medians are reported.", min=1)] = 3,
     exact: Annotated[bool, typer.Option("--exact", help="Dequantize on the CPU instead of using the codes.")] = False,
     fast_bfloat16: FastOption = False,
     no_verify_checksums: NoVerifyOption = False,
     no_split: NoSplitOption = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw a further token's time here: .png, .svg or .pdf (needs matplotlib).")
+        Path | None,
+        typer.Option(help="Draw the time of a further token into this file: .png, .svg or .pdf (needs matplotlib)."),
     ] = None,
     plot_tiers: Annotated[
-        Path | None, typer.Option(help="Draw here which layer lives where, in the same formats.")
+        Path | None, typer.Option(help="Draw the placement of layers into this file, in the same formats.")
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write every event here (JSON; open it in Perfetto).")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write every event to this file (JSON; open it in Perfetto).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Generate greedily and tell seconds a token, bytes a token, and what the time goes into.

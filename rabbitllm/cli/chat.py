@@ -25,9 +25,9 @@ from rabbitllm.cli.arguments import (
 @with_model_options("dtype", "no_split", "verify_source", "revision", "trust_remote_code")
 def chat_command(
     model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Of an answer at most; by default until the model ends it.", min=1)
+        int | None, typer.Option(help="Most tokens of an answer; by default until the model ends it.", min=1)
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
@@ -62,11 +62,11 @@ def chat_command(
 
     from rabbitllm.chat.conversation import Conversation
     from rabbitllm.chat.loop import ChatLoop, standard_surface
-    from rabbitllm.generation.session import ChatOptions, Session
+    from rabbitllm.generation.session import Session
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     chat = ChatLoop(
-        Session(loaded, ChatOptions(max_new_tokens, sampling)),
+        Session(loaded, max_new_tokens, sampling),
         standard_surface(),
         model,
         Conversation().with_system(system),

@@ -21,15 +21,15 @@ from rabbitllm.cli.arguments import (
 
 def convert_command(
     source: ModelArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to: empty, or not there yet.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to; must be empty or missing.")],
     sequential: Annotated[
-        bool, typer.Option("--sequential", help="One shard at a time, each deleted when it is used up.")
+        bool, typer.Option("--sequential", help="Take one shard at a time, and delete each when it is used up.")
     ] = False,
     delete_original: Annotated[
-        bool, typer.Option("--delete-original", help="Remove the original when the new folder is whole.")
+        bool, typer.Option("--delete-original", help="Remove the original when the new folder is complete.")
     ] = False,
     revision: RevisionOption = None,
-    max_disk: Annotated[str | None, typer.Option(help="What this may occupy, e.g. 57GiB.")] = None,
+    max_disk: Annotated[str | None, typer.Option(help="Bytes that this may occupy, e.g. 57GiB.")] = None,
     min_free_disk: MinFreeDiskOption = "1GB",
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,

@@ -16,7 +16,7 @@ def demo(
     folder: Annotated[
         Path | None, typer.Option("--dir", help="Work here and leave the files; by default in a temporary folder.")
     ] = None,
-    problems: Annotated[int, typer.Option(help="How many held-out problems to score.", min=4)] = 200,
+    problems: Annotated[int, typer.Option(help="Number of held-out problems to score.", min=4)] = 200,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -12,10 +12,10 @@ from rabbitllm.cli.arguments import JsonOption, put_json
 
 def doctor_command(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure nothing: no times of tokens, and done at once.")
+        bool, typer.Option("--quick", help="Measure nothing: no times of tokens, but done at once.")
     ] = False,
     every: Annotated[
-        bool, typer.Option("--all", help="All that is told of each model, and times without room for it too.")
+        bool, typer.Option("--all", help="Everything about each model, and times also of models without room.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -14,14 +14,15 @@ from rabbitllm.cli.arguments import JsonOption, ModelArgument, RevisionOption, p
 def inspect_command(
     source: ModelArgument,
     name: Annotated[
-        str | None, typer.Option(help="Only what has this in its name; with * or ? a pattern for the whole name.")
+        str | None, typer.Option(help="Only names that contain this; with * or ? a pattern for the whole name.")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Rows to show; 0 for all. By default 50 on a terminal, else all.", min=0)
     ] = None,
-    skip: Annotated[int, typer.Option(help="Rows to leave out before these.", min=0)] = 0,
+    skip: Annotated[int, typer.Option(help="Rows to skip before these.", min=0)] = 0,
     opcodes: Annotated[
-        bool, typer.Option("--opcodes", help="The opcodes of a file's pickle instead, even of one that is refused.")
+        bool,
+        typer.Option("--opcodes", help="Show the opcodes of a file's pickle instead, even of one that is refused."),
     ] = False,
     revision: RevisionOption = None,
     as_json: JsonOption = False,

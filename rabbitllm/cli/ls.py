@@ -12,7 +12,8 @@ from rabbitllm.cli.arguments import JsonOption, put_json
 
 def ls_command(
     folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Look here too, and in what is below.")
+        list[Path] | None,
+        typer.Argument(metavar="[FOLDER]...", help="Folders to search in addition, with their subfolders."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

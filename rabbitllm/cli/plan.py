@@ -24,13 +24,15 @@ from rabbitllm.cli.arguments import (
 
 def plan_command(
     model: ModelArgument,
-    compression: Annotated[str, typer.Option(help="To prefer: none, 8bit, 4bit, 4bit-double or auto.")] = "none",
+    compression: Annotated[
+        str, typer.Option(help="Preferred compression: none, 8bit, 4bit, 4bit-double or auto.")
+    ] = "none",
     folder: FolderOption = None,
     revision: RevisionOption = None,
     max_disk: MaxDiskOption = None,
     min_free_disk: MinFreeDiskOption = "1GB",
     bandwidth: Annotated[
-        str | None, typer.Option(help="Bytes a second for shards, e.g. 12MB; by default it is measured.")
+        str | None, typer.Option(help="Bytes per second at which shards arrive, e.g. 12MB; by default measured.")
     ] = None,
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
@@ -38,7 +40,8 @@ def plan_command(
         bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw which layer will live where: .png, .svg or .pdf (needs matplotlib).")
+        Path | None,
+        typer.Option(help="Draw the placement of layers into this file: .png, .svg or .pdf (needs matplotlib)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -36,18 +36,21 @@ def pull_command(
         bool, typer.Option("--sequential", help="Delete each shard when it is used up, also one that was here before.")
     ] = False,
     keep_shards: Annotated[
-        bool, typer.Option("--keep-shards", help="Of a repository: fetch all shards into the hub cache, and keep them.")
+        bool,
+        typer.Option("--keep-shards", help="For a repository: fetch all shards into the hub cache, and keep them."),
     ] = False,
     delete_original: Annotated[
-        bool, typer.Option("--delete-original", help="Delete what is left of the original when the split is whole.")
+        bool, typer.Option("--delete-original", help="Delete the rest of the original when the split is complete.")
     ] = False,
     max_disk: MaxDiskOption = None,
     min_free_disk: MinFreeDiskOption = "1GB",
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
     revision: RevisionOption = None,
-    shard_transfer: Annotated[str, typer.Option(help="How shards come from the hub: auto, file or stream.")] = "auto",
-    token: Annotated[str | None, typer.Option(help="For the hub; better in HF_TOKEN, or `hf auth login`.")] = None,
+    shard_transfer: Annotated[str, typer.Option(help="How shards arrive from the hub: auto, file or stream.")] = "auto",
+    token: Annotated[
+        str | None, typer.Option(help="Token for the hub; better in HF_TOKEN, or by `hf auth login`.")
+    ] = None,
     trust_remote_code: TrustOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell whether it would fit; exits with 1 if not.")
@@ -55,7 +58,7 @@ def pull_command(
     ray: RayOption = None,
     ray_tasks: Annotated[
         int | None,
-        typer.Option("--ray-tasks", help="With --ray: shards at a time; by default as processors allow."),
+        typer.Option("--ray-tasks", help="With --ray: most shards at a time; by default as many as processors allow."),
     ] = None,
     fit_scales: Annotated[
         bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")
@@ -76,7 +79,7 @@ def pull_command(
 
     from rabbitllm import prepare
     from rabbitllm.auto_model import LoadRequest
-    from rabbitllm.base.options import StreamOptions, expand, parse_max_memory
+    from rabbitllm.base.options import RunOptions, expand, parse_max_memory
     from rabbitllm.checkpoints.hub import HubAccess
     from rabbitllm.display.pictures import pictured
     from rabbitllm.display.split_display import shown
@@ -96,7 +99,7 @@ def pull_command(
         verify_source=verify_source,
     )
     limits = parse_max_memory(limits_of(max_memory))
-    run = StreamOptions(device=device, max_memory=limits, trust_remote_code=trust_remote_code)
+    run = RunOptions(device=device, max_memory=limits, trust_remote_code=trust_remote_code)
     request = LoadRequest(spec, split, run)
     console = Console(highlight=False)
     if dry_run:

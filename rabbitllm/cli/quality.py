@@ -25,24 +25,24 @@ from rabbitllm.cli.arguments import (
 def quality_command(
     model: ModelArgument,
     against: Annotated[
-        str | None, typer.Option(help="What to compare with; by default the same model uncompressed.")
+        str | None, typer.Option(help="Model to compare with; by default the same one uncompressed.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="File of UTF-8 text; by default one that comes along.")] = None,
+    text: Annotated[Path | None, typer.Option(help="File of UTF-8 text; by default a bundled one.")] = None,
     compression: CompressionHereOption = None,
     window: Annotated[
-        int | None, typer.Option(help="Tokens that are read together; 512, or the model's context.", min=2)
+        int | None, typer.Option(help="Tokens in a window; by default 512, or the model's context.", min=2)
     ] = None,
-    tokens: Annotated[int, typer.Option(help="To be predicted, at most.", min=16)] = 4096,
+    tokens: Annotated[int, typer.Option(help="Most tokens to predict.", min=16)] = 4096,
     problems: Annotated[
         int | None,
         typer.Option(
-            help="Held-out problems for a model that was trained here, a multiple of 4; 400, and none with --text.",
+            help="Held-out problems for the bundled models, a multiple of 4; by default 400, and none with --text.",
             min=0,
         ),
     ] = None,
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
-    dtype: Annotated[str, typer.Option(help="To compute in; auto for the config's.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Dtype to compute in; auto for the config's.")] = "float32",
     exact: Annotated[bool, typer.Option("--exact", help="Dequantize on the CPU instead of using the codes.")] = False,
     folder: FolderOption = None,
     revision: RevisionOption = None,

@@ -15,9 +15,9 @@ def rm_command(
     model: ModelArgument,
     compression: WhichSplitOption = None,
     folder: FolderOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     only_copy: Annotated[
-        bool, typer.Option("--only-copy", help="Also if its layer files are the only copy of the model.")
+        bool, typer.Option("--only-copy", help="Remove also layer files that are the only copy of the model.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -30,21 +30,21 @@ from rabbitllm.cli.arguments import (
 def run_command(
     model: ModelArgument,
     prompt: Annotated[
-        str | None, typer.Argument(help="What to say; what is piped in stands before it.", show_default=False)
+        str | None, typer.Argument(help="The prompt; piped text comes before it.", show_default=False)
     ] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the prompt.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="To generate at most; 512, or what the context leaves.", min=1)
+        int | None, typer.Option(help="Most tokens to generate; by default 512, or what the context leaves.", min=1)
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on with the text as it is; no chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Say on stderr what it took, and where the time went.")
+        bool, typer.Option("--verbose", "-v", help="Report time and memory, and where the time went, on stderr.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

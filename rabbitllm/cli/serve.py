@@ -23,12 +23,14 @@ from rabbitllm.cli.arguments import (
 @with_model_options("verify_source", "fast_bfloat16")
 def serve_command(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="To listen at; 0.0.0.0 for every address of this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes one that is free.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 for every address of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="That requests must bring; better in the environment, where no list of processes shows it.",
+            help="Key that requests must send; better in the environment, where no process list shows it.",
             envvar="RABBITLLM_API_KEY",
             show_default=False,
         ),
@@ -36,35 +38,46 @@ def serve_command(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Let other machines use the model without a key.", show_default=False)
     ] = False,
-    served_name: Annotated[str | None, typer.Option(help="By which requests name the model.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(help="Of web pages that may ask, as https://example.org; again for each, or *.")
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages that may send requests, as https://example.org; may be repeated; * for all."
+        ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="A name by which requests may call the server, as llm.example.org; again for each, or *."),
+        typer.Option(help="Host name that requests may use, as llm.example.org; may be repeated; * for all."),
     ] = None,
-    max_running: Annotated[int, typer.Option(help="Requests in one pass.", min=1)] = 64,
-    max_waiting: Annotated[int, typer.Option(help="Requests that wait; more are told to come back.", min=1)] = 256,
+    max_running: Annotated[int, typer.Option(help="Most requests in one pass.", min=1)] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(help="Most waiting requests; further ones are refused (429).", min=1)
+    ] = 256,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Of an answer whose request does not say, or what the context leaves.", min=1)
+        int,
+        typer.Option(help="Most tokens of an answer whose request does not say; or what the context leaves.", min=1),
     ] = 4096,
     cache_memory: Annotated[
         str | None,
-        typer.Option(help="Of the KV cache, as 4GiB; by default half of what the weights leave."),
+        typer.Option(help="Memory for the KV cache, as 4GiB; by default half of what the weights leave."),
     ] = None,
     aside: Annotated[
         str | None,
-        typer.Option(help="Of KV caches that are swapped out, to RAM or a file, as 8GiB; 0 has them computed again."),
+        typer.Option(help="RAM or disk for swapped-out KV caches, as 8GiB; with 0 they are computed again."),
     ] = None,
     aside_dir: Annotated[
-        Path | None, typer.Option(help="For that file; by default where temporary files are.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder for the file of swapped-out KV caches; by default that of temporary files.", show_default=False
+        ),
     ] = None,
-    chunk: Annotated[int, typer.Option(help="Tokens of a prompt in one pass.", min=1)] = 512,
+    chunk: Annotated[int, typer.Option(help="Most tokens of a prompt in one pass.", min=1)] = 512,
     exact: ExactOption = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for a request; none by default.", min=0.001)] = None,
-    grace: Annotated[float, typer.Option(help="Seconds in which what runs is finished at the end.", min=0)] = 30.0,
-    max_body: Annotated[str, typer.Option(help="Of a request.")] = "4MiB",
+    timeout: Annotated[
+        float | None, typer.Option(help="Most seconds for a request; by default no limit.", min=0.001)
+    ] = None,
+    grace: Annotated[float, typer.Option(help="Seconds for running requests to finish at the end.", min=0)] = 30.0,
+    max_body: Annotated[str, typer.Option(help="Most bytes of a request.")] = "4MiB",
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
     """Answer requests over HTTP as OpenAI's interface has them; one pass over the weights answers all of them.

@@ -16,7 +16,7 @@ def verify_command(
     model: ModelArgument,
     compression: WhichSplitOption = None,
     place: FolderOption = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Make damaged layers again from their shards.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Rebuild damaged layers from their shards.")] = False,
     original: Annotated[
         Path | None,
         typer.Option(

@@ -20,7 +20,9 @@ from rabbitllm.cli.arguments import (
 @with_model_options("dtype", "max_disk", "sequential", "verify_source", "fast_bfloat16")
 def worker_command(
     model: ModelArgument,
-    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the first process waits.", show_default=False)],
+    join: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address at which the first process waits.", show_default=False)
+    ],
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
     """Compute a span of a model's layers for `rabbitllm run --workers N` on another host, until that ends.

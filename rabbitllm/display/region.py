@@ -175,7 +175,7 @@ class Region:
             elif last:
                 _print(last)
         if terminal is not None and not self._rows_wanted():
-            terminal.guests.let_go()  # without our lock: tqdm takes its own first, then ours
+            terminal.nested_bars.release()  # without our lock: tqdm takes its own first, then ours
 
     def _rows_wanted(self) -> bool:
         return any(claim.form is DisplayForm.TERMINAL for claim in self._claims)
@@ -211,12 +211,12 @@ class Region:
             if self._terminal is not None:
                 self._terminal.detach()
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         """Reset in a forked child, where no thread paints and another one may have held the lock."""
         self._lock = threading.RLock()
         self._claims, self._ticking = [], None
         if self._terminal is not None:
-            self._terminal.let_others_write()
+            self._terminal.stop_watching()
             self._terminal = None
 
 
@@ -230,4 +230,4 @@ def _print(line: str) -> None:
 THE_REGION = Region()
 """The region of this process."""
 atexit.register(THE_REGION._end)
-in_child(THE_REGION._begin_anew)
+in_child(THE_REGION._reset_in_child)

@@ -34,7 +34,7 @@ class DisplayForm(enum.Enum):
 def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> DisplayForm:
     """The form for a stream, in its current state.
 
-    Lines if nobody watches the output (files, pipes, CI, Kaggle's commit runs) and if rows cannot change: on terminals
+    Lines if the output is not watched (files, pipes, CI, Kaggle's commit runs) and if rows cannot change: on terminals
     without escape sequences, in a notebook's `!command`, whose output only looks like a terminal's, and while rich
     draws something on this stream.
     """
@@ -97,7 +97,7 @@ class NestedBars:
             self._take_in(bar)
         return bool(new)
 
-    def is_theirs(self, text: str) -> bool:
+    def is_drawing(self, text: str) -> bool:
         """Whether a text is a bar's drawing or cursor movement, rather than a line."""
         return _MOVES.fullmatch(text) is not None
 
@@ -111,7 +111,7 @@ class NestedBars:
                     found.append(str(bar))
         return found
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give the bars their stream back, so that they draw themselves. Call it without any lock: tqdm has its own."""
         inside, self._inside = list(self._inside.values()), {}
         for bar, write in inside:
@@ -194,7 +194,7 @@ class Terminal:
         self._painted = ""
         self._letters = PLAIN_LETTERS if not _has_letters(stream) else {}
         self._colours = not os.environ.get("NO_COLOR")
-        self.guests = NestedBars(self._finished_line)
+        self.nested_bars = NestedBars(self._finished_line)
         self._watched: list[Any] = []
         self._watch(stream)
         self.watch_stdout()
@@ -207,15 +207,15 @@ class Terminal:
 
     def begin(self) -> None:
         """Prepare for rows; existing tqdm bars are adopted below them."""
-        if self.guests.adopt(self.stream):
+        if self.nested_bars.adopt(self.stream):
             self._put("\r\x1b[J")
             self._column = 0
 
     def paint(self, rows: Sequence[Row]) -> None:
         """Replace the shown rows by these and those of adopted bars."""
-        self.guests.adopt(self.stream)
+        self.nested_bars.adopt(self.stream)
         width, height = size_of(self.stream)
-        shown = [*rows, *(((text, ""),) for text in self.guests.rows())][: height - 1]
+        shown = [*rows, *(((text, ""),) for text in self.nested_bars.rows())][: height - 1]
         self._rows = rows
         text = f"{width} " + "\r\n".join(self._drawn(row, width - 1) for row in shown)
         if text == self._painted or not shown:
@@ -246,9 +246,9 @@ class Terminal:
     def detach(self) -> None:
         """Erase the rows for good."""
         self.erase()
-        self.let_others_write()
+        self.stop_watching()
 
-    def let_others_write(self) -> None:
+    def stop_watching(self) -> None:
         """Stop intercepting the writes of other code."""
         for stream in self._watched:
             with contextlib.suppress(AttributeError):
@@ -269,7 +269,7 @@ class Terminal:
     def _foreign(self, raw: Callable[[str], int], stream: Any, text: str) -> int:
         if self._inside or not isinstance(text, str):
             return raw(text)
-        if self._rows and self.guests.adopt(self.stream) and self.guests.is_theirs(text):
+        if self._rows and self.nested_bars.adopt(self.stream) and self.nested_bars.is_drawing(text):
             return len(text)
         self._wipe()
         rest = text[1:] if self._wrapped and text.startswith("\n") else text

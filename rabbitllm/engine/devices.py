@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.free_memory import available_ram, untouched_bytes
 from rabbitllm.errors import DeviceError
 from rabbitllm.storage.files import page_aligned
@@ -288,18 +288,18 @@ DEVICE_MARGIN = 3 << 29
 a tenth of the free memory is left in addition."""
 
 
-def budget_of(device: Device, options: StreamOptions) -> int:
+def budget_of(device: Device, options: RunOptions) -> int:
     """Bytes for weights on a device."""
     limit = (options.max_memory or {}).get(device.name)
     return default_budget(device) if limit is None else limit
 
 
-def weight_memory(devices: Sequence[Device], options: StreamOptions) -> int:
+def weight_memory(devices: Sequence[Device], options: RunOptions) -> int:
     """Bytes of memory for weights: on the devices, and pinned host memory."""
     return sum(budget_of(device, options) for device in devices) + host_room(devices, options)
 
 
-def host_room(devices: Sequence[Device], options: StreamOptions) -> int:
+def host_room(devices: Sequence[Device], options: RunOptions) -> int:
     """Bytes of host memory to pin, for all devices with memory of their own; at most the free memory, since pinned
     memory cannot be swapped."""
     if not options.pin_memory or all(device.shares_host_memory for device in devices):

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.devices import Device, resolve_devices
 from rabbitllm.engine.embedding_rows import can_bring_rows
@@ -181,7 +181,7 @@ _MAPPED = (*READY, Tier.PACKED)
 @torch.inference_mode(False)  # else weights loaded in a caller's inference mode could never have gradients
 def load_model(
     folder: Path | WeightFiles,
-    options: StreamOptions,
+    options: RunOptions,
     config_folder: Path | None = None,
     devices: Sequence[Device] | None = None,
     share: PartChooser | None = None,
@@ -190,7 +190,7 @@ def load_model(
 
     Args:
         folder: a finished split directory; or other files with weights, opened.
-        options: see `StreamOptions`.
+        options: see `RunOptions`.
         config_folder: the folder of config and tokenizer, if not `folder` (a directory of RabbitLLM 1.1 has none).
         devices: the devices to compute on; by default those of `options`.
         share: chooses the part of the model that this process computes; None for the whole.

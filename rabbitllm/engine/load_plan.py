@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.collection import uncollected
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.devices import Device, budget_of, host_room, suits_bf16
@@ -224,12 +224,12 @@ class LoadPlan:
 
 
 @uncollected()
-def make_load_plan(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> LoadPlan:
+def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices: Sequence[Device]) -> LoadPlan:
     """Decide all that `load_model` decides from names and sizes alone.
 
     Args:
         store: the tensors; planned ones need no files.
-        options: see `StreamOptions`.
+        options: see `RunOptions`.
         home: the folder of the config.
         devices: the devices to compute on.
 
@@ -269,7 +269,7 @@ def make_load_plan(store: WeightFiles, options: StreamOptions, home: Path, devic
     return LoadPlan(model, weights, sources, tuple(experts), placement, quantizer)
 
 
-def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]) -> None:
+def check(config_folder: Path, options: RunOptions, devices: Sequence[Device]) -> None:
     """Check the model, the dtype and the attention by the config alone. Needs no request for a header.
 
     Raises:
@@ -285,7 +285,7 @@ def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]
 
 def accept(
     store: WeightFiles,
-    options: StreamOptions,
+    options: RunOptions,
     home: Path,
     devices: Sequence[Device],
     too_little: Callable[[LoadPlan, Sequence[Device]], None] | None = None,
@@ -349,7 +349,7 @@ def warn_of_too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> Non
 
 
 def only_a_part(
-    drawn: LoadPlan, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: StreamOptions
+    drawn: LoadPlan, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: RunOptions
 ) -> LoadPlan:
     """The plan of the part of the model that this process places and computes."""
     budgets = {device.name: budget_of(device, options) for device in devices}
@@ -419,7 +419,7 @@ def place_units(
     sources: Mapping[str, UnitSource],
     experts: Sequence[ExpertSource],
     devices: Sequence[Device],
-    options: StreamOptions,
+    options: RunOptions,
 ) -> Placement:
     """The placement of every unit, within the free memory or the caller's limits.
 
@@ -428,7 +428,7 @@ def place_units(
         sources: its units, in the order of a pass.
         experts: the modules whose experts are streamed individually.
         devices: the devices to compute on.
-        options: see `StreamOptions`.
+        options: see `RunOptions`.
     """
     costs = unit_costs(model, sources, experts)
     budgets = [Budget(device.name, budget_of(device, options), device.shares_host_memory) for device in devices]

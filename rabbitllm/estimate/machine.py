@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
 from rabbitllm.estimate.cost_model import PROMPT_TOKENS
 from rabbitllm.estimate.measure import (
@@ -200,7 +200,7 @@ class Machine:
     """
 
     devices: Sequence[Device]
-    options: StreamOptions
+    options: RunOptions
     min_free: int
     prompts: bool = True
     rough: bool = False
@@ -242,7 +242,7 @@ def rough_machine(folder: Path, min_free: int) -> Iterator[Machine]:
         folder: the future folder of layer files.
         min_free: bytes of its disk to keep free.
     """
-    options = StreamOptions(device="auto", show_progress=False)
+    options = RunOptions(device="auto", show_progress=False)
     devices = resolve_devices("auto", None)
     with something_to_read(folder, (), min_free) as files, _quiet("transformers", "rabbitllm"):
         yield Machine(devices, options, min_free, prompts=False, rough=True, files=files)

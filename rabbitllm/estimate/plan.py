@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand, parse_max_memory, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 from rabbitllm.checkpoints.hub import HubAccess
@@ -275,7 +275,7 @@ class Plan(SplitEstimate):
     Attributes:
         devices: devices that would compute.
         prompt_tokens: length of the prompt before the first token.
-        generations: by compression, as the outlooks are.
+        generations: by compression, as `outlooks` are.
     """
 
     devices: tuple[str, ...] = ()
@@ -330,8 +330,8 @@ def plan(
         RabbitLLMError: an invalid argument, no such source, or a malformed one.
     """
     options = prepare.split_options(compression, max_disk=max_disk, min_free_disk=min_free_disk, fit_scales=fit_scales)
-    stream_options = StreamOptions(device=device, max_memory=parse_max_memory(max_memory))
-    options = prepare.with_memory(options, stream_options)
+    run_options = RunOptions(device=device, max_memory=parse_max_memory(max_memory))
+    options = prepare.with_memory(options, run_options)
     said = None if bandwidth is None else _said_rate(bandwidth)
     saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
@@ -341,10 +341,10 @@ def plan(
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
-    devices, predicted = generations(scan, stream_options, options.min_free)
+    devices, predicted = generations(scan, run_options, options.min_free)
     scan.refused |= {one.compression: one.obstacle for one in predicted if one.refused and one.obstacle}
     measured = _measure(scan, said)
-    outlooks = tuple(outlook_at(scan, choice, measured) for choice in scan.folders)
+    estimates = tuple(split_estimate_at(scan, choice, measured) for choice in scan.folders)
     too_heavy = {one.compression for one in predicted if one.too_little_memory is not None}
     anatomy = anatomy_of(scan.base, scan.config) if scan.base is not None else None
     arguments = {
@@ -367,10 +367,10 @@ def plan(
         min_free_disk=options.min_free,
         anatomy=anatomy,
         disks=_disks(scan),
-        outlooks=outlooks,
+        outlooks=estimates,
         memory_bytes=split_estimate.memory_bytes(anatomy.tensors if anatomy is not None else 0),
         rates=measured,
-        choice=_choice(scan, outlooks, compression, too_heavy, arguments),
+        choice=_choice(scan, estimates, compression, too_heavy, arguments),
         warnings=scan.warnings,
         devices=devices,
         generations=tuple(predicted),
@@ -414,7 +414,7 @@ def _measure(scan: SourceScan, said: Rate | None) -> Rates:
     return Rates(fetch, read, quantize, threads, device)
 
 
-def outlook_at(scan: SourceScan, compression: str | None, measured: Rates) -> CompressionEstimate:
+def split_estimate_at(scan: SourceScan, compression: str | None, measured: Rates) -> CompressionEstimate:
     """Return the split estimate at one compression."""
     folder, plan = scan.folders[compression], scan.plans.get(compression)
     manifest = scan.manifests.get(compression)
@@ -499,19 +499,19 @@ def _disks(scan: SourceScan) -> tuple[Disk, ...]:
 
 def _choice(
     scan: SourceScan,
-    outlooks: Sequence[CompressionEstimate],
-    asked: str | None,
+    estimates: Sequence[CompressionEstimate],
+    preferred: str | None,
     refused: Collection[str | None],
     given: Mapping[str, object],
 ) -> Recommendation | None:
-    found = split_estimate.best(outlooks, asked, refused)
+    found = split_estimate.best(estimates, preferred, refused)
     if found is None:
         return None
-    outlook, route = found
+    estimate, route = found
     sequential = True if route is not None and route.name != STANDARD else None
     # how shards arrive is left to the split: "auto" selects the same way as here
-    own = {"compression": outlook.compression, "sequential_shard_processing": sequential}
-    if outlook.compression not in (None, "8bit") and scan.options.fit_scales and scan.fitted(outlook.compression):
+    own = {"compression": estimate.compression, "sequential_shard_processing": sequential}
+    if estimate.compression not in (None, "8bit") and scan.options.fit_scales and scan.fitted(estimate.compression):
         given = {**given, "fit_scales": True}  # elsewhere it would be refused
     call = split_estimate.call_of(scan.source.name, {**own, **given})
-    return Recommendation(outlook.compression, route.name if route is not None else None, call)
+    return Recommendation(estimate.compression, route.name if route is not None else None, call)

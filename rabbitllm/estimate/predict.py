@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory
@@ -53,7 +53,7 @@ from rabbitllm.store.layer_store import LayerStore, WeightFiles
 
 
 def generations(
-    scan: SourceScan, options: StreamOptions, min_free: int
+    scan: SourceScan, options: RunOptions, min_free: int
 ) -> tuple[tuple[str, ...], list[GenerationEstimate]]:
     """Return the devices of a model, and the generation estimate at each compression.
 

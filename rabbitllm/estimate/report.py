@@ -89,63 +89,63 @@ _HEADS: Mapping[bool | None, str] = {
 _LEGEND = "on the disk: how much fuller it gets than now; it creates: what max_disk bounds"
 
 
-def show(forecast: Plan, console: Console) -> None:
+def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
-    put(console, Text(_title(forecast), "bold"))
-    for warning in forecast.warnings:
+    put(console, Text(_title(plan), "bold"))
+    for warning in plan.warnings:
         put(console, Text(f"warning: {warning}", "yellow"))
     console.print()
-    for name, value in _facts(forecast):
+    for name, value in _facts(plan):
         put_fact(console, name, value)
     console.print()
-    if any(outlook.routes for outlook in forecast.outlooks):
+    if any(estimate.routes for estimate in plan.outlooks):
         put(console, Text(_columns("", "on the disk", "it creates") + f"{'time':>31}", "dim"))
-    for outlook in forecast.outlooks:
-        _show_outlook(console, forecast, outlook)
-    if any(outlook.routes for outlook in forecast.outlooks):
+    for estimate in plan.outlooks:
+        _show_estimate(console, plan, estimate)
+    if any(estimate.routes for estimate in plan.outlooks):
         put(console, Text(_LEGEND, "dim"))
     console.print()
-    show_generations(console, forecast)
-    _show_choice(console, forecast)
-    for said in filter(None, (_split_basis(forecast), generation_basis(forecast))):
+    show_generations(console, plan)
+    _show_choice(console, plan)
+    for said in filter(None, (_split_basis(plan), generation_basis(plan))):
         console.print()
         put(console, Text(said, "dim"))
 
 
-def draw_plan(forecast: Plan, path: Path) -> None:
+def draw_plan(plan: Plan, path: Path) -> None:
     """Draw the placement of the layers, at the compression of the proposed call, else at the requested one.
 
     Raises:
         OptionError: there is no generation estimate at that compression; or as `draw_placement`.
     """
-    chosen = forecast.choice.compression if forecast.choice is not None else forecast.compression
-    found = next((one for one in forecast.generations if one.compression == chosen), None)
+    chosen = plan.choice.compression if plan.choice is not None else plan.compression
+    found = next((one for one in plan.generations if one.compression == chosen), None)
     if found is None or found.placement is None:
         why = found.obstacle if found is not None and found.obstacle else "the model has no split at this compression"
         raise OptionError(f"There is no placement to draw: {why}.", "Leave --plot out, or name another compression.")
-    title = f"{_title(forecast)}, {chosen or 'uncompressed'}: where its weights will live"
+    title = f"{_title(plan)}, {chosen or 'uncompressed'}: where its weights will live"
     note = f"a token takes {moment(found.token_seconds)}, and the first {moment(found.first_token_seconds)}"
     draw_placement(found.placement, path, title, note)
 
 
-def _title(forecast: SplitEstimate) -> str:
-    name = forecast.source if forecast.kind == "hub" else forecast.label
-    return name if forecast.commit is None else f"{name} at commit {forecast.commit}"
+def _title(plan: SplitEstimate) -> str:
+    name = plan.source if plan.kind == "hub" else plan.label
+    return name if plan.commit is None else f"{name} at commit {plan.commit}"
 
 
-def _facts(forecast: SplitEstimate) -> Iterator[tuple[str, str]]:
-    if forecast.anatomy is not None:
-        yield from _of_anatomy(forecast.anatomy)
-    asked = forecast.at(forecast.compression)
+def _facts(plan: SplitEstimate) -> Iterator[tuple[str, str]]:
+    if plan.anatomy is not None:
+        yield from _of_anatomy(plan.anatomy)
+    asked = plan.at(plan.compression)
     if asked is not None and (big := asked.layers_above_10_gb):
         above = f"{len(big)} above {size(BIG_LAYER_BYTES)} ({_some(big)})"
         yield "large layers", f"{above}; streaming one needs that much memory"
-    for disk in forecast.disks:
-        stays = f", of which {size(forecast.min_free_disk)} stay free" if forecast.min_free_disk else ""
+    for disk in plan.disks:
+        stays = f", of which {size(plan.min_free_disk)} stay free" if plan.min_free_disk else ""
         yield "free disk", f"{size(disk.free_bytes)} at {disk.folder}{stays}"
-    if forecast.max_disk is not None:
-        yield "max_disk", f"{size(forecast.max_disk)} for all that the split creates"
-    yield "memory", f"the split itself takes at most {size(forecast.memory_bytes)}"
+    if plan.max_disk is not None:
+        yield "max_disk", f"{size(plan.max_disk)} for all that the split creates"
+    yield "memory", f"the split itself takes at most {size(plan.memory_bytes)}"
 
 
 def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
@@ -178,30 +178,30 @@ def _columns(route: str, disk: str, created: str) -> str:
     return f"  {route:<19}{disk:>13}{created:>13}  "
 
 
-def _show_outlook(console: Console, forecast: SplitEstimate, outlook: CompressionEstimate) -> None:
-    head = Text(forecast.called(outlook.compression), "bold")
-    if outlook.output_bytes is not None:
-        head.append(f", {size(outlook.output_bytes)} of layer files", "not bold")
-    if outlook.finished and outlook.finished_at is not None:
-        head.append(f": finished {outlook.finished_at[:16].replace('T', ' ')} in {outlook.folder}", "not bold green")
-    elif outlook.state == "unfinished":
-        state = f": unfinished, {outlook.shards_used} of {outlook.shards} shards used up; what is left takes"
+def _show_estimate(console: Console, plan: SplitEstimate, estimate: CompressionEstimate) -> None:
+    head = Text(plan.called(estimate.compression), "bold")
+    if estimate.output_bytes is not None:
+        head.append(f", {size(estimate.output_bytes)} of layer files", "not bold")
+    if estimate.finished and estimate.finished_at is not None:
+        head.append(f": finished {estimate.finished_at[:16].replace('T', ' ')} in {estimate.folder}", "not bold green")
+    elif estimate.state == "unfinished":
+        state = f": unfinished, {estimate.shards_used} of {estimate.shards} shards used up; what is left takes"
         head.append(state, "not bold yellow")
     put(console, head)
-    if outlook.obstacle is not None:
-        put(console, Text(f"  not possible: {outlook.obstacle}", "red"))
-    elif outlook.mixture is not None:
-        show_allocation(console, outlook.mixture)
-    for route in outlook.routes:
-        put(console, _row(forecast, outlook, route))
+    if estimate.obstacle is not None:
+        put(console, Text(f"  not possible: {estimate.obstacle}", "red"))
+    elif estimate.mixture is not None:
+        show_allocation(console, estimate.mixture)
+    for route in estimate.routes:
+        put(console, _row(plan, estimate, route))
 
 
-def _row(forecast: SplitEstimate, outlook: CompressionEstimate, route: Route) -> Text:
+def _row(plan: SplitEstimate, estimate: CompressionEstimate, route: Route) -> Text:
     lacks = f"no, {size_rounded_up(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
     verdict, style = ("fits", "green") if route.fits else (lacks, "red")
     time = "?" if route.seconds is None else duration(route.seconds)
     lead = _columns(
-        _route_name(outlook, route), size_rounded_up(route.disk_bytes), size_rounded_up(route.created_bytes)
+        _route_name(estimate, route), size_rounded_up(route.disk_bytes), size_rounded_up(route.created_bytes)
     )
     return Text.assemble(lead, (f"{verdict:<20}", style), f"{time:>11}")
 
@@ -211,13 +211,13 @@ def _is_limited(route: Route) -> bool:
     return route.lacking is not None and route.lacking.limited
 
 
-def _route_name(outlook: CompressionEstimate, route: Route) -> str:
-    return "sequential" if _is_alone(outlook, route.name) else _ROUTES[route.name]
+def _route_name(estimate: CompressionEstimate, route: Route) -> str:
+    return "sequential" if _is_alone(estimate, route.name) else _ROUTES[route.name]
 
 
-def _is_alone(outlook: CompressionEstimate, route: str) -> bool:
+def _is_alone(estimate: CompressionEstimate, route: str) -> bool:
     """Whether this is the only sequential route, as it is if nothing is fetched."""
-    return route == "sequential_file" and len(outlook.routes) == 2
+    return route == "sequential_file" and len(estimate.routes) == 2
 
 
 def duration(seconds: float) -> str:
@@ -230,66 +230,66 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
-def _show_choice(console: Console, forecast: Plan) -> None:
-    choice = forecast.choice
+def _show_choice(console: Console, plan: Plan) -> None:
+    choice = plan.choice
     if choice is None:
-        put(console, Text(_nothing_fits(forecast), "bold red"))
+        put(console, Text(_nothing_fits(plan), "bold red"))
         return
-    asked, chosen = forecast.at(forecast.compression), forecast.at(choice.compression)
+    asked, chosen = plan.at(plan.compression), plan.at(choice.compression)
     assert chosen is not None
     if asked is not None and asked is not chosen:
         why = "fits on no route" if asked.routes else "is not possible"
-        if asked.compression in _too_heavy(forecast):
+        if asked.compression in _too_heavy(plan):
             why = "needs more memory than this process may take"
-        put(console, Text(f"{_capitalised(forecast, asked)} {why}.", "bold red"))
+        put(console, Text(f"{_capitalised(plan, asked)} {why}.", "bold red"))
     if choice.route is None:
         verdict = "is finished. This loads it"
     else:
         verdict = f"fits{_CONDITIONS['sequential' if _is_alone(chosen, choice.route) else choice.route]}"
-    put(console, Text(f"{_capitalised(forecast, chosen)} {verdict}:", "bold green"))
-    if forecast.kind == "local" and choice.route not in (None, "standard"):
-        put(console, Text(f"This deletes the shards in {forecast.label}, one after the other.", "yellow"))
+    put(console, Text(f"{_capitalised(plan, chosen)} {verdict}:", "bold green"))
+    if plan.kind == "local" and choice.route not in (None, "standard"):
+        put(console, Text(f"This deletes the shards in {plan.label}, one after the other.", "yellow"))
     console.print()
     console.print(Text(choice.call), soft_wrap=True)
 
 
-def _capitalised(forecast: SplitEstimate, outlook: CompressionEstimate) -> str:
-    name = forecast.called(outlook.compression)
+def _capitalised(plan: SplitEstimate, estimate: CompressionEstimate) -> str:
+    name = plan.called(estimate.compression)
     return name[0].upper() + name[1:]
 
 
-def _too_heavy(forecast: Plan) -> dict[str | None, str]:
+def _too_heavy(plan: Plan) -> dict[str | None, str]:
     """Return why loading would be refused for lack of memory, by compression."""
-    known = {one.compression: one.too_little_memory for one in forecast.generations}
+    known = {one.compression: one.too_little_memory for one in plan.generations}
     return {compression: problem for compression, problem in known.items() if problem is not None}
 
 
-def _nothing_fits(forecast: Plan) -> str:
-    too_heavy = _too_heavy(forecast)
-    if best([one for one in forecast.outlooks if one.compression in too_heavy], forecast.compression) is not None:
+def _nothing_fits(plan: Plan) -> str:
+    too_heavy = _too_heavy(plan)
+    if best([one for one in plan.outlooks if one.compression in too_heavy], plan.compression) is not None:
         return f"There is disk space for it, and too little memory. {[*too_heavy.values()][-1]}"
-    nearest = least(forecast.outlooks)
+    nearest = least(plan.outlooks)
     if nearest is None:
         return "Nothing can be split or loaded here."
-    outlook, route = nearest
+    estimate, route = nearest
     assert route.lacking is not None
     more = f"Allow max_disk={route.lacking.need}" if _is_limited(route) else "Free more there"
     lacking = route.lacking
     return (
-        f"Nothing fits. Nearest is {forecast.called(outlook.compression)}, {_route_name(outlook, route)}: it needs "
+        f"Nothing fits. Nearest is {plan.called(estimate.compression)}, {_route_name(estimate, route)}: it needs "
         f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {more}, or name another disk "
         "(--dir, layer_shards_saving_path)."
     )
 
 
-def _split_basis(forecast: SplitEstimate) -> str | None:
+def _split_basis(plan: SplitEstimate) -> str | None:
     """Return the rates that the times of a split are based on, as text; None if there are none."""
-    basis = ", ".join(_basis(forecast))
+    basis = ", ".join(_basis(plan))
     return f"Times are estimates, without the writing: {basis}." if basis else None
 
 
-def _basis(forecast: SplitEstimate) -> Iterator[str]:
-    rates = forecast.rates
+def _basis(plan: SplitEstimate) -> Iterator[str]:
+    rates = plan.rates
     if rates.fetch is not None:
         yield f"{_rate(rates.fetch)} from the hub"
     if rates.read is not None:

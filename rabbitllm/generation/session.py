@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from rabbitllm.telemetry.passes import EXPERT_TIERS, NOTHING, PINNED_UPLOAD, REA
 
 MOVED = (READ, UPLOAD, PINNED_UPLOAD)
 """Stages whose bytes are part of an answer's work."""
+_GREEDY = Sampling()
 WITHOUT_LIMIT = 32_768
 """The most tokens of an answer if neither the caller nor the model's context sets a limit."""
 
@@ -150,36 +150,23 @@ def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) 
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How answers are generated.
-
-    Attributes:
-        max_new_tokens: maximum tokens of an answer; None for as many as the model's settings or its context allow.
-        sampling: how tokens are chosen; its seed is set once, at the start of the session.
-    """
-
-    max_new_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-
-
 class Session:
     """Answers of one model, one at a time.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it; with `profiling_mode=True` answers have `work`.
-        choices: how to generate.
-        keep: keep the cache between answers if the kind of model allows it.
+        max_new_tokens: maximum tokens of an answer; None for as many as the model's settings or its context allow.
+        sampling: how tokens are chosen; its seed is set once, at the start of the session.
 
     Attributes:
-        kept: the cache; None if each prompt is computed whole.
+        kept: the cache; None if the kind of model does not allow it, and each prompt is computed whole.
 
     Raises:
         ChatError: the model has no tokenizer, or is not a causal language model.
         OptionError: the model generates no text.
     """
 
-    def __init__(self, model: Any, choices: ChatOptions = ChatOptions(), *, keep: bool = True) -> None:
+    def __init__(self, model: Any, max_new_tokens: int | None = None, sampling: Sampling = _GREEDY) -> None:
         if model.tokenizer is None:
             raise ChatError(
                 "The model came without a tokenizer.", "Put the tokenizer's files into the folder of its config.json."
@@ -192,12 +179,13 @@ class Session:
             )
         self._model = model
         self._tokenizer = model.tokenizer
-        self._choices = choices
-        self.kept = KeptCache(model) if keep and keeps(model) else None
+        self._max_new_tokens = max_new_tokens
+        self._sampling = sampling
+        self.kept = KeptCache(model) if keeps(model) else None
         self._sound = True
         self._ends = end_tokens(model)
-        if choices.sampling.seed is not None:
-            torch.manual_seed(choices.sampling.seed)
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
 
     @property
     def context(self) -> int | None:
@@ -249,7 +237,7 @@ class Session:
             ChatError: no room is left in the context, or the chat template refuses the messages.
         """
         ids = prompt_ids(self._tokenizer, messages)
-        arguments = generate_arguments(self._model, self._ends, self._choices.sampling, self._room(len(ids)))
+        arguments = generate_arguments(self._model, self._ends, self._sampling, self._room(len(ids)))
         arguments |= {"use_cache": True, "return_dict_in_generate": False}
         if not self._sound:
             self.forget()
@@ -281,7 +269,7 @@ class Session:
 
     def _room(self, prompt: int) -> int:
         """Maximum tokens of the answer."""
-        own = self._choices.max_new_tokens or self._model.generation_config.max_new_tokens
+        own = self._max_new_tokens or self._model.generation_config.max_new_tokens
         left = self.context - prompt if self.context is not None else None
         if left is not None and left < 1:
             raise ChatError(

@@ -54,7 +54,7 @@ class StoppedText:
 
 
 class TextStream:
-    """A streamer for `generate`, of one sequence.
+    """A streamer for `generate`, of one sequence; special tokens such as the end of the text are left out.
 
     `generate` passes the prompt first, which is skipped, then each token as it is generated; with prompt lookup and
     assistants several at a time.
@@ -62,7 +62,6 @@ class TextStream:
     Args:
         tokenizer: tokenizer of the model.
         write: called with each piece of text; an exception from it (a broken pipe) ends the generation.
-        skip_special_tokens: leave out tokens such as the end of the text.
         stops: stop strings; text that could be the beginning of one is held back until more tokens decide it.
         prompt_done: called before the first token is decoded.
 
@@ -75,9 +74,8 @@ class TextStream:
     def __init__(
         self,
         tokenizer: Any,
-        write: Callable[[str], object] | None = None,
+        write: Callable[[str], object],
         *,
-        skip_special_tokens: bool = True,
         stops: tuple[str, ...] = (),
         prompt_done: Callable[[], object] = lambda: None,
     ) -> None:
@@ -85,8 +83,7 @@ class TextStream:
         self.text = ""
         self.times: list[float] = []
         self._tokenizer = tokenizer
-        self._write = write if write is not None else print_text
-        self._skip = skip_special_tokens
+        self._write = write
         self._stops = StoppedText(stops)
         self._prompt_done = prompt_done
         self._prompt_is_next = True
@@ -125,10 +122,8 @@ class TextStream:
         self._hand_on(finished=False)
 
     def end(self) -> None:
-        """Write the rest, even if it ends in half a character. The next `put` takes another prompt."""
+        """Write the rest, even if it ends in half a character."""
         self._hand_on(finished=True)
-        self._from = self._to = len(self.tokens)
-        self._prompt_is_next = True
 
     def _hand_on(self, *, finished: bool) -> None:
         known = self._decode(self.tokens[self._from : self._to])
@@ -145,7 +140,7 @@ class TextStream:
     def _decode(self, ids: Sequence[int]) -> str:
         if not ids:
             return ""
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rabbitllm import prepare
-from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions, expand
+from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
@@ -142,7 +142,7 @@ def _acceptance(source: prepare.Source) -> Iterator[Acceptance | None]:
     if not has_config:
         yield None
         return
-    with prepare.acceptance(source, StreamOptions(device="cpu")) as accept:
+    with prepare.acceptance(source, RunOptions(device="cpu")) as accept:
         yield accept
 
 

@@ -91,14 +91,9 @@ def look(folder: Path) -> SplitEntry | None:
     """
     if folder.is_symlink() or not folder.is_dir():
         return None
-    if (folder / MANIFEST_NAME).exists():
-        return _finished(folder, MANIFEST_NAME)
-    if (folder / JOURNAL_NAME).exists():
-        return _unfinished(folder, JOURNAL_NAME)
-    if (folder / (MANIFEST_NAME + REMOVED_SUFFIX)).exists():
-        return _finished(folder, MANIFEST_NAME + REMOVED_SUFFIX)
-    if (folder / (JOURNAL_NAME + REMOVED_SUFFIX)).exists():
-        return _unfinished(folder, JOURNAL_NAME + REMOVED_SUFFIX)
+    for record in RECORDS:
+        if (folder / record).exists():
+            return (_finished if record.startswith(MANIFEST_NAME) else _unfinished)(folder, record)
     return _legacy(folder) if is_legacy(folder) else None
 
 
@@ -129,10 +124,7 @@ def _finished(folder: Path, record: str) -> SplitEntry:
         manifest = read_manifest(folder, record)
         assert manifest is not None
     except RabbitLLMError as error:
-        done = sum(1 for _ in folder.glob(f"*{LAYER_SUFFIX}"))
-        return SplitEntry(
-            folder, folder.name, DAMAGED, None, None, disk_bytes(folder), done, done, 0, 0, changed, error.problem
-        )
+        return _unreadable(folder, changed, error.problem)
     sizes = {r.file: _size(folder / r.file) for r in manifest.layers}
     problem = None if record != MANIFEST_NAME else _problem(manifest, sizes)
     whole = DAMAGED if problem is not None else WHOLE
@@ -165,13 +157,9 @@ def _problem(manifest: Manifest, sizes: Mapping[str, int | None]) -> str | None:
 
 def _unfinished(folder: Path, record: str) -> SplitEntry:
     changed = _changed(folder / record)
-    done = sum(1 for _ in folder.glob(f"*{LAYER_SUFFIX}"))
     seen = journal.glance(folder, record)
     if seen is None:
-        problem = f"{record} cannot be read back"
-        return SplitEntry(
-            folder, folder.name, DAMAGED, None, None, disk_bytes(folder), done, done, 0, 0, changed, problem
-        )
+        return _unreadable(folder, changed, f"{record} cannot be read back")
     return SplitEntry(
         folder,
         seen.source.name,
@@ -179,12 +167,22 @@ def _unfinished(folder: Path, record: str) -> SplitEntry:
         seen.source,
         seen.compression,
         disk_bytes(folder),
-        done,
+        _layer_files(folder),
         len(seen.stems),
         len(seen.shards),
         len(seen.used),
         changed,
     )
+
+
+def _unreadable(folder: Path, changed: str, problem: str) -> SplitEntry:
+    """A split directory whose manifest or journal cannot be read."""
+    done = _layer_files(folder)
+    return SplitEntry(folder, folder.name, DAMAGED, None, None, disk_bytes(folder), done, done, 0, 0, changed, problem)
+
+
+def _layer_files(folder: Path) -> int:
+    return sum(1 for _ in folder.glob(f"*{LAYER_SUFFIX}"))
 
 
 def _legacy(folder: Path) -> SplitEntry:

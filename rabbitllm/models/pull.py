@@ -21,9 +21,9 @@ from rabbitllm import auto_model, prepare
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base import progress
 from rabbitllm.base.options import (
+    RunOptions,
     ShardPolicy,
     SplitOptions,
-    StreamOptions,
 )
 from rabbitllm.base.terminal import counted, put, put_fact, size, size_rounded_up
 from rabbitllm.display.split_display import shown
@@ -156,7 +156,7 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
 def _split(
     source: prepare.Source,
     options: SplitOptions,
-    run: StreamOptions,
+    run: RunOptions,
     executor: ShardExecutor | None,
     too_little: TooLittle,
 ) -> None:
@@ -196,21 +196,21 @@ def dry_run(request: LoadRequest) -> DryRun:
     """
     from rabbitllm.estimate.plan import (
         SourceScan,
-        outlook_at,  # imports all measuring code, which a split does not need
+        split_estimate_at,  # imports all measuring code, which a split does not need
     )
 
     assert request.split is not None
     options = prepare.with_memory(request.split, request.run)
     source = prepare.find(request.spec, only_look=True)
-    survey = SourceScan(source, request.spec, options)
-    compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
-    if compression in survey.plans and compression not in survey.manifests:
+    scan = SourceScan(source, request.spec, options)
+    compression = options.compression if options.compression in scan.folders else next(iter(scan.folders))
+    if compression in scan.plans and compression not in scan.manifests:
         try:
             with prepare.acceptance(source, request.run, too_little=_too_little(request)) as accept:
-                accept(PlannedFiles(survey.plans[compression], survey.folders[compression]))
+                accept(PlannedFiles(scan.plans[compression], scan.folders[compression]))
         except RabbitLLMError as error:
-            survey.refused[compression] = error.problem
-    outlook = outlook_at(survey, compression, Rates(None, None, {}, options.threads, "cpu"))
+            scan.refused[compression] = error.problem
+    outlook = split_estimate_at(scan, compression, Rates(None, None, {}, options.threads, "cpu"))
     policy = options.shards
     standard = not (policy.takes_one_at_a_time if source.repository is not None else policy.deletes_used)
     routes = tuple(route for route in outlook.routes if (route.name == STANDARD) is standard)

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rabbitllm.base.options import Hosts, StreamOptions
+from rabbitllm.base.options import Hosts, RunOptions
 from rabbitllm.engine.load_plan import ModelPart
 from rabbitllm.engine.placement import UnitCost, ready_once
 from rabbitllm.engine.units import UnitSource
@@ -45,7 +45,7 @@ class Sharing:
     stack: Stack
     spans: tuple[Span, ...]
 
-    def __init__(self, hosts: Hosts, options: StreamOptions) -> None:
+    def __init__(self, hosts: Hosts, options: RunOptions) -> None:
         self._hosts = hosts
         self._options = options
 
@@ -88,7 +88,7 @@ class Sharing:
         return ModelPart(frozenset(mine), shares[meeting.rank])
 
 
-def identity_of(model: Any, store: WeightFiles, options: StreamOptions) -> dict[str, str]:
+def identity_of(model: Any, store: WeightFiles, options: RunOptions) -> dict[str, str]:
     """Properties that must be equal on all hosts, by names for messages."""
     import torch
     import transformers
@@ -162,7 +162,7 @@ def _machine() -> str:
         return platform.node()
 
 
-def load_spread(hosts: Hosts, options: StreamOptions, load: Callable[[Sharing], Any]) -> Any:
+def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Any]) -> Any:
     """Load a model that is spread over hosts.
 
     Args:

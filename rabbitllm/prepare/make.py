@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions
+from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
@@ -73,13 +73,13 @@ logger = logging.getLogger(__name__)
 
 
 def with_memory(
-    options: SplitOptions, stream_options: StreamOptions, devices: Sequence[Device] | None = None
+    options: SplitOptions, run_options: RunOptions, devices: Sequence[Device] | None = None
 ) -> SplitOptions:
     """Return the options of a split; at "auto" with the memory in which its weights should be resident.
 
     Args:
         options: of the split.
-        stream_options: options for running the model.
+        run_options: options for running the model.
         devices: devices to run it on; by default those that the options name.
 
     Raises:
@@ -90,9 +90,9 @@ def with_memory(
     from rabbitllm.engine.devices import resolve_devices, weight_memory  # with torch
 
     if devices is None:
-        devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
-    nbytes = weight_memory(devices, stream_options)
-    return dataclasses.replace(options, memory=nbytes, memory_is_said=stream_options.max_memory is not None)
+        devices = resolve_devices(run_options.device, run_options.max_memory, run_options.pin_memory)
+    nbytes = weight_memory(devices, run_options)
+    return dataclasses.replace(options, memory=nbytes, memory_is_said=run_options.max_memory is not None)
 
 
 # The loader's own check of a model, passed to a split so that it runs before anything is deleted.
@@ -105,7 +105,7 @@ TooLittle: TypeAlias = Literal["refuse", "warn", "ignore"]
 @contextlib.contextmanager
 def acceptance(
     source: Source,
-    options: StreamOptions,
+    options: RunOptions,
     devices: Sequence[Device] | None = None,
     *,
     too_little: TooLittle = "warn",

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest
-from rabbitllm.base.options import StreamOptions, expand
+from rabbitllm.base.options import RunOptions, expand
 from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.generation.memory import left_to_requests
 from rabbitllm.models.pull import load, pulled
@@ -54,7 +54,7 @@ def loaded(request: LoadRequest, console: Console, cache_bytes: int | None = Non
     return ServedModel(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
 
 
-def with_room(run: StreamOptions, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[str, int] | None:
+def with_room(run: RunOptions, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[str, int] | None:
     """The memory limit of the weights, which leaves room for requests: the caller's own limit, else a reduced default.
 
     On GPUs a margin is always left, so the limit is lower only where the size of the KV cache is given.

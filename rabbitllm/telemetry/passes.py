@@ -140,8 +140,41 @@ class PassInput:
         return (kept + 1) * self.batch if kept >= 0 else None
 
 
+class _Measured:
+    """The figures that follow from stages and their wall time, of one pass or of several."""
+
+    __slots__ = ()
+    stages: Mapping[str, Total]
+    wall: float
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes read from disk."""
+        return self.stages.get(READ, NOTHING).nbytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes copied from host memory to a device."""
+        return copies_of(self.stages).nbytes
+
+    @property
+    def overlap(self) -> float:
+        """max(moving weights, computing) / wall: 1 if the shorter of both is completely hidden.
+
+        Moving is the longer of reading and copying, which overlap too; computing includes dequantizing.
+        """
+        moving = max(self.stages.get(READ, NOTHING).busy_seconds, copies_of(self.stages).busy_seconds)
+        computing = sum(self.stages.get(stage, NOTHING).busy_seconds for stage in (COMPUTE, DEQUANTIZE))
+        return max(moving, computing) / self.wall if self.wall > 0 else 0.0
+
+    @property
+    def bottleneck(self) -> str | None:
+        """See `limit_of`."""
+        return limit_of(self.stages)
+
+
 @dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(_Measured):
     """One forward pass of a model.
 
     Attributes:
@@ -170,19 +203,9 @@ class Pass:
         """Input tokens: batch times length."""
         return self.entry.batch * self.entry.length
 
-    @property
-    def overlap(self) -> float:
-        """See `overlap_of`."""
-        return overlap_of(self.stages, self.wall)
-
-    @property
-    def bottleneck(self) -> str | None:
-        """See `limit_of`."""
-        return limit_of(self.stages)
-
 
 @dataclass(frozen=True, slots=True)
-class PassSums:
+class PassSums(_Measured):
     """Sums of passes of one kind.
 
     Attributes:
@@ -219,26 +242,6 @@ class PassSums:
         """Mean number of tokens made by a pass; None if known for none."""
         return self.made / self.made_passes if self.made_passes else None
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes read from disk."""
-        return self.stages.get(READ, NOTHING).nbytes
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes copied from host memory to a device."""
-        return copies_of(self.stages).nbytes
-
-    @property
-    def overlap(self) -> float:
-        """See `overlap_of`."""
-        return overlap_of(self.stages, self.wall)
-
-    @property
-    def bottleneck(self) -> str | None:
-        """See `limit_of`."""
-        return limit_of(self.stages)
-
 
 def sums_of(passes: Iterable[Pass], before: Mapping[str, PassSums]) -> dict[str, PassSums]:
     """Kind -> sums of these passes added to earlier sums; kinds without passes are left out."""
@@ -262,13 +265,3 @@ def median_pass(passes: Iterable[Pass]) -> Pass | None:
         return None
     middle = median(one.wall for one in chosen)
     return min(chosen, key=lambda one: abs(one.wall - middle))
-
-
-def overlap_of(stages: Mapping[str, Total], wall: float) -> float:
-    """max(moving weights, computing) / wall: 1 if the shorter of both is completely hidden.
-
-    Moving is the longer of reading and copying, which overlap too; computing includes dequantizing.
-    """
-    moving = max(stages.get(READ, NOTHING).busy_seconds, copies_of(stages).busy_seconds)
-    computing = stages.get(COMPUTE, NOTHING).busy_seconds + stages.get(DEQUANTIZE, NOTHING).busy_seconds
-    return max(moving, computing) / wall if wall > 0 else 0.0

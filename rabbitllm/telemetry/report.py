@@ -32,11 +32,9 @@ from rabbitllm.telemetry.passes import (
     EXPERTS_READ,
     NOTHING,
     PROMPT,
-    READ,
     Pass,
     PassSums,
     Total,
-    copies_of,
     limit_of,
     median_of,
 )
@@ -178,11 +176,7 @@ def _pass(one: Pass) -> dict[str, Any]:
         "length": one.entry.length,
         "past": one.entry.past,
         "tokens_made": one.made,
-        "disk_bytes": one.stages.get(READ, NOTHING).nbytes,
-        "copied_bytes": copies_of(one.stages).nbytes,
-        "overlap": one.overlap,
-        "bottleneck": one.bottleneck,
-        "stages": _totals(one.stages),
+        **_measured(one),
     }
 
 
@@ -194,9 +188,15 @@ def _sums(kind: str, total: PassSums, passes: Sequence[Pass]) -> dict[str, Any]:
         "tokens_in": total.tokens,
         "tokens_made": total.made,
         "tokens_per_pass": total.made_per_pass,
-        "disk_bytes": total.disk_bytes,
-        "copied_bytes": total.copied_bytes,
-        "overlap": total.overlap,
-        "bottleneck": total.bottleneck,
-        "stages": _totals(total.stages),
+        **_measured(total),
+    }
+
+
+def _measured(one: Pass | PassSums) -> dict[str, Any]:
+    return {
+        "disk_bytes": one.disk_bytes,
+        "copied_bytes": one.copied_bytes,
+        "overlap": one.overlap,
+        "bottleneck": one.bottleneck,
+        "stages": _totals(one.stages),
     }

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.base.options import (
+    RunOptions,
     ShardPolicy,
     SplitOptions,
-    StreamOptions,
     expand,
     parse_max_memory,
     parse_size,
@@ -105,7 +105,7 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert expand(Path("models")) == Path("models")
 
 
-@pytest.mark.parametrize("options", [SplitOptions(), StreamOptions()])
+@pytest.mark.parametrize("options", [SplitOptions(), RunOptions()])
 def test_options_cannot_be_changed_on_the_way(options: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.profiling = True

@@ -13,12 +13,11 @@ from rich.console import Console
 
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_chat
 from rabbitllm.chat.loop import ChatLoop, Surface
-from rabbitllm.generation.session import ChatOptions, Session
+from rabbitllm.generation.session import Session
 from tests.chat.talkers import parrot_folder, talker
 from tests.support.tiny_models import ALL, one_thread  # noqa: F401  a fixture that applies by itself
 
 SAYS = {" ": "Y", "Y": "o", "o": "<eos>"}
-GREEDY = ChatOptions()
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class Talk:
     """A conversation over given lines: what was said by whom, and whether all went well."""
 
-    def __init__(self, model: Any, *lines: str, choices: ChatOptions = GREEDY, system: str | None = None):
+    def __init__(self, model: Any, *lines: str, max_new_tokens: int | None = None, system: str | None = None):
         left: Iterator[str] = iter(lines)
 
         def read_line(prompt: str) -> str:
@@ -42,7 +41,7 @@ class Talk:
 
         answers, notes = io.StringIO(), io.StringIO()
         surface = Surface(read_line, answers, Console(file=notes, width=100), interactive=False)
-        self.session = Session(model, choices)
+        self.session = Session(model, max_new_tokens)
         chat = ChatLoop(self.session, surface, "a/model", Conversation(system))
         self.well = chat.run({"cpu resident": 5 << 20})
         self.conversation = chat.conversation
@@ -135,7 +134,7 @@ def test_a_question_for_which_there_is_no_room_is_taken_back(model: Any) -> None
 
 def test_limits_are_said(tmp_path: Path) -> None:
     endless = talker(parrot_folder(tmp_path / "model", {" ": "Y", "Y": "o", "o": " "}), ALL)
-    talk = Talk(endless, "Hello?", choices=ChatOptions(max_new_tokens=5))
+    talk = Talk(endless, "Hello?", max_new_tokens=5)
     assert talk.answers == "Yo Yo\n"
     assert "ended after 5 tokens; --max-new-tokens sets that limit" in talk.notes
     talk = Talk(endless, "Hello?")

@@ -9,7 +9,7 @@ import pytest
 
 from rabbitllm import prepare
 from rabbitllm.auto_model import LoadRequest
-from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions
+from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.cli.arguments import ModelOptions
 from rabbitllm.errors import OptionError
@@ -40,7 +40,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     ) == LoadRequest(
         prepare.ModelSpec("example/model", "8bit", tmp_path, HubAccess("v2")),
         SplitOptions("8bit", ShardPolicy.DELETE_USED, max_disk=57 << 30, verify_source=True),
-        StreamOptions(
+        RunOptions(
             device="cpu",
             dtype="float32",
             max_memory={"cpu": 24 << 30, "cuda:0": 14 << 30},
@@ -53,7 +53,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
 
 def test_shards_that_are_fetched_are_not_kept_by_default() -> None:
     assert wish("example/model") == LoadRequest(
-        prepare.ModelSpec("example/model"), SplitOptions(shards=ShardPolicy.DELETE_FETCHED), StreamOptions()
+        prepare.ModelSpec("example/model"), SplitOptions(shards=ShardPolicy.DELETE_FETCHED), RunOptions()
     )
 
 

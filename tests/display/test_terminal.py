@@ -172,7 +172,7 @@ def test_bars_of_tqdm_become_rows_and_come_back(monkeypatch: pytest.MonkeyPatch)
     terminal.paint(rows("ours at last"))
     assert [line.split(":")[0] for line in stream.screen(WIDTH)] == ["kept", "ours at last", "outer"]
     terminal.erase()
-    terminal.guests.let_go()
+    terminal.nested_bars.release()
     outer.update()
     outer.close()
     shown = stream.screen(WIDTH)

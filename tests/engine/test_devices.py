@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import devices, load_plan
 from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices, suits_bf16
 from rabbitllm.errors import DeviceError
@@ -116,7 +116,7 @@ def test_gpus_come_in_numerical_order(gpus: object, monkeypatch: pytest.MonkeyPa
 def test_where_no_gpu_was_asked_for_nothing_is_said_of_one(no_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
     _warn_of_no_cuda.cache_clear()
     with caplog.at_level(logging.WARNING, "rabbitllm"):
-        for device in (StreamOptions().device, None, "auto", "cpu"):
+        for device in (RunOptions().device, None, "auto", "cpu"):
             assert names(device) == ["cpu"]
     assert not caplog.records
 
@@ -360,7 +360,7 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
     cards: list[Any] = [CudaDevice(0), CudaDevice(1)]
 
     def room(given: list[Any], **options: Any) -> int:
-        return devices.host_room(given, StreamOptions(**options))
+        return devices.host_room(given, RunOptions(**options))
 
     assert room(cards) == free
     assert room(cards, max_memory={"cuda:0": 1}) == free

@@ -108,12 +108,12 @@ def test_embeddings_given_by_the_caller(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_only_the_rows_are_copied(tmp_path: Path) -> None:
-    from rabbitllm.base.options import StreamOptions
+    from rabbitllm.base.options import RunOptions
     from rabbitllm.engine.load import load_model
 
     folder = build_checkpoint(tmp_path / "model", "llama")
     gpu = FakeGpu(0)
-    options = StreamOptions(max_memory={gpu.name: 0}, show_progress=False)
+    options = RunOptions(max_memory={gpu.name: 0}, show_progress=False)
     model = load_model(split(folder), options, None, [gpu])
     assert tiers(model)["model.embed_tokens"] is Tier.ROWS
     before = gpu.uploaded_bytes

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import expert_pool, streamer
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
@@ -42,7 +42,7 @@ def load_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, *
     of them."""
     limits = {gpu.name: budget for gpu in gpus} | {"cpu": host}
     settings = {"max_memory": limits, "show_progress": False, "exact": True, **options}
-    return load_model(folder, StreamOptions(**settings), None, gpus)
+    return load_model(folder, RunOptions(**settings), None, gpus)
 
 
 def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **options: Any) -> Reference:
@@ -231,7 +231,7 @@ def test_a_device_that_gets_nothing_takes_no_part(tmp_path: Path, rooms: tuple[i
     gpus = [FakeGpu(0), FakeGpu(1)]
     limits = {gpu.name: room for gpu, room in zip(gpus, rooms, strict=True)}
     with watched():
-        model = load_model(split(folder), StreamOptions(max_memory=limits, show_progress=False), None, gpus)
+        model = load_model(split(folder), RunOptions(max_memory=limits, show_progress=False), None, gpus)
         found = run(model)
     busy, idle = (gpus[0], gpus[1]) if rooms[0] == ALL else (gpus[1], gpus[0])
     assert model.device == busy.torch_device
@@ -364,10 +364,10 @@ def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     gpu = FakeGpu(0)
     options: dict[str, Any] = {"max_memory": {gpu.name: 0}, "show_progress": False}
-    found = tiers(load_model(directory, StreamOptions(**options), None, [gpu]))
+    found = tiers(load_model(directory, RunOptions(**options), None, [gpu]))
     assert Tier.STREAMED not in found.values()
     assert found["model.layers.1"] is Tier.PINNED
-    unlocked = tiers(load_model(directory, StreamOptions(**options, pin_memory=False), None, [FakeGpu(0)]))
+    unlocked = tiers(load_model(directory, RunOptions(**options, pin_memory=False), None, [FakeGpu(0)]))
     assert Tier.PINNED not in unlocked.values()
 
 

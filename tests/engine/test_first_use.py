@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.cli.main import app
 from rabbitllm.engine import first_use
 from rabbitllm.engine.first_use import PIECE_BYTES, ReadAhead
@@ -100,7 +100,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_gpu(folder: Path, budget: int, host: int, **options: Any) -> Any:
     gpu = FakeGpu(0)
     limits = {gpu.name: budget, "cpu": host}
-    return load_model(folder, StreamOptions(max_memory=limits, show_progress=False, **options), None, [gpu])
+    return load_model(folder, RunOptions(max_memory=limits, show_progress=False, **options), None, [gpu])
 
 
 def half_of(folder: Path) -> int:

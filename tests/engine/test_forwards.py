@@ -12,7 +12,7 @@ from torch import nn
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.forwards import route_llama4
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
@@ -185,7 +185,7 @@ def test_where_the_processor_multiplies_bfloat16_nothing_changes(
 
 def test_it_does_not_go_together_with_exact_bits() -> None:
     with pytest.raises(OptionError, match=r"exact=True .*fast_bfloat16=True"):
-        StreamOptions(exact=True, fast_bfloat16=True)
+        RunOptions(exact=True, fast_bfloat16=True)
 
 
 def test_without_it_logits_are_transformers(checkpoint: Path, kernel_rows: list[int]) -> None:

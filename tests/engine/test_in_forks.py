@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.first_use import ReadAhead
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.span_reader import FileSpan
@@ -157,7 +157,7 @@ def test_workers_of_a_data_loader_tokenise_while_the_parent_generates(split_fold
 
 
 def on_a_gpu(folder: Path, device: FakeGpu, memory: int) -> Any:
-    options = StreamOptions(max_memory={device.name: memory, "cpu": 0}, show_progress=False)
+    options = RunOptions(max_memory={device.name: memory, "cpu": 0}, show_progress=False)
     return load_model(folder, options, devices=[device])
 
 

@@ -115,11 +115,11 @@ def test_slow_dequantizing_is_told_apart(checkpoint: Path, monkeypatch: pytest.M
 
 
 def test_copies_to_a_gpu_are_recorded(checkpoint: Path) -> None:
-    from rabbitllm.base.options import StreamOptions
+    from rabbitllm.base.options import RunOptions
     from rabbitllm.engine.load import load_model
 
     gpu = FakeGpu(0)
-    options = StreamOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False, profiling=True)
+    options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False, profiling=True)
     model = load_model(split(checkpoint), options, None, [gpu])
     run(model)
     uploaded = model.profiler.stages[UPLOAD]
@@ -168,11 +168,11 @@ def test_passes_of_a_packed_model_move_nothing(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("host", [0, 1 << 30], ids=["from the disk", "from page-locked memory"])
 def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path, host: int) -> None:
-    from rabbitllm.base.options import StreamOptions
+    from rabbitllm.base.options import RunOptions
     from rabbitllm.engine.load import load_model
 
     gpu = FakeGpu(0)
-    options = StreamOptions(max_memory={gpu.name: 0, "cpu": host}, show_progress=False, profiling=True)
+    options = RunOptions(max_memory={gpu.name: 0, "cpu": host}, show_progress=False, profiling=True)
     model = load_model(split(checkpoint), options, None, [gpu])
     run(model)
     assert len(model.profiler.passes) == 1 + NEW_TOKENS

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rabbitllm
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Budget, PlacedUnit, Placement, Pool, Tier, UnitCost, place
@@ -101,7 +101,7 @@ def test_every_byte_of_a_model_is_drawn_where_it_is(
     tmp_path: Path, family: str, room: int, compression: str | None
 ) -> None:
     folder = split(build_checkpoint(tmp_path / "m", family, dtype=torch.bfloat16), compression)
-    options = StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
+    options = RunOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
     check(load_model(folder, options).placement)
 
 
@@ -111,7 +111,7 @@ def test_experts_on_gpus_and_in_host_memory(tmp_path: Path, host: int, words_of:
     folder = split(build_checkpoint(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, **small), None)
     gpus: Sequence[Device] = [FakeGpu(0), FakeGpu(1)]
     limits = {**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}
-    placement = load_model(folder, StreamOptions(max_memory=limits, show_progress=False), devices=gpus).placement
+    placement = load_model(folder, RunOptions(max_memory=limits, show_progress=False), devices=gpus).placement
     check(placement)
     there = places(placement)
     assert EXPERTS in there["fake:0"]

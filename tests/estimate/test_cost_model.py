@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.expert_pool import ExpertCache
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
@@ -35,7 +35,7 @@ def drawn(
     folder: Path, family: str, compression: str | None = None, room: int = 1 << 34, **settings: object
 ) -> LoadPlan:
     build_checkpoint(folder, family, dtype=torch.bfloat16, tied=family == "t5", **settings)  # type: ignore[arg-type]
-    options = StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
+    options = RunOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
     return make_load_plan(planned(folder, compression), options, folder, [CpuDevice()])
 
 

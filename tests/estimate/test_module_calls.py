@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.load import load_model
@@ -96,7 +96,7 @@ def test_stacks_are_ordinary_tensors_where_those_of_the_model_are(
 ) -> None:
     found = drawn(tmp_path / "m", family, compression)
     (placed, *_) = found.placement.experts
-    options = StreamOptions(device="cpu", max_memory={"cpu": 1 << 34}, show_progress=False)
+    options = RunOptions(device="cpu", max_memory={"cpu": 1 << 34}, show_progress=False)
     model = load_model(split(tmp_path / "m", compression), options)
     source = found.experts[0]
     made = _laid_over_each_other(found.model, source, placed.tier is Tier.RESIDENT)

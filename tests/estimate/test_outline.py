@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.errors import UnknownArchitectureError
@@ -94,7 +94,7 @@ def test_what_is_foretold_is_what_a_plan_foretells(
     monkeypatch.setattr(machine_module, "overhead", lambda *given: Overhead(1e-3, 1e-4))
     monkeypatch.setattr(predictions, "binding_seconds", lambda *given: 1e-4)
     folder, outline = tiny(tmp_path, family)
-    machine = Machine([CpuDevice()], StreamOptions(device="cpu", max_memory={"cpu": room}), 0)
+    machine = Machine([CpuDevice()], RunOptions(device="cpu", max_memory={"cpu": room}), 0)
     readable = list(folder.glob("*.safetensors"))
     said = predict(compression, planned(folder, compression), folder, machine, readable)
     (tmp_path / "work").mkdir()
@@ -109,7 +109,7 @@ def test_what_is_foretold_is_what_a_plan_foretells(
 def test_two_gpus_get_what_a_plan_gives_them(tmp_path: Path) -> None:
     folder, outline = tiny(tmp_path, "qwen3_moe")
     gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
-    machine = Machine(gpus, StreamOptions(max_memory={**{gpu.name: 200_000 for gpu in gpus}, "cpu": 300_000}), 0)
+    machine = Machine(gpus, RunOptions(max_memory={**{gpu.name: 200_000 for gpu in gpus}, "cpu": 300_000}), 0)
     (tmp_path / "work").mkdir()
     drawn, _ = predict_outline(outline, None, folder, machine, list(folder.glob("*.safetensors")), tmp_path / "work")
     assert drawn.placement == make_load_plan(planned(folder, None), machine.options, folder, gpus).placement
@@ -138,7 +138,7 @@ def test_the_engine_takes_the_sample_of_a_published_model(tmp_path: Path, model:
     """Quantized as it is published: nothing is missing, and nothing left over but a layer that is known for that."""
     (tmp_path / "config.json").write_text(json.dumps(model.outline.sample))
     files = PlannedFiles(model.outline.plans[None], tmp_path / "split")
-    drawn = make_load_plan(files, StreamOptions(device="cpu", max_memory={"cpu": 1 << 45}), tmp_path, [CpuDevice()])
+    drawn = make_load_plan(files, RunOptions(device="cpu", max_memory={"cpu": 1 << 45}), tmp_path, [CpuDevice()])
     number = len(model.outline.layers)
     assert all(f".layers.{number}." in name for name in drawn.weights.unused)
     assert bool(drawn.weights.unused) == bool(model.config.get("num_nextn_predict_layers"))
@@ -158,9 +158,9 @@ def test_a_family_that_is_not_known_is_refused() -> None:
 
 
 def test_a_rough_machine_measures_each_kind_once() -> None:
-    machine, asked = Machine([CpuDevice()], StreamOptions(device="cpu"), 0, rough=True), iter(range(9))
+    machine, asked = Machine([CpuDevice()], RunOptions(device="cpu"), 0, rough=True), iter(range(9))
     key = product_key("cpu", "bfloat16", True, 1)
     assert [machine.measured(key, lambda: next(asked)) for _ in range(3)] == [0, 0, 0]
     assert machine.measured(product_key("cpu", "4bit", True, 1), lambda: next(asked)) == 1
-    plain = Machine([CpuDevice()], StreamOptions(device="cpu"), 0)
+    plain = Machine([CpuDevice()], RunOptions(device="cpu"), 0)
     assert [plain.measured(key, lambda: next(asked)) for _ in range(2)] == [2, 3]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rabbitllm
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import make_load_plan
@@ -61,7 +61,7 @@ def predict(
 
 
 def foretell(folder: Path, compression: str | None = None, room: int = 1 << 34, **settings: Any) -> GenerationEstimate:
-    options = StreamOptions(device="cpu", max_memory={"cpu": room}, **settings)
+    options = RunOptions(device="cpu", max_memory={"cpu": room}, **settings)
     machine = Machine([CpuDevice()], options, 0)
     return predict(compression, planned(folder, compression), folder, machine, list(folder.glob("*.safetensors")))
 
@@ -112,7 +112,7 @@ def test_tied_embeddings_are_counted_once(tmp_path: Path, compression: str | Non
 def test_what_a_plan_says_of_experts_is_what_is_loaded(tmp_path: Path, room: int, compression: str | None) -> None:
     folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3)
     found = foretell(folder, compression, room)
-    options = StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
+    options = RunOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
     placement = load_model(split(folder, compression), options).placement
     (own,) = found.experts
     assert {placed.tier.value for placed in placement.experts} == {own.tier}
@@ -175,7 +175,7 @@ def test_without_anything_to_read_only_what_fits_has_a_time(tmp_path: Path, monk
 def test_experts_on_gpus_that_are_none(tmp_path: Path, host: int) -> None:
     folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=32)
     gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
-    machine = Machine(gpus, StreamOptions(max_memory={**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}), 0)
+    machine = Machine(gpus, RunOptions(max_memory={**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}), 0)
     found = predict(None, planned(folder, None), folder, machine, list(folder.glob("*.safetensors")))
     assert {own.device for own in found.experts} == {"fake:0", "fake:1"}
     for own in found.experts:
@@ -211,7 +211,7 @@ def test_families_of_their_own(tmp_path: Path, family: str) -> None:
 def test_on_gpus_that_are_none(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
     gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
-    options = StreamOptions(max_memory={gpu.name: 60_000 for gpu in gpus})
+    options = RunOptions(max_memory={gpu.name: 60_000 for gpu in gpus})
     machine = Machine(gpus, options, 0)
     for compression in (None, "4bit"):
         found = predict(compression, planned(folder, compression), folder, machine, list(folder.glob("*.safetensors")))
@@ -225,7 +225,7 @@ def test_on_gpus_that_are_none(tmp_path: Path) -> None:
 def test_what_a_gpu_is_sent_for_each_token(tmp_path: Path, host: int) -> None:
     folder = checkpoint(tmp_path / "m")
     gpus: list[Device] = [FakeGpu(0)]
-    machine = Machine(gpus, StreamOptions(max_memory={"fake:0": 60_000, "cpu": host}), 0)
+    machine = Machine(gpus, RunOptions(max_memory={"fake:0": 60_000, "cpu": host}), 0)
     found = predict(None, planned(folder, None), folder, machine, list(folder.glob("*.safetensors")))
     assert found.copied_bytes > 0
     assert found.read_bytes == (0 if host else found.copied_bytes)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError, QualityError
@@ -123,7 +123,7 @@ def test_gpus(tmp_path: Path, count: int) -> None:
     plain = [plain_model(folder, dtype=torch.float32).eval() for folder in folders]
     gpus = [FakeGpu(index) for index in range(count)]
     limits: dict[str, int] = {gpu.name: 40_000 for gpu in gpus} | {"cpu": 0}
-    options = StreamOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
+    options = RunOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
     with watched(), torch.no_grad():
         model = load_model(split(folders[1]), options, None, gpus)
         before = sum(gpu.uploads for gpu in gpus)

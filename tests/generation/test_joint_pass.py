@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.load import load_model
 from rabbitllm.generation.joint_pass import JointPasses, RowKind, joined, rowwise
@@ -199,7 +199,7 @@ def test_texts_on_gpus(tmp_path: Path, family: str, count: int, exact: bool) -> 
     gpus = [FakeGpu(index) for index in range(count)]
     limits: dict[str, int] = {gpu.name: 40_000 for gpu in gpus} | {"cpu": 0}
     with watched(), torch.no_grad():
-        options = StreamOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
+        options = RunOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
         model = load_model(split_folder, options, None, gpus)
         assert model.placement.uploaded_bytes > 0
         passes = JointPasses(model, exact=exact)

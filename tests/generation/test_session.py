@@ -26,7 +26,7 @@ from rabbitllm.generation.request import (
     end_tokens,
     most_new_tokens,
 )
-from rabbitllm.generation.session import ChatOptions, Session, answer, work_between
+from rabbitllm.generation.session import Session, answer, work_between
 from rabbitllm.generation.template import prompt_ids
 from rabbitllm.run.prompt import answer_record, how_it_ended, put_statistics
 from rabbitllm.telemetry.passes import EXPERTS_READ, READ, UPLOAD, PassInput
@@ -202,7 +202,7 @@ def record(profiler: Profiler, entry: PassInput, moved: dict[str, int]) -> None:
             profiler.add("layers.0", stage, 0.1, nbytes)
 
 
-GREEDY = ChatOptions(max_new_tokens=10)
+NEW_TOKENS = 10
 QUESTIONS = ("Who are you, and where do you live?", "And the others?", "Why?")
 KEPT_IN_SHORT = ("llama", "gemma3", "qwen3_next")
 """Full attention alone; with sliding windows (8 tokens); with states."""
@@ -258,7 +258,7 @@ def test_further_answers_compute_new_tokens_only(tmp_path: Path, name: str) -> N
     folder = talker_folder(tmp_path / "model", known(name))
     model = talker(folder)
     plain = plain_talker(folder, model)
-    session, talk, held = Session(model, GREEDY), Conversation("Be brief."), 0
+    session, talk, held = Session(model, NEW_TOKENS), Conversation("Be brief."), 0
     assert session.kept is not None
     assert session.remarks == ()
     for question in QUESTIONS:
@@ -283,7 +283,7 @@ def test_what_does_not_continue_exactly_is_recomputed(tmp_path: Path, name: str)
     folder = talker_folder(tmp_path / "model", known(name))
     model = talker(folder, ALL)
     plain = plain_talker(folder, model)
-    session, talk = Session(model, GREEDY), Conversation()
+    session, talk = Session(model, NEW_TOKENS), Conversation()
     assert session.kept is None
     assert any("no cache is kept" in remark for remark in session.remarks)
     for question in QUESTIONS[:2]:
@@ -299,7 +299,7 @@ def test_a_template_that_shortens_answers(tmp_path: Path, name: str) -> None:
     folder = talker_folder(tmp_path / "model", known(name), FORGETFUL)
     model = talker(folder)
     plain = plain_talker(folder, model)
-    session, talk, prompt = Session(model, GREEDY), Conversation(), 0
+    session, talk, prompt = Session(model, NEW_TOKENS), Conversation(), 0
     for number, question in enumerate(QUESTIONS):
         before = session.kept.ids if session.kept is not None else []
         answer = session.answer(talk.messages(question), quietly)
@@ -316,7 +316,7 @@ def test_another_past(tmp_path: Path, name: str) -> None:
     folder = talker_folder(tmp_path / "model", name)
     model = talker(folder, ALL)
     plain = plain_talker(folder, model)
-    session, talk = Session(model, GREEDY), Conversation("Be brief.")
+    session, talk = Session(model, NEW_TOKENS), Conversation("Be brief.")
     for question in QUESTIONS:
         talk = told(talk, question, session.answer(talk.messages(question), quietly))
     for changed in (talk.without_oldest(1), talk.with_system("Be longer."), talk.emptied(), talk, talk):
@@ -339,7 +339,7 @@ def test_an_answer_that_is_stopped_anywhere(tmp_path: Path, name: str) -> None:
     model = talker(folder)
     plain = plain_talker(folder, model)
     units = len(model.placement.units)
-    session, talk = Session(model, GREEDY), Conversation("Be brief.")
+    session, talk = Session(model, NEW_TOKENS), Conversation("Be brief.")
     for stop_at in (2, units, units + 1, 3 * units - 2, 5 * units + 3):
         held = session.cached_tokens
         stopped = session.answer(talk.messages("And?"), quietly, stopped=at_call(stop_at))
@@ -365,7 +365,7 @@ def test_an_interrupt_inside_a_layer(tmp_path: Path, name: str) -> None:
     folder = talker_folder(tmp_path / "model", name)
     model = talker(folder)
     plain = plain_talker(folder, model)
-    session, talk = Session(model, GREEDY), Conversation()
+    session, talk = Session(model, NEW_TOKENS), Conversation()
     talk = told(talk, "Who?", session.answer(talk.messages("Who?"), quietly))
     calls = []
 
@@ -387,7 +387,7 @@ def test_an_interrupt_inside_a_layer(tmp_path: Path, name: str) -> None:
 def test_after_an_error_the_cache_is_empty(tmp_path: Path) -> None:
     folder = talker_folder(tmp_path / "model", "llama")
     model = talker(folder)
-    session, talk = Session(model, GREEDY), Conversation()
+    session, talk = Session(model, NEW_TOKENS), Conversation()
 
     def fail(text: str) -> None:
         raise BrokenPipeError
@@ -401,7 +401,7 @@ def test_after_an_error_the_cache_is_empty(tmp_path: Path) -> None:
 
 def test_the_context_is_the_limit(tmp_path: Path) -> None:
     model = talker(talker_folder(tmp_path / "model", "llama", max_position_embeddings=64), ALL)
-    session = Session(model, ChatOptions())
+    session = Session(model)
     talk = Conversation()
     answer = session.answer(talk.messages("Who are you?"), quietly)
     assert session.context == 64
@@ -424,7 +424,7 @@ SAYS = dict(zip(CHAIN, (*CHAIN[1:], ":"), strict=True)) | {":": " "}
 def test_a_model_without_a_template_does_not_speak_for_the_user(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", SAYS, None), ALL)
     pieces: list[str] = []
-    session, talk = Session(model, ChatOptions(max_new_tokens=40)), Conversation("Be brief.")
+    session, talk = Session(model, 40), Conversation("Be brief.")
     assert any("no chat template" in remark for remark in session.remarks)
     for _ in range(2):
         answer = session.answer(talk.messages("Hello?"), pieces.append)
@@ -437,14 +437,14 @@ def test_a_model_without_a_template_does_not_speak_for_the_user(tmp_path: Path) 
 
 def test_what_was_held_back_is_said_at_the_end(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", SAYS, None), ALL)
-    answer = Session(model, ChatOptions(max_new_tokens=7)).answer(Conversation().messages("Hello?"), quietly)
+    answer = Session(model, 7).answer(Conversation().messages("Hello?"), quietly)
     assert (answer.text, answer.finish) == (" Hi\nUse", FinishReason.LENGTH)
 
 
 def test_an_answer_ends_where_the_model_ends_it(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", {" ": "Y", "Y": "o", "o": "<eos>"}), ALL)
     model.generation_config.suppress_tokens = None
-    session, talk = Session(model, ChatOptions()), Conversation()
+    session, talk = Session(model), Conversation()
     for held in (0, 26):
         answer = session.answer(talk.messages("Hello?"), quietly)
         assert (answer.text, len(answer.tokens), answer.finish, answer.kept_tokens) == (
@@ -462,24 +462,23 @@ def test_settings_that_come_with_a_model_do_not_get_in_the_way(tmp_path: Path) -
     plain = plain_talker(folder, model)
     wishes = {"cache_implementation": "static", "use_cache": False, "num_beams": 2, "return_dict_in_generate": True}
     model.generation_config.update(**wishes, do_sample=True)
-    answer = Session(model, GREEDY).answer(Conversation().messages("Who?"), quietly)
+    answer = Session(model, NEW_TOKENS).answer(Conversation().messages("Who?"), quietly)
     assert answer.text == expected(plain, model.tokenizer, Conversation(), "Who?")
 
 
 def test_drawing_repeats_itself_with_a_seed(tmp_path: Path) -> None:
     model = talker(talker_folder(tmp_path / "model", "llama"), ALL)
 
-    def texts(choices: ChatOptions) -> list[str]:
-        session, talk = Session(model, choices), Conversation()
+    def texts(*sampling: Sampling) -> list[str]:
+        session, talk = Session(model, 20, *sampling), Conversation()
         for question in QUESTIONS:
             talk = told(talk, question, session.answer(talk.messages(question), quietly))
         return [exchange.answer for exchange in talk.exchanges]
 
-    drawn = ChatOptions(20, Sampling(1.5, 0.95, 7))
+    drawn = Sampling(1.5, 0.95, 7)
     assert texts(drawn) == texts(drawn)
-    assert texts(drawn) != texts(ChatOptions(20, Sampling(1.5, 0.95, 8)))
-    likeliest = ChatOptions(max_new_tokens=20)
-    assert texts(likeliest) == texts(ChatOptions(20, Sampling(1.5, 1e-6, 1)))
+    assert texts(drawn) != texts(Sampling(1.5, 0.95, 8))
+    assert texts() == texts(Sampling(1.5, 1e-6, 1))
 
 
 def test_models_that_cannot_chat_are_refused(tmp_path: Path) -> None:
@@ -495,7 +494,7 @@ def test_progress_of_the_first_pass(tmp_path: Path) -> None:
     model = talker(talker_folder(tmp_path / "model", "llama"))
     units = len(model.placement.units)
     told_of: list[tuple[int, int]] = []
-    Session(model, GREEDY).answer(
+    Session(model, NEW_TOKENS).answer(
         Conversation().messages("Who?"), quietly, at_unit=lambda done, of: told_of.append((done, of))
     )
     assert told_of == [(done, units) for done in range(units)]
@@ -503,7 +502,7 @@ def test_progress_of_the_first_pass(tmp_path: Path) -> None:
 
 def test_a_template_that_refuses_is_heard(tmp_path: Path) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}x"
-    session = Session(talker(talker_folder(tmp_path / "model", "llama", template), ALL), GREEDY)
+    session = Session(talker(talker_folder(tmp_path / "model", "llama", template), ALL), NEW_TOKENS)
     with pytest.raises(ChatError, match="refuses this conversation: No system role"):
         session.answer(Conversation("Be brief.").messages("Who?"), quietly)
     assert session.answer(Conversation().messages("Who?"), quietly).prompt_tokens == 1

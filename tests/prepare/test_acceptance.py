@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import rabbitllm
 from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
-from rabbitllm.base.options import ShardPolicy, SplitOptions, StreamOptions
+from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.engine import devices
 from rabbitllm.errors import (
     CheckpointError,
@@ -260,7 +260,7 @@ def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: 
     assert (source.split_folder / JOURNAL_NAME).exists()
     assert not (source.split_folder / MANIFEST_NAME).exists()
     expected = transformers.AutoModelForCausalLM.from_pretrained
-    with prepare.acceptance(source, StreamOptions(device="cpu")) as sound:
+    with prepare.acceptance(source, RunOptions(device="cpu")) as sound:
         prepare.ensure_split(source, options, accept=sound)
     assert not list(checkpoint.glob("model-*.safetensors"))
     assert (source.split_folder / MANIFEST_NAME).exists()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import default_budget
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
@@ -101,7 +101,7 @@ def test_the_name_that_requests_use(tmp_path: Path) -> None:
 
 
 def test_weights_leave_room_for_requests() -> None:
-    run = StreamOptions(device="cpu")
+    run = RunOptions(device="cpu")
     for cache_bytes in (None, 1 << 20):
         limits = with_room(run, cache_bytes)
         assert limits is not None
@@ -115,13 +115,13 @@ def test_weights_leave_room_for_requests() -> None:
 
 
 def test_a_given_limit_holds() -> None:
-    assert with_room(StreamOptions(device="cpu", max_memory={"cpu": 1 << 30}), None) == {"cpu": 1 << 30}
+    assert with_room(RunOptions(device="cpu", max_memory={"cpu": 1 << 30}), None) == {"cpu": 1 << 30}
 
 
 def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [FakeGpu(0, memory=8 << 30), FakeGpu(1, memory=8 << 30)]
     monkeypatch.setattr(loading, "resolve_devices", lambda device, limits: gpus)
-    run = StreamOptions(device="auto")
+    run = RunOptions(device="auto")
     assert with_room(run, None) is None
     weights = default_budget(gpus[0])
     assert with_room(run, 1 << 30) == {gpu.name: weights - (1 << 29) for gpu in gpus}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions, StreamOptions
+from rabbitllm.base.options import RunOptions, SplitOptions
 from rabbitllm.checkpoints.checkpoint import ShardMetadata
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
@@ -393,7 +393,7 @@ def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: st
     folder = build_checkpoint(tmp_path / "m", family, tied=family == "t5", dtype=torch.bfloat16, shards=3)
     files = planned(folder, compression)
     options = [
-        StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False, exact=exact, dtype=dtype)
+        RunOptions(device="cpu", max_memory={"cpu": room}, show_progress=False, exact=exact, dtype=dtype)
         for room in ROOMS
         for exact, dtype in ((False, None), (True, "float32"))
     ]
@@ -417,7 +417,7 @@ def test_placement_on_gpus_is_that_of_the_split(
     folder = build_checkpoint(tmp_path / "m", family, dtype=torch.bfloat16, shards=2, num_experts=12)
     gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
     room = 120_000 if compression else 400_000
-    options = StreamOptions(max_memory={**{gpu.name: room for gpu in gpus}, "cpu": host}, show_progress=False)
+    options = RunOptions(max_memory={**{gpu.name: room for gpu in gpus}, "cpu": host}, show_progress=False)
     files = planned(folder, compression)
     predicted = make_load_plan(files, options, folder, gpus).placement
     assert {placed.device for placed in predicted.units} == {gpu.name for gpu in gpus}

@@ -8,7 +8,7 @@ from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.auto_model import LoadRequest
-from rabbitllm.base.options import Hosts, StreamOptions, parse_max_memory
+from rabbitllm.base.options import Hosts, RunOptions, parse_max_memory
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.models.pull import shard_policy
 
@@ -32,6 +32,6 @@ def asked(
     return LoadRequest(
         prepare.ModelSpec(str(name), compression, folder, access or HubAccess()),
         prepare.split_options(compression, policy, **of_split),
-        StreamOptions(max_memory=parse_max_memory(max_memory), **options),
+        RunOptions(max_memory=parse_max_memory(max_memory), **options),
         hosts,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rabbitllm.base.options import Hosts, StreamOptions
+from rabbitllm.base.options import Hosts, RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import ModelPart, PartChooser
 from rabbitllm.pipeline.driver import Worker
@@ -31,7 +31,7 @@ _BUILDING = threading.Lock()
 def load_part(folder: Path, hosts: Hosts, budget: int = ALL, **options: Any) -> Any:
     """What `AutoModel.from_pretrained` gives a process, computing exactly on the CPU."""
     settings = {"device": "cpu", "max_memory": {"cpu": budget}, "show_progress": False, "exact": True, **options}
-    chosen = StreamOptions(**settings)
+    chosen = RunOptions(**settings)
 
     def load(share: PartChooser) -> Any:
         with ExitStack() as building:
@@ -102,7 +102,7 @@ def spread(
         budgets: bytes for weights, of each.
         others: the workers' own split directories, if they are not the same.
         timeout, patience: see `Hosts`.
-        **options: of `StreamOptions`.
+        **options: of `RunOptions`.
     """
     hosts = Hosts(HERE, len(budgets) - 1, timeout=timeout, patience=patience)
     crew = Crew(others or [folder] * (len(budgets) - 1), hosts, budgets[1:], **options)

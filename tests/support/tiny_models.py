@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import save_file
 
 from rabbitllm import prepare
-from rabbitllm.base.options import SplitOptions, StreamOptions
+from rabbitllm.base.options import RunOptions, SplitOptions
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import make_load_plan, place_units
@@ -49,10 +49,10 @@ def load(folder: Path, budget: int = ALL, **options: Any) -> Any:
     return load_model(folder, options_for(budget, **options))
 
 
-def options_for(budget: int, **options: Any) -> StreamOptions:
+def options_for(budget: int, **options: Any) -> RunOptions:
     """Of `load`."""
     settings = {"device": "cpu", "max_memory": {"cpu": budget}, "show_progress": False, "exact": True, **options}
-    return StreamOptions(**settings)
+    return RunOptions(**settings)
 
 
 def budget_that_keeps(folder: Path, share: float, **options: Any) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import BatchError, OptionError, ScoringError
@@ -333,7 +333,7 @@ def test_gpus(checkpoint: Path, split_folder: Path, plain: Any, tmp_path: Path, 
     limits: dict[str, int] = {gpu.name: 40_000 for gpu in gpus} | {"cpu": 0}
     texts = texts_for()
     with watched(), torch.no_grad():
-        options = StreamOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
+        options = RunOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
         model = load_model(split_folder, options, None, gpus)
         assert model.placement.uploaded_bytes > 0
         before = sum(gpu.uploads for gpu in gpus)
