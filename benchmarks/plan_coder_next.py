@@ -39,7 +39,7 @@ from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, unit_costs
 from rabbitllm.engine.placement import Budget, place
 from rabbitllm.estimate.cost_model import PROMPT_TOKENS, Experts, RoutedWork, UnitWork, experts_of, routed_work, work_of
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.splitter.disk_budget import ShardTransfer, disk_use
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, make_plan
 
 GIB = 1 << 30
@@ -249,7 +249,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 def disk_of(plan: SplitPlan) -> dict[str, int]:
     """The peak of the split directory, by the way that shards arrive."""
-    return {way.value: disk_use(plan, shard_transfer=way).created for way in ShardTransfer}
+    return {way.value: disk_use(plan, DiskBudget(Path()), way).created for way in ShardTransfer}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,10 +48,6 @@ def peak_memory() -> int | None:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return _from_usage()
-
-
-def _from_usage() -> int | None:
     if sys.platform == "win32":
         import psutil
 

@@ -46,7 +46,7 @@ class SplitDisplay:
                 self.close(done_line(event) if self._claim is not None else "")
 
     def facts(self) -> SplitStats:
-        """The current facts."""
+        """The current statistics."""
         with self._lock:
             return self._ledger.facts()
 
@@ -69,40 +69,40 @@ class SplitDisplay:
             self._claim = None
 
 
-def rows_of(facts: SplitStats, width: int) -> list[Row]:
+def rows_of(stats: SplitStats, width: int) -> list[Row]:
     """Three rows, or four on a narrow terminal.
 
     Args:
-        facts: the facts.
+        stats: the statistics.
         width: columns.
     """
-    head = f"{facts.doing} "
+    head = f"{stats.doing} "
     tail = fitting(
         [
-            LinePiece(f"{100 * facts.share:.0f} %", 0, "bold"),
-            LinePiece(_rate(facts.rates.done), 2),
-            LinePiece(_left(facts), 1, "bold"),
+            LinePiece(f"{100 * stats.share:.0f} %", 0, "bold"),
+            LinePiece(_rate(stats.rates.done), 2),
+            LinePiece(_left(stats), 1, "bold"),
         ],
         width - len(head) - LEAST_BAR - 1,
     )
     taken = len(head) + 1 + sum(len(text) for text, _ in tail)
-    first: Row = ((head, ""), *bar(facts.share, min(max(width - taken, 0), MAX_BAR)), (" ", ""), *tail)
-    disk, rates = _disk_pieces(facts), _rate_pieces(facts)
+    first: Row = ((head, ""), *bar(stats.share, min(max(width - taken, 0), MAX_BAR)), (" ", ""), *tail)
+    disk, rates = _disk_pieces(stats), _rate_pieces(stats)
     if width >= TOGETHER:
         lower = [fitting([*disk, *rates], width)]
     else:
         lower = [fitting(disk, width), fitting(rates, width)]
-    rows = [first, fitting(_place_pieces(facts), width), *lower]
+    rows = [first, fitting(_place_pieces(stats), width), *lower]
     return [row for row in rows if row]
 
 
-def line_of(facts: SplitStats) -> str:
-    """All facts in one plain line."""
+def line_of(stats: SplitStats) -> str:
+    """All statistics in one plain line."""
     pieces = [
-        f"{facts.doing} {100 * facts.share:.0f} %",
-        _rate(facts.rates.done),
-        _left(facts),
-        *(piece.text for piece in (*_place_pieces(facts), *_disk_pieces(facts), *_rate_pieces(facts))),
+        f"{stats.doing} {100 * stats.share:.0f} %",
+        _rate(stats.rates.done),
+        _left(stats),
+        *(piece.text for piece in (*_place_pieces(stats), *_disk_pieces(stats), *_rate_pieces(stats))),
     ]
     return ", ".join(piece for piece in pieces if piece)
 
@@ -120,36 +120,36 @@ def _rate(rate: float | None) -> str:
     return speed(rate) if rate else ""
 
 
-def _left(facts: SplitStats) -> str:
-    if facts.seconds_left is not None:
-        return f"{duration(facts.seconds_left)} left"
-    return "" if facts.rates.done is None else "waiting"
+def _left(stats: SplitStats) -> str:
+    if stats.seconds_left is not None:
+        return f"{duration(stats.seconds_left)} left"
+    return "" if stats.rates.done is None else "waiting"
 
 
-def _place_pieces(facts: SplitStats) -> list[LinePiece]:
-    found = [LinePiece(part(facts.done_bytes, facts.total_bytes), 0)]
-    if facts.shards:
-        found.append(LinePiece(f"shard {max(facts.shard, 1)} of {facts.shards}", 1))
-    if facts.shard_here < 1:
-        found.append(LinePiece(f"{100 * facts.shard_here:.0f} % of it here", 3))
-    if facts.layer:
-        found.append(LinePiece(facts.layer, 2))
-    if facts.layers:
-        found.append(LinePiece(f"{facts.layers_done} of {facts.layers} layers", 4))
+def _place_pieces(stats: SplitStats) -> list[LinePiece]:
+    found = [LinePiece(part(stats.done_bytes, stats.total_bytes), 0)]
+    if stats.shards:
+        found.append(LinePiece(f"shard {max(stats.shard, 1)} of {stats.shards}", 1))
+    if stats.shard_here < 1:
+        found.append(LinePiece(f"{100 * stats.shard_here:.0f} % of it here", 3))
+    if stats.layer:
+        found.append(LinePiece(stats.layer, 2))
+    if stats.layers:
+        found.append(LinePiece(f"{stats.layers_done} of {stats.layers} layers", 4))
     return found
 
 
-def _disk_pieces(facts: SplitStats) -> list[LinePiece]:
-    if facts.disk_bytes is None or facts.limit_bytes is None:
+def _disk_pieces(stats: SplitStats) -> list[LinePiece]:
+    if stats.disk_bytes is None or stats.limit_bytes is None:
         return []
-    found = [LinePiece(f"disk in use {part(facts.disk_bytes, facts.limit_bytes)}", 0)]
-    if facts.source_left_bytes:
-        found.append(LinePiece(f"source {amount(facts.source_left_bytes)}", 5))
+    found = [LinePiece(f"disk in use {part(stats.disk_bytes, stats.limit_bytes)}", 0)]
+    if stats.source_left_bytes:
+        found.append(LinePiece(f"source {amount(stats.source_left_bytes)}", 5))
     return found
 
 
-def _rate_pieces(facts: SplitStats) -> list[LinePiece]:
-    rates = facts.rates
+def _rate_pieces(stats: SplitStats) -> list[LinePiece]:
+    rates = stats.rates
     named = [("fetch", rates.fetch, 1), ("quantize", rates.quantize, 2), ("write", rates.write, 3)]
     return [LinePiece(f"{name} {speed(rate)}", rank) for name, rate, rank in named if rate is not None]
 
@@ -199,12 +199,13 @@ class Reading:
         seconds = self._clock() - self._start
         rate = self._done / seconds if seconds else 0.0
         left = f"{duration((self._total - self._done) / rate)} left" if rate else ""
-        pieces = (f"{share:.0%}".replace("%", " %"), part(self._done, self._total), speed(rate), left)
-        drawn: Row = (("reading ", "bold"), *bar(share, BAR), (" ", ""))
-        row = fitting([LinePiece(text, rank) for rank, text in enumerate(pieces)], width - len(text_of(drawn)))
-        if not row:
-            drawn = (("reading ", "bold"),)
-            row = fitting([LinePiece(text, rank) for rank, text in enumerate(pieces)], width - len(text_of(drawn)))
+        texts = (f"{share:.0%}".replace("%", " %"), part(self._done, self._total), speed(rate), left)
+        pieces = [LinePiece(text, rank) for rank, text in enumerate(texts)]
+        head: Row = (("reading ", "bold"),)
+        for drawn in ((*head, *bar(share, BAR), (" ", "")), head):
+            row = fitting(pieces, width - len(text_of(drawn)))
+            if row:
+                break
         return [(*drawn, *row)]
 
     def line(self) -> str:

@@ -217,7 +217,8 @@ class Terminal:
         width, height = size_of(self.stream)
         shown = [*rows, *(((text, ""),) for text in self.nested_bars.rows())][: height - 1]
         self._rows = rows
-        text = f"{width} " + "\r\n".join(self._drawn(row, width - 1) for row in shown)
+        lines = [self._drawn(row, width - 1) for row in shown]
+        text = f"{width} " + "\r\n".join(lines)
         if text == self._painted or not shown:
             return
         self._flush()
@@ -225,7 +226,6 @@ class Terminal:
         if self._column >= width:  # the line is full: the next output would start another one
             out, self._column, self._wrapped = "\r\n", 0, True
         below = self._column > 0
-        lines = [self._drawn(row, width - 1) for row in shown]
         out += ("\x1b[K\r\n" if below else "\r") + "\x1b[K\r\n".join(lines) + "\x1b[J"
         up = len(lines) - 1 + below
         out += (f"\x1b[{up}A" if up else "") + "\r" + (f"\x1b[{self._column}C" if below else "")

@@ -20,9 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.auto_model import AutoModel
-from rabbitllm.base.options import expand, parse_max_memory
+from rabbitllm.auto_model import LoadRequest, check_unsplit, load
+from rabbitllm.base.options import RunOptions, expand, parse_max_memory
 from rabbitllm.base.terminal import Column, counted, harmless, put, put_fact, put_table, size
+from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
 from rabbitllm.demo.answering import answers
 from rabbitllm.demo.tasks import Problem, exact_match, held_out
@@ -33,6 +34,7 @@ from rabbitllm.evaluation.compare import Summary, compare
 from rabbitllm.generation.request import context_of
 from rabbitllm.generation.scoring import ScoredText
 from rabbitllm.models.library import compression_here
+from rabbitllm.prepare import ModelSpec, split_options
 from rabbitllm.store.locations import meant
 from rabbitllm.store.manifest import directory_name, read_manifest
 
@@ -41,116 +43,72 @@ SHARE = 3
 weights gain nothing. The rest is for waiting micro-batches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How both models are loaded; see `AutoModel.from_pretrained`."""
-
-    device: str | None = None
-    max_memory: Mapping[int | str, int | str] | None = None
-    dtype: str | None = None
-    exact: bool = False
-    folder: Path | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    verify_checksums: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class NamedModel:
-    """The name and options of a model to load.
-
-    Attributes:
-        name: a folder, a split directory or a repository.
-        compression: None for none, or for that of a split directory.
-        revision: revision of a repository.
-    """
-
-    name: str
-    compression: str | None = None
-    revision: str | None = None
-
-
-def the_model(name: str, compression: str | None, loading: Loading, *, alone: bool = False) -> NamedModel:
+def compared_spec(spec: ModelSpec, *, alone: bool) -> ModelSpec:
     """The compared model; the default compression is that of an existing split.
 
     Raises:
         QualityError: with `alone`, it is uncompressed without a request by `compression`, and would be compared with
             itself.
     """
-    chosen = compression_here(name, loading.folder) if compression is None else compression
-    if alone and compression is None and chosen in (None, "none"):
-        folder = expand(meant(name))
+    chosen = compression_here(spec.name, spec.folder) if spec.compression is None else spec.compression
+    if alone and spec.compression is None and chosen in (None, "none"):
+        folder = expand(meant(spec.name))
         manifest = read_manifest(folder) if folder.is_dir() else None
         if manifest is None or manifest.compression is None:
             raise QualityError(
-                f"{name} is not compressed; by default it would be compared with itself.",
+                f"{spec.name} is not compressed; by default it would be compared with itself.",
                 "Name a compression (--compression 4bit), or what to compare with (--against; in Python, against=).",
             )
-    return NamedModel(name, None if chosen == "none" else chosen, loading.revision)
+    return replace(spec, compression=None if chosen == "none" else chosen)
 
 
-def the_reference(model: NamedModel, against: Any, loading: Loading) -> NamedModel:
-    """The reference: the model that the user names, else the same model uncompressed.
+def reference_spec(spec: ModelSpec) -> ModelSpec:
+    """The same model uncompressed.
 
     Raises:
         QualityError: the uncompressed model of a split directory cannot be found.
     """
-    if against is not None:
-        return NamedModel(str(against), None, loading.revision)
-    folder = expand(meant(model.name))
+    folder = expand(meant(spec.name))
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None:
-        return NamedModel(model.name, None, model.revision)
+        return replace(spec, compression=None)
     if manifest.compression is None:
-        return model
+        return spec
     uncompressed = folder.parent / directory_name(None)
     if read_manifest(uncompressed) is not None:
-        return NamedModel(str(uncompressed))
+        return ModelSpec(str(uncompressed), folder=spec.folder)
     if _is_checkpoint(folder.parent):
-        return NamedModel(str(folder.parent))
+        return ModelSpec(str(folder.parent), folder=spec.folder)
     if manifest.source is not None and manifest.source.kind == "hub":
-        return NamedModel(manifest.source.name, None, manifest.source.commit)
+        return ModelSpec(manifest.source.name, folder=spec.folder, access=HubAccess(manifest.source.commit))
     raise QualityError(
         f"{folder} is compressed, and the uncompressed model is not in its parent folder.",
         "Say where it is, with --against (in Python, against=).",
     )
 
 
-def loaded(named: NamedModel, loading: Loading, *, split: bool) -> Any:
+def loaded(spec: ModelSpec, run: RunOptions, *, split: bool) -> Any:
     """Load a model.
 
     Args:
-        named: name of the model.
-        loading: how to load it.
+        spec: the model.
+        run: how it runs.
         split: whether it may be split first.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained` does.
     """
+    options = split_options(spec.compression)
+    if not split:
+        check_unsplit(options)
     with contextlib.redirect_stdout(sys.stderr):  # output while loading must not mix with the result
-        return AutoModel.from_pretrained(
-            named.name,
-            compression=named.compression,
-            device=loading.device,
-            max_memory=loading.max_memory or _shares(loading.device),
-            dtype=loading.dtype,
-            exact=loading.exact,
-            layer_shards_saving_path=loading.folder,
-            revision=named.revision,
-            trust_remote_code=loading.trust_remote_code,
-            verify_checksums=loading.verify_checksums,
-            split=split,
-            show_layer_progress=split,
-        )
+        return load(LoadRequest(spec, options if split else None, replace(run, show_progress=split)))
 
 
-def _shares(device: str | None) -> dict[int | str, int | str]:
+def _shares(device: str | None) -> dict[str, int]:
     """Device -> bytes that the weights of one model may take."""
-    found: dict[int | str, int | str] = {"cpu": available_ram() // SHARE}
-    for one in resolve_devices(device, parse_max_memory(None)):
-        if one.name != "cpu":
-            found[int(one.name.removeprefix("cuda:"))] = one.free_bytes() // SHARE
-    return found
+    gpus = {one.name: one.free_bytes() // SHARE for one in resolve_devices(device, None) if one.name != "cpu"}
+    return {"cpu": available_ram() // SHARE, **gpus}
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -354,12 +312,23 @@ def quality(
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
     folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
-    loading = Loading(device, max_memory, dtype, exact, folder, revision, trust_remote_code, verify_checksums)
+    run = RunOptions(
+        device=device,
+        dtype=None if dtype in (None, "auto") else dtype.removeprefix("torch."),
+        max_memory=parse_max_memory(max_memory) or _shares(device),
+        trust_remote_code=trust_remote_code,
+        exact=exact,
+        verify_checksums=verify_checksums,
+    )
     say("loading")
-    is_named = isinstance(model, str | os.PathLike)
-    own = the_model(str(model), compression, loading, alone=against is None) if is_named else None
-    other, reference = _reference(own, against, loading)
-    compared: Any = loaded(own, loading, split=True) if own is not None else model
+    own = None
+    if isinstance(model, str | os.PathLike):
+        spec = ModelSpec(str(model), compression, folder, HubAccess(revision))
+        own = compared_spec(spec, alone=against is None)
+    if isinstance(against, str | os.PathLike):
+        against = ModelSpec(str(against), folder=folder, access=HubAccess(revision))
+    other, reference = _reference(own, against, run)
+    compared: Any = loaded(own, run, split=True) if own is not None else model
     tokenizer = _tokenizer_of(reference, compared)
     wanted = problems if problems is not None else PROBLEMS if text is None else 0
     asked = _problems(wanted) if is_trained_here(tokenizer) else []
@@ -381,18 +350,18 @@ def quality(
     return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
 
 
-def _reference(own: NamedModel | None, against: Any, loading: Loading) -> tuple[NamedModel | None, Any]:
+def _reference(own: ModelSpec | None, against: Any, run: RunOptions) -> tuple[ModelSpec | None, Any]:
     """The reference: its name if it was given by name, and the loaded model."""
-    if against is not None and not isinstance(against, str | os.PathLike):
+    if isinstance(against, ModelSpec):
+        return against, loaded(against, run, split=False)
+    if against is not None:
         return None, against
-    if against is None and own is None:
-        raise OptionError("A loaded model is to be compared with nothing.", "Give against=, a model or its name.")
-    other = NamedModel(str(against), None, loading.revision) if own is None else the_reference(own, against, loading)
+    if own is None:
+        raise OptionError("against is required when the model is already loaded.", "Give a model or its name.")
+    other = reference_spec(own)
     try:
-        return other, loaded(other, loading, split=False)
+        return other, loaded(other, run, split=False)
     except CheckpointError as error:
-        if against is not None:
-            raise
         raise QualityError(
             f"The uncompressed model cannot be read. {error.problem}",
             "Say where it is, with --against (in Python, against=).",
@@ -436,7 +405,7 @@ def _right(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> int:
     return right
 
 
-def _side_of(model: Any, named: NamedModel | None) -> Side:
+def _side_of(model: Any, named: ModelSpec | None) -> Side:
     name = named.name if named is not None else str(model.name_or_path)
     compression = named.compression if named is not None else None
     folder = Path(model.name_or_path)

@@ -99,12 +99,12 @@ class DryRun:
 
     Attributes:
         name: the user's name for it, normalised.
-        outlook: the estimate at the wished compression.
-        routes: those that the wish allows, preferred ones first.
+        estimate: the estimate at the requested compression.
+        routes: those that the request allows, preferred ones first.
     """
 
     name: str
-    outlook: CompressionEstimate
+    estimate: CompressionEstimate
     routes: tuple[Route, ...]
 
     @property
@@ -115,7 +115,7 @@ class DryRun:
     @property
     def fits(self) -> bool:
         """Whether `pull` would succeed, by the estimate."""
-        return self.outlook.finished or self.route is not None
+        return self.estimate.finished or self.route is not None
 
 
 @system_errors_by_name()
@@ -210,14 +210,14 @@ def dry_run(request: LoadRequest) -> DryRun:
                 accept(PlannedFiles(scan.plans[compression], scan.folders[compression]))
         except RabbitLLMError as error:
             scan.refused[compression] = error.problem
-    outlook = split_estimate_at(scan, compression, Rates(None, None, {}, options.threads, "cpu"))
+    estimate = split_estimate_at(scan, compression, Rates(None, None, {}, options.threads, "cpu"))
     policy = options.shards
     standard = not (policy.takes_one_at_a_time if source.repository is not None else policy.deletes_used)
-    routes = tuple(route for route in outlook.routes if (route.name == STANDARD) is standard)
+    routes = tuple(route for route in estimate.routes if (route.name == STANDARD) is standard)
     if options.shard_transfer != "auto" and not standard:
         stream = options.shard_transfer == "stream"
         routes = tuple(route for route in routes if (route.name == "sequential_stream") is stream)
-    return DryRun(source.name, outlook, routes)
+    return DryRun(source.name, estimate, routes)
 
 
 def pulled_record(pulled: Pulled) -> dict[str, Any]:
@@ -240,17 +240,17 @@ def dry_run_record(found: DryRun) -> dict[str, Any]:
     return {
         "model": found.name,
         "fits": found.fits,
-        "state": found.outlook.state,
-        "folder": str(found.outlook.folder),
-        "compression": found.outlook.compression,
-        "output_bytes": found.outlook.output_bytes,
+        "state": found.estimate.state,
+        "folder": str(found.estimate.folder),
+        "compression": found.estimate.compression,
+        "output_bytes": found.estimate.output_bytes,
         "peak_bytes": route.disk_bytes if route is not None else None,
         "created_bytes": route.created_bytes if route is not None else None,
         "route": route.name if route is not None else None,
         "lacking": None
         if lacking is None
         else {"need_bytes": lacking.need, "have_bytes": lacking.have, "where": lacking.where},
-        "obstacle": found.outlook.obstacle,
+        "obstacle": found.estimate.obstacle,
     }
 
 
@@ -354,12 +354,12 @@ def model_words(name: str, request: LoadRequest) -> list[str]:
 
 def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
     """Print the plan, and whether it fits."""
-    outlook, how = found.outlook, found.outlook.compression or "uncompressed"
+    estimate, how = found.estimate, found.estimate.compression or "uncompressed"
     put(console, Text(f"{found.name}, {how}", "bold"))
-    if outlook.output_bytes is not None:
-        put_fact(console, "layers", f"{size(outlook.output_bytes)} in {outlook.folder}")
-    if outlook.state == "unfinished":
-        used = f"{outlook.shards_used} of {counted(outlook.shards, 'shard')} used up"
+    if estimate.output_bytes is not None:
+        put_fact(console, "layers", f"{size(estimate.output_bytes)} in {estimate.folder}")
+    if estimate.state == "unfinished":
+        used = f"{estimate.shards_used} of {counted(estimate.shards, 'shard')} used up"
         put_fact(console, "begun", f"{used}; pull goes on from there")
     route = found.route or (found.routes[-1] if found.routes else None)
     if route is not None:
@@ -381,10 +381,10 @@ def _of_the_shards(found: DryRun, request: LoadRequest) -> str:
 
 
 def _verdict(found: DryRun) -> Text:
-    if found.outlook.finished:
+    if found.estimate.finished:
         return Text("It is whole already: nothing to do.", "bold green")
-    if found.outlook.obstacle is not None:
-        return Text(f"It cannot be split: {found.outlook.obstacle}.", "bold red")
+    if found.estimate.obstacle is not None:
+        return Text(f"It cannot be split: {found.estimate.obstacle}.", "bold red")
     if found.fits:
         return Text("It fits. `rabbitllm plan` says how long it takes.", "bold green")
     if not found.routes:

@@ -55,7 +55,6 @@ from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     SPLITS,
-    BitAllocation,
     Manifest,
     directory_name,
     is_finished,
@@ -129,8 +128,8 @@ def acceptance(
     if devices is None:
         devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
     with config_folder(source) as folder:
-        load_plan.check(folder, options, devices)
-
+        if not source.finished or too_little == "warn":  # else the model is loaded next, which checks the same
+            load_plan.check(folder, options, devices)
         judges = {"refuse": load_plan.refuse_too_little_memory, "warn": load_plan.warn_of_too_little_memory}
         judge = judges.get(too_little)
 
@@ -308,12 +307,16 @@ def ensure_split(
             )
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
-        checkpoint, chosen = _open(source, options, naming, accept, by_executor=executor is not None)
+        checkpoint = _open(source, options, by_executor=executor is not None)
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
         request = SplitRequest(
-            checkpoint, source.split_folder, family, options, naming, quantize_on, executor, chosen, picked, accept
+            checkpoint, source.split_folder, family, options, naming, quantize_on, executor, None, picked, accept
         )
+        if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
+            chosen = check_before_download(request)  # for the space that the shards will leave
+            downloaded = LocalCheckpoint(download_all(checkpoint.repository, checkpoint.index))
+            request = dataclasses.replace(request, checkpoint=downloaded, chosen=chosen)
         try:
             with _sharing(source, executor):
                 return split(request)
@@ -384,15 +387,8 @@ def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
         )
 
 
-def _open(
-    source: Source,
-    options: SplitOptions,
-    naming: LayerNaming | None,
-    accept: Acceptance | None,
-    *,
-    by_executor: bool = False,
-) -> tuple[Checkpoint, BitAllocation | None]:
-    """Open the checkpoint; also return bits that were chosen for the space left by the shards fetched for it.
+def _open(source: Source, options: SplitOptions, *, by_executor: bool = False) -> Checkpoint:
+    """Open the checkpoint.
 
     With an executor, shards are fetched unless they are in a folder that all workers see; the user's cache is not used.
     """
@@ -400,25 +396,16 @@ def _open(
     if by_executor:
         repository = dataclasses.replace(repository, uses_cache=False) if repository is not None else None
         missing_from = dataclasses.replace(missing_from, uses_cache=False) if missing_from is not None else None
-    if repository is not None:
-        remote = HubCheckpoint(repository)
-        if options.shards.takes_one_at_a_time:
-            return remote, None
-        if by_executor:
-            raise OptionError(
-                f"All shards of {source.name} are to be kept in the hub cache of this machine, where workers on others "
-                "do not see them.",
-                "Leave --keep-shards out, or download the repository into a shared folder and name that folder.",
-            )
-        family = family_of(source.config_folder, remote)
-        picked = experts_of(source.config_folder, remote)
-        request = SplitRequest(
-            remote, source.split_folder, family, options, naming, experts_a_token=picked, accept=accept
+    if repository is None:
+        assert source.local is not None
+        return open_folder(source.local, missing_from, source.split_folder)
+    if by_executor and not options.shards.takes_one_at_a_time:
+        raise OptionError(
+            f"All shards of {source.name} are to be kept in the hub cache of this machine, where workers on others do "
+            "not see them.",
+            "Leave --keep-shards out, or download the repository into a shared folder and name that folder.",
         )
-        chosen = check_before_download(request)
-        return LocalCheckpoint(download_all(repository, remote.index)), chosen
-    assert source.local is not None
-    return open_folder(source.local, missing_from, source.split_folder), None
+    return HubCheckpoint(repository)
 
 
 def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:

@@ -67,31 +67,54 @@ class DiskUse:
     added: int
 
 
+@dataclass(frozen=True, slots=True)
+class DiskBudget:
+    """The state of the disk that a split starts from.
+
+    Attributes:
+        folder: the split directory; it may not exist yet.
+        freed: shard -> bytes that its deletion frees on the disk of `folder`; without shards that are kept, lie on
+            another disk, or share their data with another file.
+        small_files: bytes of the other files that the split directory will have.
+        downloads: bytes that are written elsewhere before the split begins (to the hub cache, on the standard route),
+            by folder.
+        used: shards that an earlier run used up.
+        in_use: bytes that an earlier run's files in the folder occupy already.
+        lock_bytes: bytes that the lock of this run occupies there already; the need contains them.
+    """
+
+    folder: Path
+    freed: Mapping[str, int] = field(default_factory=dict)
+    small_files: int = 0
+    downloads: tuple[tuple[Path, int], ...] = ()
+    used: frozenset[str] = frozenset()
+    in_use: int = 0
+    lock_bytes: int = 0
+
+    def created(self, use: DiskUse) -> int:
+        """Return the bytes that `max_disk` bounds: the split directory, and downloads elsewhere that are kept."""
+        return use.created + sum(nbytes for _, nbytes in self.downloads)
+
+
 FileSizes: TypeAlias = "LayerLayout | EstimatedFile"
 PlanSizes: TypeAlias = "SplitPlan | BitChoice"
 """Of a plan only the shards, the layer map and the sizes of its layouts are needed."""
 
 
 def disk_use(
-    plan: PlanSizes,
-    *,
-    shard_transfer: ShardTransfer = ShardTransfer.FILE,
-    freed: Mapping[str, int] = NOTHING,
-    small_files: int = 0,
-    used: frozenset[str] = frozenset(),
-    in_use: int = 0,
+    plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: ShardTransfer = ShardTransfer.FILE, at_once: int = 1
 ) -> DiskUse:
-    """Return the peak over the steps of the plan.
+    """Return the peak over the steps of a split; with several shards at a time an upper bound over all orders.
 
     Args:
         plan: the split, or just its sizes.
+        disk_budget: the state of the disk that it starts from.
         shard_transfer: the way that fetched shards arrive.
-        freed: shard -> bytes that its deletion frees on the disk of the layer files.
-        small_files: bytes of the other files in the split directory: config, tokenizer and the like, journal, manifest.
-        used: shards that an earlier run used up.
-        in_use: bytes that the split directory occupies already.
+        at_once: shards in work at a time.
     """
-    written = small_files
+    if at_once > 1:
+        return _disk_use_at_once(plan, disk_budget, shard_transfer, at_once)
+    used, written = disk_budget.used, disk_budget.small_files
     freed_so_far = created = added = 0
     seen: set[str] = set()
     processed: set[str] = set()
@@ -105,9 +128,9 @@ def disk_use(
             continue
         there = _staged_bytes(shard, following[shard.name], shard_transfer)
         created = max(created, most + there)
-        added = max(added, most + there - freed_so_far - in_use)
+        added = max(added, most + there - freed_so_far - disk_budget.in_use)
         if not shard.staged:
-            freed_so_far += freed.get(shard.name, 0)
+            freed_so_far += disk_budget.freed.get(shard.name, 0)
     return DiskUse(max(created, written), added)
 
 
@@ -179,44 +202,22 @@ def _bytes_from(plan: PlanSizes, shard: PlannedShard, seen: set[str]) -> int:
     return total
 
 
-# The peak disk use of a split with several shards in work at a time, in whatever order they are finished. Pure.
-#
-# With one shard at a time the order is known and `disk_use` is exact; here it is an upper bound.
-
-
-def disk_use_at_once(
-    plan: PlanSizes,
-    at_once: int,
-    *,
-    shard_transfer: ShardTransfer,
-    freed: Mapping[str, int] = NOTHING,
-    small_files: int = 0,
-    used: frozenset[str] = frozenset(),
-    in_use: int = 0,
-) -> DiskUse:
+def _disk_use_at_once(plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: ShardTransfer, at_once: int) -> DiskUse:
     """Return the peak over all orders in which shards can be begun and finished, `at_once` at a time.
 
     At any moment some shards are done: their bytes are written and, if the source is deleted, they are gone. Up to
     `at_once` others have given all their bytes and still exist. For a shard that gives w bytes and frees f, being done
     adds w - f and being in work adds w. So the increase is at most the sum of w - f over all shards where it is
     positive, plus the `at_once` largest of min(w, f), which is still to be freed.
-
-    Args:
-        plan: the split, or just its sizes.
-        at_once: shards in work at a time.
-        shard_transfer, freed, small_files, used, in_use: as for `disk_use`.
     """
-    if at_once == 1:
-        return disk_use(
-            plan, shard_transfer=shard_transfer, freed=freed, small_files=small_files, used=used, in_use=in_use
-        )
-    around = small_files + sum(
+    used = disk_budget.used
+    around = disk_budget.small_files + sum(
         layout.header_bytes + BLOCK_BYTES + layout.joined_bytes + scratch_slack(layout)
         for layout in plan.layouts.values()
     )
     waiting = [shard for shard in plan.shards if shard.name not in used]
     gives = {shard.name: _gives(plan, shard) for shard in plan.shards}
-    back = {shard.name: 0 if shard.staged else freed.get(shard.name, 0) for shard in waiting}
+    back = {shard.name: 0 if shard.staged else disk_budget.freed.get(shard.name, 0) for shard in waiting}
     staged = (
         0
         if shard_transfer is ShardTransfer.STREAM
@@ -227,7 +228,7 @@ def disk_use_at_once(
     before = sum(gives[name] for name in used if name in gives)
     return DiskUse(
         around + sum(gives.values()) + staged,
-        max(0, around + before + through + in_work + staged - in_use),
+        max(0, around + before + through + in_work + staged - disk_budget.in_use),
     )
 
 
@@ -239,35 +240,6 @@ def _gives(plan: PlanSizes, shard: PlannedShard) -> int:
 
 def _largest(sizes: Iterable[int], count: int) -> int:
     return sum(sorted(sizes, reverse=True)[:count])
-
-
-@dataclass(frozen=True, slots=True)
-class DiskBudget:
-    """The state of the disk that a split starts from.
-
-    Attributes:
-        folder: the split directory; it may not exist yet.
-        freed: shard -> bytes that its deletion frees on the disk of `folder`; without shards that are kept, lie on
-            another disk, or share their data with another file.
-        small_files: bytes of the other files that the split directory will have.
-        downloads: bytes that are written elsewhere before the split begins (to the hub cache, on the standard route),
-            by folder.
-        used: shards that an earlier run used up.
-        in_use: bytes that an earlier run's files in the folder occupy already.
-        lock_bytes: bytes that the lock of this run occupies there already; the need contains them.
-    """
-
-    folder: Path
-    freed: Mapping[str, int] = field(default_factory=dict)
-    small_files: int = 0
-    downloads: tuple[tuple[Path, int], ...] = ()
-    used: frozenset[str] = frozenset()
-    in_use: int = 0
-    lock_bytes: int = 0
-
-    def created(self, use: DiskUse) -> int:
-        """Return the bytes that `max_disk` bounds: the split directory, and downloads elsewhere that are kept."""
-        return use.created + sum(nbytes for _, nbytes in self.downloads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,35 +291,26 @@ def candidates(plan: SplitPlan, transfer: str) -> tuple[ShardTransfer, ...]:
     return files
 
 
-def choose_shard_transfer(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions) -> ShardTransfer:
-    """Return the best way for shards to arrive that fits.
+def choose_shard_transfer(
+    plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, at_once: int | None = None
+) -> tuple[ShardTransfer, int]:
+    """Return the best way for shards to arrive that fits, and the number of shards in work at a time.
+
+    Args:
+        plan: the split.
+        disk_budget: the state of the disk that it starts from.
+        options: its limits.
+        at_once: the most shards that workers may have in work; None for this process, which takes one at a time.
 
     Raises:
         NotEnoughSpaceException: none fits; the message names the need, the free space, and options that would fit.
         OptionError: see `candidates`.
     """
-    return choose_way(plan, disk_budget, options, candidates(plan, options.shard_transfer), 1)[0]
-
-
-def choose_at_once(
-    plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, at_once: int
-) -> tuple[ShardTransfer, int]:
-    """Return the way for shards to arrive that allows most of them in work at a time, up to `at_once`, and how many.
-
-    Raises:
-        NotEnoughSpaceException, OptionError: as `choose_shard_transfer`; not even one at a time fits.
-    """
-    waiting = sum(shard.name not in disk_budget.used for shard in plan.shards)
-    # each is fetched by the worker that fills from it, so none is fetched ahead
-    ways = [way for way in candidates(plan, options.shard_transfer) if way is not ShardTransfer.FILE_AHEAD]
-    return choose_way(plan, disk_budget, options, ways, max(1, min(at_once, waiting)))
-
-
-def choose_way(
-    plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, ways: Sequence[ShardTransfer], at_once: int
-) -> tuple[ShardTransfer, int]:
-    """Return the first of the ways that allows the most shards at a time, and how many; raise if not even one fits."""
-    for count in range(at_once, 0, -1):
+    ways = candidates(plan, options.shard_transfer)
+    if at_once is not None:  # each shard is fetched by the worker that fills from it, so none is fetched ahead
+        ways = tuple(way for way in ways if way is not ShardTransfer.FILE_AHEAD)
+        at_once = min(at_once, sum(shard.name not in disk_budget.used for shard in plan.shards))
+    for count in range(max(at_once or 1, 1), 0, -1):
         for way in ways:
             if shortage(plan, disk_budget, options, way, count) is None:
                 return way, count
@@ -360,24 +323,11 @@ def choose_way(
     )
 
 
-def use_of(plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: ShardTransfer, at_once: int = 1) -> DiskUse:
-    """Return the disk use of the split from this state of the disk."""
-    return disk_use_at_once(
-        plan,
-        at_once,
-        shard_transfer=shard_transfer,
-        freed=disk_budget.freed,
-        small_files=disk_budget.small_files,
-        used=disk_budget.used,
-        in_use=disk_budget.in_use,
-    )
-
-
 def shortage(
     plan: PlanSizes, disk_budget: DiskBudget, options: SplitOptions, shard_transfer: ShardTransfer, at_once: int = 1
 ) -> Shortage | None:
     """Return the lack of disk for a split with `at_once` shards at a time that arrive this way; None if it fits."""
-    use = use_of(plan, disk_budget, shard_transfer, at_once)
+    use = disk_use(plan, disk_budget, shard_transfer, at_once)
     created = disk_budget.created(use)
     if options.max_disk is not None and created > options.max_disk:
         return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}", limited=True)

@@ -25,7 +25,7 @@ from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.quant.schemes import Settling, StoredForm, constants
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import other_budget
-from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_at_once, choose_shard_transfer, use_of
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
 from rabbitllm.splitter.disk_sampler import DiskSampler
 from rabbitllm.splitter.filler import SplitWork
 from rabbitllm.splitter.plan import PlannedFiles, SplitPlan
@@ -264,10 +264,8 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
 def _work(
     request: SplitRequest, plan: SplitPlan, disk_budget: DiskBudget, checksums: TensorSums, quantizer: str | None
 ) -> SplitWork:
-    if request.executor is None:
-        shard_transfer, at_once = choose_shard_transfer(plan, disk_budget, request.options), 1
-    else:
-        shard_transfer, at_once = choose_at_once(plan, disk_budget, request.options, request.executor.at_once)
+    most = request.executor.at_once if request.executor is not None else None
+    shard_transfer, at_once = choose_shard_transfer(plan, disk_budget, request.options, most)
     return SplitWork(
         plan,
         request.checkpoint,
@@ -275,7 +273,7 @@ def _work(
         request.options,
         request.quantize_on,
         shard_transfer,
-        use_of(plan, disk_budget, shard_transfer, at_once),
+        disk_use(plan, disk_budget, shard_transfer, at_once),
         disk_budget.used,
         checksums,
         at_once,

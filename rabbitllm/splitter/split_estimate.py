@@ -27,7 +27,7 @@ from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.quantize import quantize_blocks
 from rabbitllm.quant.schemes import MAX_ROUTER_ROWS, MIN_ELEMENTS, SCHEMES, is_compressible
 from rabbitllm.splitter.bit_allocation import AllocationSummary
-from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, use_of
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, disk_use
 from rabbitllm.splitter.plan import CHUNK_BYTES, SplitPlan
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.manifest import AUTO
@@ -403,7 +403,7 @@ def route_of(
         lacking: result of `disk_budget.shortage`.
         seconds: see `seconds_of`.
     """
-    use = use_of(plan, disk_budget, ROUTES[name])
+    use = disk_use(plan, disk_budget, ROUTES[name])
     cache_bytes = sum(nbytes for _, nbytes in disk_budget.downloads)
     return Route(name, use.added + cache_bytes, disk_budget.created(use), cache_bytes, lacking, seconds)
 

@@ -124,7 +124,7 @@ def test_an_interrupted_one_goes_on(repository: Path, hub_environment: HubEnviro
     first = shards_in(repository)[0]
     made = interrupted(Call(REPO, compression="4bit"), 2)
     found = dry_run(wished(REPO))
-    assert (found.outlook.state, found.outlook.shards_used, found.fits) == ("unfinished", 2, True)
+    assert (found.estimate.state, found.estimate.shards_used, found.fits) == ("unfinished", 2, True)
     fetched = local_hub.downloads(first)
     assert pull(wished(REPO)).entry.folder == made
     assert local_hub.downloads(first) == fetched

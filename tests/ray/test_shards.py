@@ -16,7 +16,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import ClusterError, IncompleteSplitError
 from rabbitllm.ray.shards import Part, fill_from, next_part
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.disk_budget import ShardTransfer, disk_use_at_once
+from rabbitllm.splitter.disk_budget import ShardTransfer
 from rabbitllm.splitter.filler import Filled, SplitWork
 from rabbitllm.splitter.lock import LEASE_NAME, Lease, granted, revoke
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan
@@ -26,7 +26,7 @@ from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.meta_files import tiny_llama, write_meta
-from tests.support.plans import MIB, all_freed, plan_of, shard_of
+from tests.support.plans import MIB, all_freed, peak_of, plan_of, shard_of
 from tests.support.splitting import Call, Counter, contents, names_in
 
 SHARDS = 5
@@ -202,7 +202,7 @@ def chain(shards: int) -> SplitPlan:
 def parts(tmp_path: Path) -> list[Part]:
     checkpoint = LocalCheckpoint(build_checkpoint(tmp_path / "any", "llama"))
     plan = chain(7)
-    use = disk_use_at_once(plan, 3, shard_transfer=ShardTransfer.FILE)
+    use = peak_of(plan, 3, shard_transfer=ShardTransfer.FILE)
     work = SplitWork(plan, checkpoint, tmp_path, SplitOptions(), "cpu", ShardTransfer.FILE, use, frozenset(), {}, 3)
     layers = plan.layer_map.shard_to_layers
     return [(shard, work.of_shard(shard.name, layers[shard.name])) for shard in plan.shards]
@@ -274,21 +274,21 @@ def test_the_bound_holds_in_any_order_and_is_near(compression: str | None, delet
         compression,
     )
     for at_once in (1, 2, 3, 6):
-        bound = disk_use_at_once(plan, at_once, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan, deletes))
+        bound = peak_of(plan, at_once, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan, deletes))
         seen = max(reached(plan, at_once, deletes, random.Random(seed)) for seed in range(200))
         assert seen <= bound.added
         if not deletes:
             assert bound.added <= seen + 16384 * len(sizes)
         assert bound.created >= plan.output_bytes
-    assert disk_use_at_once(
-        plan, 6, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan)
-    ).added <= plan.output_bytes + (1 << 16)
+    assert peak_of(plan, 6, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan)).added <= plan.output_bytes + (
+        1 << 16
+    )
 
 
 def test_shards_that_are_fetched_count_as_often_as_they_are_in_work() -> None:
     plan = plan_of(
         tuple(shard_of(f"shard-{n}", {f"model.layers.{n}.w": ("BF16", (8192, 64))}, staged=True) for n in range(4))
     )
-    streamed = disk_use_at_once(plan, 3, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan))
-    files = disk_use_at_once(plan, 3, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan))
+    streamed = peak_of(plan, 3, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan))
+    files = peak_of(plan, 3, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan))
     assert files.created - streamed.created == 3 * (-(-plan.shards[0].size // 4096) * 4096)

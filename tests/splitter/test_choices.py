@@ -22,11 +22,11 @@ from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
 from rabbitllm.quant.schemes import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter import bit_allocation
 from rabbitllm.splitter.bit_allocation import BitChoice, BitChoices, SchemeGroup, groups, with_choice
-from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, disk_use
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
 from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION, LayerLayout
 from rabbitllm.store.manifest import AUTO, BitAllocation
-from tests.support.plans import SOURCE, all_freed, resident_bytes, shard_of
+from tests.support.plans import SOURCE, all_freed, peak_of, resident_bytes, shard_of
 
 Usage = namedtuple("Usage", "total used free")
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -157,8 +157,8 @@ def test_every_size_is_the_plan_s(kind: str) -> None:
             assert of(own.layouts[layer]) == of(layout)
             assert len(own.layouts[layer].joins) == len(layout.joins)
         for way, deletes in itertools.product(ShardTransfer, (False, True)):
-            use = disk_use(own, shard_transfer=way, freed=all_freed(bare, deletes))
-            assert use == disk_use(expected, shard_transfer=way, freed=all_freed(bare, deletes))
+            use = peak_of(own, shard_transfer=way, freed=all_freed(bare, deletes))
+            assert use == peak_of(expected, shard_transfer=way, freed=all_freed(bare, deletes))
         sizes.add(own.output_bytes)
     assert len(sizes) > len(COMPRESSIONS)
 

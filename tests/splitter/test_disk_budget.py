@@ -21,10 +21,7 @@ from rabbitllm.splitter.disk_budget import (
     DiskBudget,
     DiskUse,
     ShardTransfer,
-    choose_at_once,
     choose_shard_transfer,
-    disk_use,
-    disk_use_at_once,
     on_disk,
     own_records_bytes,
 )
@@ -32,15 +29,15 @@ from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.request import SplitRequest, plan_split
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import cut, llama_tensors, write_shards
-from tests.support.plans import MIB, all_freed, even, plan_of, shard_of
+from tests.support.plans import MIB, all_freed, even, peak_of, plan_of, shard_of
 from tests.support.splitting import names_in, split
 
 
 def test_disk_of_a_local_source_whose_shards_are_deleted() -> None:
     plan = plan_of(even(4, MIB))
     shard, layer = MIB + 100, MIB + 4096 + 4096
-    assert disk_use(plan, freed=all_freed(plan)) == DiskUse(created=4 * layer, added=layer + 3 * (layer - shard))
-    assert disk_use(plan) == DiskUse(created=4 * layer, added=4 * layer)
+    assert peak_of(plan, freed=all_freed(plan)) == DiskUse(created=4 * layer, added=layer + 3 * (layer - shard))
+    assert peak_of(plan) == DiskUse(created=4 * layer, added=4 * layer)
 
 
 def test_disk_of_fetched_shards() -> None:
@@ -48,20 +45,20 @@ def test_disk_of_fetched_shards() -> None:
     shard, layer = MIB + 100, MIB + 4096 + 4096
     shard = on_disk(shard)
     for deletes in (True, False):
-        assert disk_use(plan, freed=all_freed(plan, deletes)) == DiskUse(4 * layer + shard, 4 * layer + shard)
+        assert peak_of(plan, freed=all_freed(plan, deletes)) == DiskUse(4 * layer + shard, 4 * layer + shard)
     # the last shard has none after it, so two are there while the last but one is used
     most = max(3 * layer + 2 * shard, 4 * layer + shard)
-    assert disk_use(plan, shard_transfer=ShardTransfer.FILE_AHEAD, freed=all_freed(plan)) == DiskUse(most, most)
+    assert peak_of(plan, shard_transfer=ShardTransfer.FILE_AHEAD, freed=all_freed(plan)) == DiskUse(most, most)
     smaller = plan_of(even(4, MIB, staged=True), "4bit")
-    assert disk_use(smaller, shard_transfer=ShardTransfer.FILE_AHEAD, freed=all_freed(smaller)).added > 2 * shard
-    assert disk_use(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)) == DiskUse(4 * layer, 4 * layer)
+    assert peak_of(smaller, shard_transfer=ShardTransfer.FILE_AHEAD, freed=all_freed(smaller)).added > 2 * shard
+    assert peak_of(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)) == DiskUse(4 * layer, 4 * layer)
 
 
 def test_disk_of_what_an_earlier_run_has_created() -> None:
     plan = plan_of(even(4, MIB, staged=True))
     shard, layer = on_disk(MIB + 100), MIB + 4096 + 4096
     there = layer + 5000  # and a piece of the second shard
-    use = disk_use(plan, freed=all_freed(plan), used=frozenset(["shard-0"]), in_use=there, small_files=7)
+    use = peak_of(plan, freed=all_freed(plan), used=frozenset(["shard-0"]), in_use=there, small_files=7)
     assert use == DiskUse(4 * layer + shard + 7, 4 * layer + shard + 7 - there)
 
 
@@ -83,7 +80,7 @@ def test_records_are_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("compression", "factor"), [("4bit", 0.2813), ("8bit", 0.501)])
 def test_disk_under_compression(compression: str, factor: float) -> None:
-    use = disk_use(plan_of(even(8, 4 * MIB, staged=True), compression))
+    use = peak_of(plan_of(even(8, 4 * MIB, staged=True), compression))
     assert use.created == pytest.approx(8 * 4 * MIB * factor + 4 * MIB, rel=0.01)
     assert use.added == use.created
 
@@ -91,8 +88,8 @@ def test_disk_under_compression(compression: str, factor: float) -> None:
 def test_peak_is_where_a_large_shard_comes_late() -> None:
     small = even(3, MIB, staged=True)
     large = shard_of("z", {"model.layers.9.w": ("BF16", (16 * MIB // 128, 64))}, staged=True)
-    first = disk_use(plan_of((large, *small), "4bit"))
-    last = disk_use(plan_of((*small, large), "4bit"))
+    first = peak_of(plan_of((large, *small), "4bit"))
+    last = peak_of(plan_of((*small, large), "4bit"))
     assert first.created < last.created
     assert last.created - first.created == pytest.approx(3 * 0.2813 * MIB, rel=0.05)
 
@@ -102,15 +99,15 @@ def test_shards_used_up_earlier_no_longer_add() -> None:
     layer = MIB + 4096 + 4096
     used = frozenset(["shard-0", "shard-1"])
     there = 2 * layer
-    assert disk_use(plan, used=used, in_use=there) == DiskUse(created=4 * layer, added=2 * layer)
+    assert peak_of(plan, used=used, in_use=there) == DiskUse(created=4 * layer, added=2 * layer)
     everything = frozenset(shard.name for shard in plan.shards)
-    assert disk_use(plan, used=everything) == DiskUse(created=4 * layer, added=0)
+    assert peak_of(plan, used=everything) == DiskUse(created=4 * layer, added=0)
 
 
 def test_header_counts_once_for_a_layer_in_many_shards() -> None:
     shards = tuple(shard_of(f"s{n}", {f"model.layers.0.w{n}": ("F32", (16, 64))}) for n in range(5))
     plan = plan_of(shards)
-    assert disk_use(plan).added == 4096 + 4096 + 5 * 4096
+    assert peak_of(plan).added == 4096 + 4096 + 5 * 4096
     assert plan.output_bytes == 4096 + 5 * 4096
 
 
@@ -125,7 +122,7 @@ def test_disk_is_bounded_as_promised(sizes: list[int], compression: str | None, 
         shard_of(f"s{n}", {f"model.layers.{n}.w": ("BF16", (size * 64, 64))}, staged) for n, size in enumerate(sizes)
     )
     plan = plan_of(shards, compression)
-    use = disk_use(plan, freed=all_freed(plan))
+    use = peak_of(plan, freed=all_freed(plan))
     slack = 64 * 1024 * len(plan.layouts)
     largest = max(shard.size for shard in shards)
     assert use.created <= plan.output_bytes + (largest if staged else 0) + slack
@@ -161,12 +158,12 @@ def choose(
     downloads: tuple[tuple[Path, int], ...] = (),
 ) -> ShardTransfer:
     options = SplitOptions(max_disk=max_disk, min_free=min_free, shard_transfer=transfer)
-    return choose_shard_transfer(plan, DiskBudget(folder, all_freed(plan, deletes), downloads=downloads), options)
+    return choose_shard_transfer(plan, DiskBudget(folder, all_freed(plan, deletes), downloads=downloads), options)[0]
 
 
 def test_what_fits_is_not_refused(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB))
-    use = disk_use(plan)
+    use = peak_of(plan)
     free[0] = use.added
     choose(plan, tmp_path, None, deletes=False)
     choose(plan, tmp_path / "not" / "there" / "yet", use.created, deletes=False)
@@ -174,7 +171,7 @@ def test_what_fits_is_not_refused(tmp_path: Path, free: list[int]) -> None:
 
 def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(512, 4 * MIB))
-    need = disk_use(plan).added
+    need = peak_of(plan).added
     folder = tmp_path / "not" / "yet"
     free[0] = 1 << 30
     with pytest.raises(NotEnoughSpaceException) as refused:
@@ -199,7 +196,7 @@ def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
 
 def test_max_disk_is_too_little(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(512, 4 * MIB, staged=True))
-    use = disk_use(plan, freed=all_freed(plan))
+    use = peak_of(plan, freed=all_freed(plan))
     with pytest.raises(NotEnoughSpaceException, match=r"1.00 GiB is allowed by max_disk=1,073,741,824"):
         choose(plan, tmp_path, 1 << 30, deletes=True)
     choose(plan, tmp_path, use.created, deletes=True)
@@ -248,7 +245,7 @@ def test_refusal_comes_before_anything_is_touched(tmp_path: Path) -> None:
 
 def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB))
-    need = disk_use(plan).added
+    need = peak_of(plan).added
     free[0] = need + 50 * MIB
     choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
     free[0] -= 1
@@ -259,7 +256,7 @@ def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) 
 def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
     """Two shards on the disk where there is room for them, one where there is for one, else none."""
     plan = plan_of(even(4, MIB, staged=True), "4bit")
-    needs = {way: disk_use(plan, shard_transfer=way, freed=all_freed(plan)).created for way in ShardTransfer}
+    needs = {way: peak_of(plan, shard_transfer=way, freed=all_freed(plan)).created for way in ShardTransfer}
     assert needs[ShardTransfer.FILE_AHEAD] > needs[ShardTransfer.FILE] > needs[ShardTransfer.STREAM]
     for way, need in needs.items():
         for available, max_disk in ((need, None), (10**15, need)):
@@ -275,7 +272,7 @@ def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
 
 def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB, staged=True), "4bit")
-    free[0] = disk_use(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)).created
+    free[0] = peak_of(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)).created
     with pytest.raises(NotEnoughSpaceException, match="would fit: no shard is then on the disk"):
         choose(plan, tmp_path, None, deletes=True, transfer="file")
 
@@ -291,7 +288,7 @@ def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list
     ]
     plan = plan_of((*whole[:1], *even(4, MIB, staged=True)[1:]), "4bit")  # one is enough
     assert plan.unstreamable == ("shard-0",)
-    needs = {way: disk_use(plan, shard_transfer=way, freed=all_freed(plan)).created for way in ShardTransfer}
+    needs = {way: peak_of(plan, shard_transfer=way, freed=all_freed(plan)).created for way in ShardTransfer}
     for way in (ShardTransfer.FILE_AHEAD, ShardTransfer.FILE):
         for transfer in ("auto", "file"):
             free[0] = needs[way]
@@ -317,7 +314,7 @@ def test_local_shards_arrive_one_way(tmp_path: Path, free: list[int]) -> None:
 
 def test_max_disk_counts_downloads_outside_the_split(tmp_path: Path, free: list[int]) -> None:
     plan, cache = plan_of(even(4, MIB)), ((tmp_path / "cache", 10 * MIB),)
-    need = disk_use(plan).created + 10 * MIB
+    need = peak_of(plan).created + 10 * MIB
     choose(plan, tmp_path / "split", need, deletes=False, downloads=cache)
     with pytest.raises(NotEnoughSpaceException, match=re.escape(f"allowed by max_disk={need - 1:,}")) as refused:
         choose(plan, tmp_path / "split", need - 1, deletes=False, downloads=cache)
@@ -326,7 +323,7 @@ def test_max_disk_counts_downloads_outside_the_split(tmp_path: Path, free: list[
 
 def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(even(4, MIB))
-    need = disk_use(plan).added
+    need = peak_of(plan).added
     free[0] = need + 10 * MIB
     choose(plan, tmp_path / "split", None, deletes=False, downloads=((tmp_path / "cache", 10 * MIB),))
     with pytest.raises(NotEnoughSpaceException, match=re.escape(size_rounded_up(need + 10 * MIB + 1))):
@@ -339,12 +336,12 @@ def test_as_many_shards_at_once_as_fit(tmp_path: Path, staged: bool) -> None:
     disk_budget = DiskBudget(tmp_path, all_freed(plan, not staged))
 
     def chosen(max_disk: int, transfer: str = "file") -> tuple[ShardTransfer, int]:
-        return choose_at_once(
+        return choose_shard_transfer(
             plan, disk_budget, SplitOptions(max_disk=max_disk, min_free=0, shard_transfer=transfer), 4
         )
 
     def need(at_once: int, shard_transfer: ShardTransfer = ShardTransfer.FILE) -> int:
-        return disk_use_at_once(plan, at_once, shard_transfer=shard_transfer, freed=all_freed(plan, not staged)).created
+        return peak_of(plan, at_once, shard_transfer=shard_transfer, freed=all_freed(plan, not staged)).created
 
     assert chosen(need(4)) == (ShardTransfer.FILE, 4)
     with pytest.raises(NotEnoughSpaceException, match="at its peak"):
@@ -353,17 +350,19 @@ def test_as_many_shards_at_once_as_fit(tmp_path: Path, staged: bool) -> None:
         assert chosen(need(4) - 1) == (ShardTransfer.FILE, 3)
         assert chosen(need(2)) == (ShardTransfer.FILE, 2)
         assert chosen(need(4) - 1, "auto") == (ShardTransfer.STREAM, 4)
-    assert choose_at_once(plan, disk_budget, SplitOptions(min_free=0), 100)[1] == 6
+    assert choose_shard_transfer(plan, disk_budget, SplitOptions(min_free=0), 100)[1] == 6
 
 
 def test_free_disk_bounds_the_shards_that_are_not_yet_deleted(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(6, 4 * MIB))
     added = [
-        disk_use_at_once(plan, count, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan)).added
-        for count in range(1, 7)
+        peak_of(plan, count, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan)).added for count in range(1, 7)
     ]
     assert added == sorted(added)
     for count in (1, 3, 6):
         free[0] = added[count - 1]
         options = SplitOptions(shards=ShardPolicy.DELETE_USED, min_free=0)
-        assert choose_at_once(plan, DiskBudget(tmp_path, all_freed(plan)), options, 6) == (ShardTransfer.FILE, count)
+        assert choose_shard_transfer(plan, DiskBudget(tmp_path, all_freed(plan)), options, 6) == (
+            ShardTransfer.FILE,
+            count,
+        )

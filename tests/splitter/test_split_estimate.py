@@ -18,7 +18,7 @@ from rabbitllm.errors import MissingPackageError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
 from rabbitllm.quant.schemes import COMPRESSIONS, is_compressible
 from rabbitllm.splitter import split_estimate
-from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, disk_use
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage
 from rabbitllm.splitter.plan import CHUNK_BYTES, PlannedShard
 from rabbitllm.splitter.split_estimate import (
     CompressionEstimate,
@@ -35,7 +35,7 @@ from rabbitllm.splitter.split_estimate import (
 from tests.splitter.test_memory import MOST
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import GeneratedFile, LocalHub
-from tests.support.plans import MIB, all_freed, even, plan_of, shard_of
+from tests.support.plans import MIB, all_freed, even, peak_of, plan_of, shard_of
 
 
 def spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
@@ -214,7 +214,7 @@ def test_route_takes_what_the_plan_says() -> None:
     plan = plan_of(even(4, MIB, staged=True), "8bit")
     disk_budget = DiskBudget(FOLDER, all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096)
     for name, way in split_estimate.ROUTES.items():
-        use = disk_use(
+        use = peak_of(
             plan, shard_transfer=way, freed=all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096
         )
         found = split_estimate.route_of(name, plan, disk_budget, None, 1.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
@@ -11,7 +13,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.schemes import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
-from rabbitllm.splitter.disk_budget import DiskUse, ShardTransfer, disk_use
+from rabbitllm.splitter.disk_budget import DiskBudget, DiskUse, ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split
 from tests.support.splitting import Call
@@ -57,7 +59,7 @@ def uses_of(call: Call) -> dict[ShardTransfer, DiskUse]:
     plan = plan_split(request)
     disk_budget = disk_budget_of(request, plan)
     return {
-        way: disk_use(plan, shard_transfer=way, freed=disk_budget.freed, small_files=disk_budget.small_files)
+        way: peak_of(plan, shard_transfer=way, freed=disk_budget.freed, small_files=disk_budget.small_files)
         for way in ShardTransfer
     }
 
@@ -76,3 +78,10 @@ def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:
         if (of(spec.name) if of is not None else scheme_of(spec, plan.compression)) == DOUBLE:
             made += math.ceil(spec.elements / NF4_BLOCK) * SCALE_BYTES
     return plan.output_bytes + made + max((layout.size for layout in bare.layouts.values()), default=0)
+
+
+def peak_of(
+    plan: SplitPlan, at_once: int = 1, *, shard_transfer: ShardTransfer = ShardTransfer.FILE, **state: Any
+) -> DiskUse:
+    """The disk use of a split; `state` are fields of `DiskBudget`."""
+    return disk_use(plan, DiskBudget(Path(), **state), shard_transfer, at_once)
