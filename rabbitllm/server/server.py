@@ -35,8 +35,7 @@ from rabbitllm.engine.tier_picture import places
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.server.app import create_app
 from rabbitllm.server.embeddings import Embedder
-from rabbitllm.server.loading import loaded
-from rabbitllm.server.service import Service, batch_of
+from rabbitllm.server.service import Service, batch_of, loaded
 from rabbitllm.server.settings import Settings, address_of, is_local, listen
 
 # A uvicorn connection with timeouts: for a request to begin, for its head, and for a peer that has vanished.
@@ -357,7 +356,7 @@ def serve_model(
         Whether the end was forced: then the batch's thread may still be in a pass, which cannot be interrupted.
 
     Raises:
-        RabbitLLMError: see `loading.loaded` and `serve`.
+        RabbitLLMError: see `service.loaded` and `serve`.
     """
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
         found = loaded(request, console, limits.cache_bytes)
