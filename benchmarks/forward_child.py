@@ -69,9 +69,9 @@ def main() -> None:
     import transformers  # noqa: F401
 
     import rabbitllm.engine.load
-    import rabbitllm.quant.compression
+    import rabbitllm.quant.schemes
 
-    rabbitllm.quant.compression.check_compression("4bit")  # imports bitsandbytes
+    rabbitllm.quant.schemes.check_compression("4bit")  # imports bitsandbytes
     print(json.dumps({"ready": True}), flush=True)
     if sys.stdin.readline():
         print(json.dumps(run(Path(json.loads(sys.argv[1])["folder"]))), flush=True)

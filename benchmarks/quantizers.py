@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import command_line, report
 from benchmarks.measure import spread
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant.compression import quantize
+from rabbitllm.quant import quantize
 from rabbitllm.splitter.plan import CHUNK_BYTES
 
 DTYPES = ("BF16", "F16", "F32")

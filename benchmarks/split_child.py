@@ -15,7 +15,7 @@ from rabbitllm import prepare
 from rabbitllm.base import progress
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 
-LIBRARIES = ("torch", "bitsandbytes.functional", "rabbitllm.quant.cpu_kernels")
+LIBRARIES = ("torch", "bitsandbytes.functional", "rabbitllm.quant.quantize_kernels")
 TOLD = (progress.SplitStarted, progress.ShardDone, progress.SplitDone)
 
 

@@ -18,21 +18,18 @@ from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.display import split_display
 from rabbitllm.errors import system_errors_by_name
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
-from rabbitllm.quant.compression import (
+from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks, settled
+from rabbitllm.quant.schemes import (
     DOUBLE,
     StoredForm,
     check_compression,
     constants,
-    dequantize,
-    operands,
     part_names,
-    quantize_blocks,
     read_state,
-    schemes,
-    settled,
     settling,
     state_key,
     stored_form,
+    stored_schemes,
 )
 from rabbitllm.store.manifest import SPLIT_DIRECTORY
 
@@ -208,7 +205,7 @@ def uncompress_layer_state_dict(layer_state_dict: StateDict) -> StateDict:
     """
     import torch
 
-    found = schemes(layer_state_dict)
+    found = stored_schemes(layer_state_dict)
     if not any(found.values()):
         return layer_state_dict
     specs = {

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.quant import vectors
-from rabbitllm.quant.code_tables import PAIRS
+from rabbitllm.quant.vectors import PAIRS
 from tools import matrix
 from tools.matrix import SETS, Cell, InstructionSet, cpu_flags, environment_of, main, read_report, run_cell
 
 FLAGS = "processor\t: 0\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t\t: avx512f\n"
-KERNELS = "tests/quant/test_panel_products.py::test_what_is_not_a_number_stays_so"
+KERNELS = "tests/quant/test_products.py::test_what_is_not_a_number_stays_so_by_panels"
 CODES = "tests/engine/test_double.py::test_products_from_codes"
 
 
@@ -27,7 +27,7 @@ def test_a_model_without_vectors_and_with_several_threads(capsys: pytest.Capture
 @pytest.mark.skipif(vectors.lanes() < 8, reason="emulated on AVX2")
 def test_kernels_for_pairs_of_bfloat16_run_here() -> None:
     """By emulation: the smaller of the two, since the other takes minutes to compile."""
-    kernels = "tests/quant/test_packed_products.py::test_every_kernel_that_this_processor_can_run"
+    kernels = "tests/quant/test_products.py::test_every_kernel_that_this_processor_can_run"
     cell = run_cell(SETS[-1], 1, [f"{kernels}[4bit-{width}]" for width in (16, PAIRS)])
     assert (cell.set_name, cell.passed, cell.failed) == ("emulated", 2, ())
 

@@ -7,13 +7,15 @@ Sessions, headers, tokens, proxies and error types are huggingface_hub's. Indepe
 
 A body of known length needs no parsing after the headers, yet httpx passes every 64 KiB of it through its parser,
 which costs about as much as the digest does. So it is read from its connection, the `network_stream` that httpx
-documents (https://www.python-httpx.org/advanced/extensions/#network_stream). How much of the body the parser has
-already read from it is not documented. The parser buffers nothing beyond the first piece that it yields; this is tested
-once per process, on the mock network of the client's own library. If anything is unexpected, the client reads the body.
+documents (https://www.python-httpx.org/advanced/extensions/#network_stream), if nothing of it has been read before: the
+`trace` that httpx documents there too tells when the client's connection received the headers, and when it begins with
+the body. The parser buffers nothing beyond the first piece that it yields; this is tested once per process, on the mock
+network of the client's own library. If anything is unexpected, the client reads the body.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -22,9 +24,8 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -88,29 +89,42 @@ MAX_BYTES = 1 << 20
 request, so a large request where little arrives (a TLS record holds 16 KiB) costs more than it saves."""
 
 
-def body(client: Any, response: Any) -> Iterator[bytes]:
-    """The bytes of a streamed response, as they arrive, in pieces of at most `MAX_BYTES`.
+_HEADERS_CAME, _BODY_BEGAN = "http11.receive_response_headers.complete", "http11.receive_response_body.started"
+"""Events of a trace."""
 
-    A piece is not modified after it is yielded. The connection is closed after such a read, since the client regards
-    it as still within a response. A caller that stops early closes the response, as with the client's own iterators.
+
+@contextlib.contextmanager
+def streamed(client: Any, url: str, **options: Any) -> Iterator[tuple[Any, Iterator[bytes]]]:
+    """The response to a GET and the bytes of its body, as they arrive, in pieces of at most `MAX_BYTES`.
+
+    A piece is not modified after it is yielded. The connection is closed after a read past the client's parser, since
+    the client regards it as still within a response. A caller that stops early closes the response.
 
     Args:
-        client: the httpx (or httpx2) client of the request.
-        response: a response of its `stream`, unread.
+        client: an httpx (or httpx2) client.
+        url: the address.
+        options: of the client's `stream`.
 
     Raises:
         TransportError: the client's own, if the connection breaks or is silent for longer than the client's timeout. A
             body that ends early raises it or just ends.
     """
+    events: list[str] = []
+    trace = {"trace": lambda event, info: events.append(event)}
+    with client.stream("GET", url, extensions=trace, **options) as response:
+        yield response, _body(client, response, events)
+
+
+def _body(client: Any, response: Any, events: Sequence[str]) -> Iterator[bytes]:
     length = _plain_length(response)
     core = _network_library(client, response.extensions.get("network_stream"))
-    if length is None or core is None:
+    if length is None or core is None or events[-1:] != [_HEADERS_CAME]:
         yield from response.iter_bytes()
         return
     pieces = response.iter_raw()  # keep a reference: it closes the connection when dropped
     first = next(pieces, b"")
     yield first
-    if left := length - len(first):
+    if (left := length - len(first)) and events[-1] == _BODY_BEGAN:
         yield from _rest(response, core, client_library(client), left)
     else:
         yield from pieces  # to the end, so that the client finishes the response
@@ -150,20 +164,17 @@ def _plain_length(response: Any) -> int | None:
 
 
 def _network_library(client: Any, stream: Any) -> ModuleType | None:
-    """The package of a client's connections, if it is one whose bodies may be read from them directly.
+    """The package of a client's connections, if bodies may be read from them directly.
 
-    A client or a transport of another class may read ahead, or not use the network at all.
+    A client of another class may have its own way to read a response.
     """
     try:
-        library = client_library(client)
         core = importlib.import_module(type(stream).__module__.partition(".")[0])
-        transports = [client._transport, *(mounted for mounted in client._mounts.values() if mounted is not None)]
-        made_as_usual = type(client) is library.Client and {type(t) for t in transports} == {library.HTTPTransport}
-        if made_as_usual and isinstance(stream, core.NetworkStream) and keeps_nothing_back(core):
-            return core
+        is_usual = type(client) is client_library(client).Client and isinstance(stream, core.NetworkStream)
+        return core if is_usual and keeps_nothing_back(core) else None
     except (AttributeError, ImportError) as error:
         logger.debug("Bodies are left to the HTTP client: %s", error)
-    return None
+        return None
 
 
 @functools.cache
@@ -321,8 +332,8 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
     while at < stop:
         before, wanted_pause = at, 0.0
         try:
-            with _request(file, at, stop) as (client, response):
-                for chunk in _wanted(body(client, response), response.status_code, at, stop):
+            with _request(file, at, stop) as (response, content):
+                for chunk in _wanted(content, response.status_code, at, stop):
                     at += len(chunk)
                     yield chunk
         except transport_errors() as error:
@@ -369,30 +380,24 @@ def _wanted(body: Iterator[bytes], status: int, at: int, stop: int) -> Iterator[
             return
 
 
-def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[tuple[Any, Any]]:
-    """The client and its response for these bytes; the body is still unread."""
-    from contextlib import contextmanager
-
+@contextlib.contextmanager
+def _request(file: RemoteFile, at: int, stop: int) -> Iterator[tuple[Any, Iterator[bytes]]]:
+    """The response for these bytes, and its body."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    silence = constants.HF_HUB_DOWNLOAD_TIMEOUT  # seconds; the session has no timeout of its own
     headers = build_hf_headers(token=file.token) | {"Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
-
-    @contextmanager
-    def opened() -> Iterator[tuple[Any, Any]]:
-        client = get_session()
-        with client.stream("GET", file.url, headers=headers, timeout=silence, follow_redirects=True) as response:
-            if response.status_code in _RETRIED_STATUS:
-                raise _RetryLater(response.status_code, response.headers.get("retry-after"))
-            if response.status_code in (401, 403) and response.history:  # an expired signed URL
-                raise _RetryLater(response.status_code, None)
-            if response.status_code >= 400:
-                response.read()
-                hf_raise_for_status(response)
-            yield client, response
-
-    return opened()
+    silence = constants.HF_HUB_DOWNLOAD_TIMEOUT  # seconds; the session has no timeout of its own
+    opened = streamed(get_session(), file.url, headers=headers, timeout=silence, follow_redirects=True)
+    with opened as (response, content):
+        if response.status_code in _RETRIED_STATUS:
+            raise _RetryLater(response.status_code, response.headers.get("retry-after"))
+        if response.status_code in (401, 403) and response.history:  # an expired signed URL
+            raise _RetryLater(response.status_code, None)
+        if response.status_code >= 400:
+            response.read()
+            hf_raise_for_status(response)
+        yield response, content
 
 
 def transport_errors() -> tuple[type[Exception], ...]:

@@ -42,10 +42,7 @@ from rabbitllm.checkpoints.index import (
     read_index,
 )
 from rabbitllm.checkpoints.meta_checkpoint import (
-    CONFIG_NAME,
-    VOCABULARY_NAME,
     MetaCheckpoint,
-    names_a_model,
     ranks_of,
     read_meta,
 )
@@ -57,8 +54,7 @@ from rabbitllm.errors import (
     MissingShardError,
     UnsafePathError,
 )
-from rabbitllm.formats.safetensors_file import LENGTH_BYTES, header_length, parse_header
-from rabbitllm.formats.shard_header import TORCH, check_readable, parse_torch_header, read_shard_header, recognise
+from rabbitllm.formats.shard_header import parse_shard_header, read_shard_header
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage import durable
 
@@ -87,30 +83,24 @@ def read_remote_header(file: fetch.RemoteFile, shard: str) -> Header:
         CorruptShardError, UnsafePickleError, UnreadableFormatError: see `read_shard_header`.
         HubError: see `fetch.read_range`.
     """
-    first = fetch.read_range(file, 0, FIRST_READ_BYTES)
-    kind = recognise(first)
-    check_readable(kind, shard)
-    if kind in TORCH:
-        return parse_torch_header(_Ranges(file, first).read_at, file.size, shard, scattered=False)
-    length = header_length(first[:LENGTH_BYTES], file.size, shard)
-    have = first[LENGTH_BYTES : LENGTH_BYTES + length]
-    have += fetch.read_range(file, LENGTH_BYTES + len(have), length - len(have))
-    return parse_header(have, file.size, shard)
+    return parse_shard_header(_Ranges(file).read_at, file.size, shard, scattered=False)
 
 
 class _Ranges:
-    """Reads a remote file from the bytes already fetched of its start and end, or else by a range request."""
+    """Reads a remote file by range requests, and keeps what it has requested of the start and the end."""
 
-    def __init__(self, file: fetch.RemoteFile, first: bytes) -> None:
+    def __init__(self, file: fetch.RemoteFile) -> None:
         self._file = file
-        self._held = [(0, first)]
+        self._held = [(0, fetch.read_range(file, 0, FIRST_READ_BYTES))]
 
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes of a range, fewer only at the end of the file."""
         end = min(offset + length, self._file.size)
         for begin, held in self._held:
-            if begin <= offset and end <= begin + len(held):
-                return held[offset - begin : end - begin]
+            if begin <= offset and min(offset + 1, end) <= begin + len(held):
+                have = held[offset - begin : end - begin]
+                offset += len(have)
+                return have + fetch.read_range(self._file, offset, end - offset)
         if end == self._file.size:  # the end records, with the directory before them
             begin = max(0, min(offset, end - TAIL_READ_BYTES))
             self._held.append((begin, fetch.read_range(self._file, begin, end - begin)))
@@ -531,11 +521,8 @@ class HubCheckpoint:
     def _derived(self) -> Mapping[str, bytes]:
         if self._meta is None:
             return {}
-        sidecars = set(self._copied_sizes())
-        vocabulary = self.repository.download(VOCABULARY_NAME) if VOCABULARY_NAME in sidecars else None
-        if CONFIG_NAME in sidecars and not names_a_model(self.repository.download(CONFIG_NAME)):
-            sidecars.discard(CONFIG_NAME)
-        return self._meta.derived(self._first_rank, self._meta.ranks[0], vocabulary, sidecars)
+        rank = self._meta.ranks[0]
+        return self._meta.derived(self._first_rank, rank, self._copied_sizes(), self.repository.download)
 
     def derived(self) -> Mapping[str, bytes]:
         return self._derived

@@ -37,10 +37,7 @@ from rabbitllm.checkpoints.index import (
     read_index,
 )
 from rabbitllm.checkpoints.meta_checkpoint import (
-    CONFIG_NAME,
-    VOCABULARY_NAME,
     MetaCheckpoint,
-    names_a_model,
     ranks_of,
     read_meta,
 )
@@ -240,11 +237,7 @@ class LocalCheckpoint:
     def _derived(self) -> Mapping[str, bytes]:
         if self._meta is None or not any((self.folder / rank).exists() for rank in self._meta.ranks):
             return {}
-        sidecars = set(self.sidecars())
-        vocabulary = self.folder / VOCABULARY_NAME if VOCABULARY_NAME in sidecars else None
-        if not names_a_model(self.folder / CONFIG_NAME):
-            sidecars.discard(CONFIG_NAME)
-        return self._meta.derived(*self._any_rank(), vocabulary, sidecars)
+        return self._meta.derived(*self._any_rank(), self.sidecars(), lambda name: self.folder / name)
 
     def derived(self) -> Mapping[str, bytes]:
         return self._derived

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -343,23 +343,25 @@ class MetaCheckpoint:
         return index_from(header, self.params, self.ranks, shard)
 
     def derived(
-        self, header: Header, shard: str, vocabulary: Path | None, sidecars: Collection[str]
+        self, header: Header, shard: str, sidecars: Collection[str], path_of: Callable[[str], Path]
     ) -> dict[str, bytes]:
         """Config and tokenizer for transformers: name -> content.
 
         Args:
             header: of a rank, with its own names.
             shard: that rank's name.
-            vocabulary: the tokenizer.model, if there is one.
             sidecars: names of existing files, which need not be derived.
+            path_of: name of such a file -> its local path.
 
         Raises:
             CheckpointError: see `shapes_of` and `derive_tokenizer`; or the tokenizer has more tokens than the model.
         """
+        vocabulary = path_of(VOCABULARY_NAME) if VOCABULARY_NAME in sidecars else None
+        there = {name for name in sidecars if name != CONFIG_NAME or names_a_model(path_of(name))}
         shapes = shapes_of(header, self.params, len(self.ranks), shard)
         known: LlamaVocabulary | None = None
         files: dict[str, bytes] = {}
-        if vocabulary is not None and not set(TOKENIZER_NAMES) & set(sidecars):
+        if vocabulary is not None and not set(TOKENIZER_NAMES) & there:
             longest = context_length(self.params, shapes, None)
             tokenizer = derive_tokenizer(vocabulary, self.params.scaled_rope, longest)
             known = tokenizer.vocabulary
@@ -369,11 +371,11 @@ class MetaCheckpoint:
                     f"{VOCABULARY_NAME} has {known.size:,} tokens, the weights have {shapes.vocab_size:,}.",
                     "Put the tokenizer.model that was published with the weights into their folder.",
                 )
-        elif vocabulary is None and not set(TOKENIZER_NAMES) & set(sidecars):
+        elif vocabulary is None and not set(TOKENIZER_NAMES) & there:
             logger.warning("The checkpoint has no %s; the model will have no tokenizer.", VOCABULARY_NAME)
-        if CONFIG_NAME not in sidecars:
+        if CONFIG_NAME not in there:
             files[CONFIG_NAME] = as_json(config_of(self.params, shapes, known))
-        if GENERATION_NAME not in sidecars:
+        if GENERATION_NAME not in there:
             llama_3 = is_llama_3(self.params, shapes, known)
             files[GENERATION_NAME] = as_json(token_ids(llama_3, shapes, known))
         return files

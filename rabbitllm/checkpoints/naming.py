@@ -5,7 +5,7 @@ A *layer* is the unit that is streamed. Its id is the short name (`layers.0`, `e
 of patterns, tried in order, each with a group named `id`; the first that matches at the start of the name counts.
 Tensors that no pattern matches are grouped by their numbered block.
 
-To add a family, add a line to `FAMILIES`; to try one without editing, call `register_layer_naming`.
+To add a family, add its `model_type` to `_TYPES`; to try one without editing, call `register_layer_naming`.
 """
 
 from __future__ import annotations
@@ -89,91 +89,31 @@ _TOWERS = (
     _OWNER,
 )
 
-FAMILIES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            *(
-                "llama",
-                "mistral",
-                "mixtral",
-                "ministral",
-                "qwen2",
-                "qwen3",
-                "qwen2_moe",
-                "qwen3_moe",
-                "qwen3_next",
-            ),
-            *(
-                "qwen3_5_text",
-                "qwen3_5_moe_text",
-                "gemma",
-                "gemma2",
-                "gemma3_text",
-                "phi",
-                "phi3",
-                "phimoe",
-                "gpt_oss",
-            ),
-            *(
-                "deepseek_v2",
-                "deepseek_v3",
-                "glm",
-                "glm4",
-                "glm4_moe",
-                "cohere",
-                "cohere2",
-                "olmo",
-                "olmo2",
-                "olmo3",
-            ),
-            *(
-                "olmoe",
-                "starcoder2",
-                "stablelm",
-                "granite",
-                "granitemoe",
-                "exaone4",
-                "smollm3",
-                "ernie4_5",
-                "seed_oss",
-            ),
-            *("internlm2", "baichuan", "minimax", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "jamba", "apertus"),
-        ),
+_GPT_NEOX = (r"gpt_neox\.(?P<id>layers\.\d+)\.", rf"(?:gpt_neox\.)?(?P<id>\w+)\.[^.]+{_STATE}$")
+_TYPES = (
+    (
         _LLAMA,
+        """
+        llama mistral mixtral ministral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text
+        gemma gemma2 gemma3_text phi phi3 phimoe gpt_oss deepseek_v2 deepseek_v3 glm glm4 glm4_moe cohere cohere2
+        olmo olmo2 olmo3 olmoe starcoder2 stablelm granite granitemoe exaone4 smollm3 ernie4_5 seed_oss internlm2
+        baichuan minimax hunyuan_v1_dense lfm2 lfm2_moe jamba apertus
+        """,
     ),
-    "opt": _DECODER,
-    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "bloom", "falcon", "mpt", "chatglm", "qwen"), _GPT2),
-    "gpt_neox": (r"gpt_neox\.(?P<id>layers\.\d+)\.", rf"(?:gpt_neox\.)?(?P<id>\w+)\.[^.]+{_STATE}$"),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "zamba2"), _BACKBONE),
-    **dict.fromkeys(("t5", "mt5", "umt5"), _ENCODER_DECODER),
-    **dict.fromkeys(
-        (
-            *(
-                "gemma3",
-                "gemma3n",
-                "gemma4",
-                "llava",
-                "llava_next",
-                "mistral3",
-                "qwen2_vl",
-                "qwen2_5_vl",
-                "qwen3_vl",
-            ),
-            *(
-                "qwen3_vl_moe",
-                "qwen3_5",
-                "qwen3_5_moe",
-                "internvl",
-                "llama4",
-                "mllama",
-                "paligemma",
-                "idefics3",
-                "glm4v",
-            ),
-        ),
+    (_DECODER, "opt"),
+    (_GPT2, "gpt2 gpt_bigcode gptj gpt_neo bloom falcon mpt chatglm qwen"),
+    (_GPT_NEOX, "gpt_neox"),
+    (_BACKBONE, "mamba mamba2 falcon_mamba zamba2"),
+    (_ENCODER_DECODER, "t5 mt5 umt5"),
+    (
         _TOWERS,
+        """
+        gemma3 gemma3n gemma4 llava llava_next mistral3 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5
+        qwen3_5_moe internvl llama4 mllama paligemma idefics3 glm4v
+        """,
     ),
-}
+)
+FAMILIES: Mapping[str, tuple[str, ...]] = {family: patterns for patterns, names in _TYPES for family in names.split()}
 """`model_type` of transformers -> patterns."""
 
 _NAME = r"\d*[^.\d][^.]*"

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.units import PartReader, UnitSource
-from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, Quantized, dequantize, scales_at
+from rabbitllm.quant.quantize import dequantize, scales_at
+from rabbitllm.quant.schemes import NESTED_BLOCK, SCHEMES, Quantized
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import StoredTensor
 
@@ -32,7 +33,7 @@ def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
     stored = source.stored[job.recipe.sources[0][1]]
     if stored.quantized is None:
         return True
-    return stored.shape[1] % BLOCKS[stored.quantized.scheme] == 0
+    return stored.shape[1] % SCHEMES[stored.quantized.scheme].block == 0
 
 
 def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> None:

@@ -23,7 +23,7 @@ from rabbitllm.engine.span_reader import BLOCK
 from rabbitllm.engine.units import Packs, Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, SCALE_BYTES, Quantized
+from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, Quantized
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
@@ -197,7 +197,7 @@ def _slices(pattern: str, stored: StoredTensor, experts: int) -> Block | None:
     if stored.quantized is None:
         return Block(pattern, True, None, _slice(payload, payload.dtype, shape, experts))
     form = replace(stored.quantized.codes, shape=shape)
-    block, elements = BLOCKS[form.scheme], int(np.prod(shape))
+    block, elements = SCHEMES[form.scheme].block, int(np.prod(shape))
     if elements % block or (form.scheme == "4bit" and elements % 2):
         return None
     nesting = _nesting([stored], elements // block)

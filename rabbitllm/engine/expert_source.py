@@ -23,7 +23,8 @@ from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
 from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
-from rabbitllm.quant.compression import BLOCKS, Quantized, dequantize, expand_scales
+from rabbitllm.quant.quantize import dequantize, expand_scales
+from rabbitllm.quant.schemes import SCHEMES, Quantized
 from rabbitllm.store.layer_store import WeightFiles
 
 BytesOf = Callable[["ExpertPart"], torch.Tensor]
@@ -417,7 +418,7 @@ def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
             return None
         if (block.nesting is None) != (leaf.blocks[0].nesting is None):
             return None
-        if block.form.shape[0] * block.form.shape[1] % BLOCKS[first.scheme]:
+        if block.form.shape[0] * block.form.shape[1] % SCHEMES[first.scheme].block:
             return None
     return packs(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
 

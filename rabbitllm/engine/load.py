@@ -41,8 +41,8 @@ from rabbitllm.engine.units import Packs, UnitSource, input_embedding, source_of
 from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.quant.compression import NF4_BLOCK, Quantized, check_compression
-from rabbitllm.quant.fused_products import FusedMatrix, can_multiply
+from rabbitllm.quant.products import FusedMatrix, can_multiply
+from rabbitllm.quant.schemes import NF4_BLOCK, Quantized, check_compression
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.profiler import Profiler

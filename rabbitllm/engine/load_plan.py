@@ -50,8 +50,8 @@ from rabbitllm.errors import (
     RabbitLLMError,
 )
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant.compression import Quantized
-from rabbitllm.quant.packed_products import Matrix, multiplies
+from rabbitllm.quant.products import Matrix, multiplies
+from rabbitllm.quant.schemes import Quantized
 from rabbitllm.store.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)

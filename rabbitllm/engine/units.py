@@ -24,7 +24,8 @@ from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.quant.compression import Quantized, dequantize, expanded_bytes, operands
+from rabbitllm.quant.quantize import dequantize, expanded_bytes, operands
+from rabbitllm.quant.schemes import Quantized
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
-from rabbitllm.quant.compression import Quantized
+from rabbitllm.quant.schemes import Quantized
 
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad"})
 """In-place methods that do not change the values."""

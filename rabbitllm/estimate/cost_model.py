@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.placement import Placement, Pool, Tier
-from rabbitllm.quant.compression import expanded_bytes
+from rabbitllm.quant.quantize import expanded_bytes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -29,7 +29,7 @@ from rabbitllm.estimate.measure import (
     upload_rate,
     working_set,
 )
-from rabbitllm.quant.compression import CODES, check_compression
+from rabbitllm.quant.schemes import SCHEMES, check_compression
 
 Measured = TypeVar("Measured")
 
@@ -269,15 +269,16 @@ def measurements(machine: Machine) -> Iterator[tuple[Callable[[], float | None],
         yield measure, f"reading the disk of layer files, {words}"
     for device in machine.devices:
         plain = "bfloat16" if suits_bf16(device) else "float16"
-        for form in (plain, *dict.fromkeys(CODES.values())) if device.shares_host_memory else (plain,):
-            codes = " codes" if form in CODES else ""
+        coded = dict.fromkeys(scheme.codes for scheme in SCHEMES.values()) if device.shares_host_memory else ()
+        for form in (plain, *coded):
+            codes = " codes" if form in SCHEMES else ""
             yield partial(_product, machine, device, form), f"multiplying with {form}{codes} on {device.name}"
         if not device.shares_host_memory:
             yield partial(machine.upload, device.name), f"copying from host memory to {device.name}"
 
 
 def _product(machine: Machine, device: Device, form: str) -> float:
-    if form in CODES:
+    if form in SCHEMES:
         check_compression(form)
     dtype = torch.bfloat16 if suits_bf16(device) else torch.float16
 

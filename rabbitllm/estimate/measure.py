@@ -32,8 +32,8 @@ from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.cost_model import BITSANDBYTES
-from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantized, code_values
-from rabbitllm.quant.packed_products import Matrix
+from rabbitllm.quant.products import Matrix
+from rabbitllm.quant.schemes import SCHEMES, Quantized, code_values
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
 
@@ -173,8 +173,8 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
     elements = rows * columns
     if form.startswith(BITSANDBYTES):
         return elements + 4 * rows if "8bit" in form else elements // 2 + -(-elements // _BLOCK) * 4
-    if form in BLOCKS:
-        return elements // CODES_A_BYTE[form] + -(-elements // BLOCKS[form]) * 4
+    if form in SCHEMES:
+        return elements // SCHEMES[form].codes_a_byte + -(-elements // SCHEMES[form].block) * 4
     dtype: torch.dtype = getattr(torch, form)
     return elements * dtype.itemsize
 
@@ -182,12 +182,12 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
 def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memory) -> torch.Tensor | nn.Linear:
     if form.startswith(BITSANDBYTES):
         return bitsandbytes_module(form, rows, columns, memory)
-    if form not in BLOCKS:
+    if form not in SCHEMES:
         plain: torch.dtype = getattr(torch, form)
         return _filled(memory, rows * columns * plain.itemsize).view(plain).view(rows, columns)
     elements = rows * columns
-    payload = _filled(memory, elements // CODES_A_BYTE[form]).view(-1, 1)
-    absmax = torch.ones(-(-elements // BLOCKS[form]))
+    payload = _filled(memory, elements // SCHEMES[form].codes_a_byte).view(-1, 1)
+    absmax = torch.ones(-(-elements // SCHEMES[form].block))
     return QuantizedWeight(
         Matrix(Quantized(form, (rows, columns), "float32"), payload, absmax, code_values(form)), dtype
     )

@@ -28,7 +28,7 @@ from rabbitllm.engine.units import PartReader, Place, UnitJob, UnitSource, typed
 from rabbitllm.estimate import measure
 from rabbitllm.estimate.measure import FileSample, small_pages
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import NESTED_BLOCK, code_values
+from rabbitllm.quant.schemes import NESTED_BLOCK, code_values
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import Profiler
 

@@ -22,7 +22,7 @@ from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.disk_budget import on_disk
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed
 

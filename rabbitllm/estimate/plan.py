@@ -24,7 +24,7 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException, OptionError, system_errors_by_name
 from rabbitllm.estimate.cost_model import PROMPT_TOKENS, GenerationEstimate
 from rabbitllm.formats.bounded import read_json
-from rabbitllm.quant.compression import CODES, COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES
 from rabbitllm.splitter import journal, split_estimate
 from rabbitllm.splitter.bit_allocation import allocation_of, with_choice
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
@@ -403,10 +403,10 @@ def _measure(scan: SourceScan, said: Rate | None) -> Rates:
         read = split_estimate.read_rate([scan.checkpoint.acquire(shard) for shard in here])
     quantize: dict[str, Rate] = {}
     fitted = scan.options.fit_scales
-    for scheme, codes in CODES.items():
+    for scheme, entry in SCHEMES.items():
         dtype = commonest_dtype(scan.feasible[scheme]) if scheme in scan.feasible else None
         # before its scales are quantized 4bit-double is 4bit, unless they are fitted
-        same = scheme if fitted else codes
+        same = scheme if fitted else entry.codes
         if dtype is None or same in quantize:
             continue
         if (rate := split_estimate.quantize_rate(same, dtype, threads, device, fitted=fitted)) is not None:

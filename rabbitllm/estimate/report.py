@@ -18,7 +18,7 @@ from rabbitllm.engine.tier_picture import draw_placement
 from rabbitllm.errors import OptionError
 from rabbitllm.estimate.cost_model import Experts, GenerationEstimate
 from rabbitllm.estimate.plan import Plan
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.bit_allocation import AllocationSummary
 from rabbitllm.splitter.split_estimate import (
     Anatomy,

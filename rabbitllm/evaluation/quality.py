@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.auto_model import LoadRequest, check_unsplit, load
-from rabbitllm.base.options import StreamOptions, expand, parse_max_memory
+from rabbitllm.base.options import RunOptions, expand, parse_max_memory
 from rabbitllm.base.terminal import Column, counted, harmless, put, put_fact, put_table, size
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
@@ -87,7 +87,7 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def loaded(spec: ModelSpec, run: StreamOptions, *, split: bool) -> Any:
+def loaded(spec: ModelSpec, run: RunOptions, *, split: bool) -> Any:
     """Load a model.
 
     Args:
@@ -312,7 +312,7 @@ def quality(
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
     folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
-    run = StreamOptions(
+    run = RunOptions(
         device=device,
         dtype=None if dtype in (None, "auto") else dtype.removeprefix("torch."),
         max_memory=parse_max_memory(max_memory) or _shares(device),
@@ -350,7 +350,7 @@ def quality(
     return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
 
 
-def _reference(own: ModelSpec | None, against: Any, run: StreamOptions) -> tuple[ModelSpec | None, Any]:
+def _reference(own: ModelSpec | None, against: Any, run: RunOptions) -> tuple[ModelSpec | None, Any]:
     """The reference: its name if it was given by name, and the loaded model."""
     if isinstance(against, ModelSpec):
         return against, loaded(against, run, split=False)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rabbitllm.base.collection import uncollected
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.bounded import decode_json
-from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, byte_size, torch_dtype
+from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, torch_dtype
 from rabbitllm.storage.files import CAN_MAP_PRIVATELY, PositionalFile
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20
 """Limit of a header. The format allows 100,000,000; 97 % have less than 256 KiB, and 75,000 tensors take 10 MB."""
+_FORMATS_LIMIT = 100_000_000
 MAX_NAME = 1024
 """Limit of the characters of a tensor's name."""
 MAX_DIMENSIONS = 64
@@ -52,11 +52,24 @@ def read_header(path: Path, file: str | None = None) -> Header:
     Raises:
         CorruptShardError: the header is malformed, or the length of the file contradicts it.
     """
-    name = file or path.name
-    with path.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        length = header_length(stream.read(LENGTH_BYTES), size, name)
-        return parse_header(stream.read(length), size, name)
+    with PositionalFile(path) as opened:
+        return header_at(opened.read_at, opened.size(), file or path.name)
+
+
+def header_at(read: ReadAt, size: int, file: str) -> Header:
+    """The same for any file that can be read in ranges.
+
+    Args:
+        read: reads (offset, length), bytes.
+        size: size of the whole file in bytes.
+        file: name for the specs and error messages.
+    """
+    return parse_header(read(LENGTH_BYTES, header_length(read(0, LENGTH_BYTES), size, file)), size, file)
+
+
+def begins_safetensors(head: bytes) -> bool:
+    """Whether a file that begins with `head` has this format."""
+    return head[8:9] == b"{" and 2 <= int.from_bytes(head[:LENGTH_BYTES], "little") <= _FORMATS_LIMIT
 
 
 def header_length(prefix: bytes, file_size: int, file: str) -> int:

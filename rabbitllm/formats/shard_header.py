@@ -1,25 +1,30 @@
 """The header of a shard in any format: formats are distinguished by their first bytes and give the same record.
 
-The extension does not count. Independent of models and of file names.
+`FORMATS` is the registry: to read another format, add its module and an entry. The extension does not count.
+Independent of models and of file names.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import UnreadableFormatError
-from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.formats.tensor_spec import Header
-from rabbitllm.formats.torch_file import LEGACY_NUMBER, TorchFile, parse_legacy_torch, parse_torch_zip
-from rabbitllm.formats.zip_directory import ReadAt
+from rabbitllm.formats.safetensors_file import begins_safetensors, header_at
+from rabbitllm.formats.tensor_spec import Header, ReadAt
+from rabbitllm.formats.torch_file import (
+    begins_legacy_torch,
+    begins_pickle,
+    begins_torch_zip,
+    parse_legacy_torch,
+    parse_torch_zip,
+)
 from rabbitllm.storage.files import PositionalFile
 
 HEAD_BYTES = 512
 """Bytes of a file that `recognise` needs."""
-
-_LEGACY_PICKLE = b"\x8a\x0a" + LEGACY_NUMBER.to_bytes(10, "little") + b"."
-_MAX_HEADER_BYTES = 100_000_000
 
 
 class Weights(enum.Enum):
@@ -34,38 +39,72 @@ class Weights(enum.Enum):
     UNKNOWN = "of no format known here"
 
 
-def recognise(head: bytes) -> Weights:
-    """The format of a file that begins with `head`, its first `HEAD_BYTES` bytes or all of it."""
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How files of one format are recognised and read.
+
+    Attributes:
+        kind: the format.
+        begins: whether a file that begins with these bytes, `HEAD_BYTES` or all of it, has the format; asked only of
+            files that no earlier entry of the registry claims.
+        header: its reader, as `parse_shard_header`; None if the format is not read here.
+        remedy: what to do with a file of a format that is not read.
+    """
+
+    kind: Weights
+    begins: Callable[[bytes], bool]
+    header: Callable[[ReadAt, int, str, bool], Header] | None = None
+    remedy: str = ""
+
+
+FORMATS = (
     # first, since the length of a header may look like the start of a pickle: 128 is 0x80, as is 640
-    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES:
-        return Weights.SAFETENSORS
-    if head.startswith(b"PK\x03\x04"):
-        return Weights.TORCH_ZIP
-    if head.startswith(b"GGUF"):
-        return Weights.GGUF
-    if len(head) >= 2 and head[0] == 0x80 and head[1] <= 5:
-        # protocols 4 and 5 put a frame before the number
-        return Weights.TORCH_LEGACY if _LEGACY_PICKLE in head[2:32] else Weights.PICKLE
-    if head[257:262] == b"ustar":
-        return Weights.TORCH_TAR
-    return Weights.UNKNOWN
-
-
-def recognise_file(path: Path) -> Weights:
-    """The format of a local file."""
-    with path.open("rb") as stream:
-        return recognise(stream.read(HEAD_BYTES))
-
-
+    WeightFormat(
+        Weights.SAFETENSORS, begins_safetensors, lambda read, size, file, scattered: header_at(read, size, file)
+    ),
+    WeightFormat(
+        Weights.TORCH_ZIP,
+        begins_torch_zip,
+        lambda read, size, file, scattered: parse_torch_zip(read, size, file, local_headers=scattered).header(),
+    ),
+    WeightFormat(
+        Weights.GGUF,
+        lambda head: head.startswith(b"GGUF"),
+        remedy="Give the original weights: safetensors, or files of torch.save.",
+    ),
+    WeightFormat(
+        Weights.TORCH_LEGACY,
+        begins_legacy_torch,
+        lambda read, size, file, scattered: parse_legacy_torch(read, size, file, counts=scattered).header(),
+    ),
+    WeightFormat(
+        Weights.PICKLE,
+        begins_pickle,
+        remedy="Save the tensors with torch.save or as safetensors, and give the folder of that file.",
+    ),
+    WeightFormat(
+        Weights.TORCH_TAR,
+        lambda head: head[257:262] == b"ustar",
+        remedy="If you trust the file, load it with torch.load, save the result with safetensors' save_file or with "
+        "torch.save under another name, and give the folder of that.",
+    ),
+    WeightFormat(
+        Weights.UNKNOWN,
+        lambda head: True,
+        remedy="Fetch the file again; what is there may be a web page, or the pointer of a large file.",
+    ),
+)
+"""The formats, in the order in which a file is compared with them."""
 TORCH = (Weights.TORCH_ZIP, Weights.TORCH_LEGACY)
 """The formats of `torch.save`, whose metadata is not all before the data."""
-_REMEDIES = {
-    Weights.TORCH_TAR: "If you trust the file, load it with torch.load, save the result with safetensors' save_file or "
-    "with torch.save under another name, and give the folder of that.",
-    Weights.PICKLE: "Save the tensors with torch.save or as safetensors, and give the folder of that file.",
-    Weights.GGUF: "Give the original weights: safetensors, or files of torch.save.",
-    Weights.UNKNOWN: "Fetch the file again; what is there may be a web page, or the pointer of a large file.",
-}
+
+
+def recognise(head: bytes) -> Weights:
+    """The format of a file that begins with `head`, its first `HEAD_BYTES` bytes or all of it.
+
+    Only the beginning is checked; the reader of the format checks the rest.
+    """
+    return next(entry.kind for entry in FORMATS if entry.begins(head))
 
 
 def read_shard_header(path: Path, file: str | None = None) -> Header:
@@ -76,53 +115,33 @@ def read_shard_header(path: Path, file: str | None = None) -> Header:
         file: the name for the specs; the file's own name by default.
 
     Raises:
-        CorruptShardError: it is malformed, or contradicts the length of the file.
-        UnsafePickleError: its pickle contains more than tensors and plain values; nothing of it was run.
-        UnreadableFormatError: see `check_readable`.
+        CorruptShardError, UnsafePickleError, UnreadableFormatError: see `parse_shard_header`.
     """
-    name = file or path.name
-    kind = recognise_file(path)
-    check_readable(kind, name)
-    if kind not in TORCH:
-        return read_header(path, name)
     with PositionalFile(path) as opened:
-        return parse_torch_header(opened.read_at, opened.size(), name)
+        return parse_shard_header(opened.read_at, opened.size(), file or path.name)
 
 
-def parse_torch_header(read: ReadAt, size: int, file: str, *, scattered: bool = True) -> Header:
-    """The tensors in a file of `torch.save`, of either format, as a safetensors header, but with strides.
+def parse_shard_header(read: ReadAt, size: int, file: str, *, scattered: bool = True) -> Header:
+    """The same for any file that can be read in ranges; that of a torch file is like a safetensors header with strides.
 
     Args:
         read: reads (offset, length), bytes.
         size: size of the whole file in bytes.
         file: name for the specs and error messages.
-        scattered: also read and compare the metadata between the storages; if not, another call has to check the
-            offsets before the data is used.
+        scattered: also read and compare metadata between the data; if not, another call has to check the offsets
+            before the data is used.
 
     Raises:
-        CorruptShardError, UnsafePickleError: see `read_shard_header`.
+        CorruptShardError: it is malformed, or contradicts the length of the file.
+        UnsafePickleError: its pickle contains more than tensors and plain values; nothing of it was run.
+        UnreadableFormatError: the format is not read here; with the format and a remedy.
     """
-    if recognise(read(0, min(HEAD_BYTES, size))) is Weights.TORCH_LEGACY:
-        return _header(parse_legacy_torch(read, size, file, counts=scattered))
-    return _header(parse_torch_zip(read, size, file, local_headers=scattered))
-
-
-def check_readable(kind: Weights, file: str) -> None:
-    """Refuse a format that cannot be read here.
-
-    A file named as safetensors with an unknown beginning is left to that format's reader, which reports the problem.
-
-    Raises:
-        UnreadableFormatError: with the format and a remedy.
-    """
-    named = kind is Weights.UNKNOWN and file.endswith(".safetensors")
-    if kind is not Weights.SAFETENSORS and kind not in TORCH and not named:
+    kind = recognise(read(0, min(HEAD_BYTES, size)))
+    if kind is Weights.UNKNOWN and file.endswith(".safetensors"):
+        kind = Weights.SAFETENSORS  # whose reader says what is wrong
+    found = next(entry for entry in FORMATS if entry.kind is kind)
+    if found.header is None:
         raise UnreadableFormatError(
-            f"{file} is {kind.value}; safetensors and the files of torch.save are read.",
-            _REMEDIES[kind],
+            f"{file} is {kind.value}; safetensors and the files of torch.save are read.", found.remedy
         )
-
-
-def _header(read: TorchFile) -> Header:
-    specs = sorted((tensor.spec() for tensor in read.tensors), key=lambda spec: (spec.offset, spec.nbytes))
-    return Header(tuple(specs), {}, specs[0].offset if specs else read.size, comes_first=False)
+    return found.header(read, size, file, scattered)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +20,10 @@ from rabbitllm.storage.files import PositionalFile
 
 if TYPE_CHECKING:
     import torch
+
+
+ReadAt = Callable[[int, int], bytes]
+"""Reads (offset, length), both in bytes; the result is shorter only at the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, describe
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size, is_contiguous
+from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, is_contiguous
 from rabbitllm.formats.torch_pickle import (
     NamedTensors,
     PickledTensor,
@@ -33,7 +33,7 @@ from rabbitllm.formats.torch_pickle import (
     read_plain_pickle,
     read_torch_pickle,
 )
-from rabbitllm.formats.zip_directory import ReadAt, ZipEntry, check_local_headers, corrupt_zip, read_entries
+from rabbitllm.formats.zip_directory import ZipEntry, check_local_headers, corrupt_zip, read_entries
 from rabbitllm.storage.files import PositionalFile
 
 
@@ -111,6 +111,15 @@ class TorchFile:
     tensors: tuple[TorchTensor, ...]
     left_out: tuple[str, ...]
     size: int
+
+    def header(self) -> Header:
+        """The same as a safetensors header, but with strides.
+
+        Raises:
+            CorruptShardError: see `TorchTensor.spec`.
+        """
+        specs = sorted((tensor.spec() for tensor in self.tensors), key=lambda spec: (spec.offset, spec.nbytes))
+        return Header(tuple(specs), {}, specs[0].offset if specs else self.size, comes_first=False)
 
 
 def placed(name: str, tensor: PickledTensor, begin: int, end: int, file: str) -> TorchTensor:
@@ -239,11 +248,27 @@ def _places(
 
 LEGACY_NUMBER = 0x1950A86A20F9469CFC6C
 """Before torch 1.6, files of `torch.save` began with a pickle of this (torch/serialization.py, MAGIC_NUMBER)."""
+_LEGACY_BEGIN = b"\x8a\x0a" + LEGACY_NUMBER.to_bytes(10, "little") + b"."
 PROTOCOL = 1001
 """The only version that exists."""
 COUNT_BYTES = 8
 READS = (256 << 10, 4 << 20, MAX_PICKLE_BYTES)
 """Bytes of the beginning that are read in turn until they contain all pickles. A tensor takes about 200 bytes."""
+
+
+def begins_torch_zip(head: bytes) -> bool:
+    """Whether a file that begins with `head` is a zip."""
+    return head.startswith(b"PK\x03\x04")
+
+
+def begins_legacy_torch(head: bytes) -> bool:
+    """Whether a file that begins with `head` was written by `torch.save` before torch 1.6."""
+    return begins_pickle(head) and _LEGACY_BEGIN in head[2:32]  # protocols 4 and 5 put a frame before the number
+
+
+def begins_pickle(head: bytes) -> bool:
+    """Whether a file that begins with `head` is a pickle of protocols 0 to 5."""
+    return len(head) >= 2 and head[0] == 0x80 and head[1] <= 5
 
 
 def read_legacy_torch(path: Path, file: str | None = None) -> TorchFile:

@@ -16,13 +16,11 @@ Independent of torch.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.errors import CorruptShardError
-
-ReadAt = Callable[[int, int], bytes]
-"""Reads (offset, length), both in bytes; the result is shorter only at the end of the file."""
+from rabbitllm.formats.tensor_spec import ReadAt
 
 MAX_ENTRIES = 32_768
 """Limit of entries. A shard has some hundred, the largest mixtures of experts some thousand."""

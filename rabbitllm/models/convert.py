@@ -52,7 +52,7 @@ from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES
-from rabbitllm.quant.compression import DOUBLE
+from rabbitllm.quant.schemes import DOUBLE
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.journal import telling_how_to_go_on
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked

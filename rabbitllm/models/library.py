@@ -16,7 +16,7 @@ from typing import Any
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.store import locations

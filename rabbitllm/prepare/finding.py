@@ -41,7 +41,7 @@ from rabbitllm.errors import (
     system_errors_by_name,
 )
 from rabbitllm.formats.bounded import read_json
-from rabbitllm.quant.compression import check_fitting
+from rabbitllm.quant.schemes import check_fitting
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import locked
 from rabbitllm.splitter.split import STAGING_NAME

@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rabbitllm.quant import kernel_trial
-from rabbitllm.quant.row_team import over_rows
+from rabbitllm.quant import kernels
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +24,6 @@ MAX_INPUTS = 512
 CHUNK_ELEMENTS = 1 << 22
 """Elements that are widened at a time: 16 MiB of float32. With smaller parts torch's threads synchronise more often,
 which is slow on a busy machine: 256 rows by parts of 4 MiB took three times as long there as by the kernel."""
-WORTH_A_THREAD = 1 << 15
-"""Elements of the matrix per thread; larger matrices use more threads."""
 
 
 def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -70,16 +67,12 @@ def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ W.T` by the kernel of `width` lanes: (T, K) and (N, K) -> (T, N), float32."""
     import torch
 
-    kernels, (count, columns), rows = _kernels(), x.shape, len(weight)
+    (count, columns), rows = x.shape, len(weight)
     out = torch.empty(count, rows)
-    if not count:
-        return out
-    steps = columns // (2 * width)
-    inputs = torch.empty(count, steps, 2, width)  # in each step the even ones first
-    inputs.copy_(x.view(count, steps, width, 2).transpose(2, 3))
-    given = (weight.data_ptr(), inputs.data_ptr(), out.data_ptr(), 2 * columns, steps, count, rows)
-    threads = min(torch.get_num_threads(), -(-weight.numel() // WORTH_A_THREAD))
-    over_rows(kernels.row_range(width), lambda: kernels.in_a_team(width), [given], threads, kernels.ROWS)
+    if count:
+        inputs, steps = kernels.interleaved(width, x), columns // (2 * width)
+        given = (weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out.data_ptr(), 2 * columns, steps, 0, count, rows)
+        kernels.run(kernels.CODES, kernels.BFLOAT16, width, [given], 2 * weight.numel())
     return out
 
 
@@ -118,15 +111,7 @@ def _agrees(width: int) -> bool:
             x, weight = (torch.randn(size, columns, generator=generator).bfloat16() for size in (count, rows))
             yield times(width, x, weight), x.float() @ weight.float().T
 
-    off = kernel_trial.first_error(products())
+    off = kernels.first_error(products())
     if off is not None:
         logger.warning("The kernel for products of bfloat16 is off by %.1e here and is not used.", off)
     return off is None
-
-
-@functools.cache
-def _kernels() -> Any:
-    """The module of the kernels, which takes a second to import."""
-    from rabbitllm.quant import bfloat_kernels
-
-    return bfloat_kernels

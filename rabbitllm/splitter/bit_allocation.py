@@ -20,7 +20,7 @@ from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import (
+from rabbitllm.quant.schemes import (
     COMPRESSIONS,
     DOUBLE,
     NF4_BLOCK,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.disk_sampler import existing
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, recompressed
 from rabbitllm.store import checksums

@@ -22,9 +22,9 @@ from rabbitllm.base.progress import BytesFetched, tell
 from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, header_length, parse_header
-from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
+from rabbitllm.formats.shard_header import parse_shard_header, read_shard_header
 from rabbitllm.formats.tensor_spec import Header
-from rabbitllm.quant.compression import StoredForm
+from rabbitllm.quant.schemes import StoredForm
 from rabbitllm.splitter.disk_budget import DiskUse, ShardTransfer
 from rabbitllm.splitter.mover import ByteStream, FillTarget, Mover
 from rabbitllm.splitter.plan import Gaps, LayerMap, PlannedShard, SplitPlan, moves
@@ -431,7 +431,7 @@ class Filler:
                 self._mover.from_stream(shard.name, stream, targets, moves(self._plan, shard.name, targets))
                 stream.finish()
                 if gaps is not None:  # the digest is right, so this verifies the plan
-                    self._compare(shard, parse_torch_header(gaps.read_at, shard.size, shard.name))
+                    self._compare(shard, parse_shard_header(gaps.read_at, shard.size, shard.name))
             except CorruptShardError as error:
                 raise CorruptShardError(error.problem, self._advice(shard)) from None
 

@@ -23,16 +23,8 @@ from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.tensor_spec import read_run
-from rabbitllm.quant.compression import (
-    BLOCKS,
-    CODES_A_BYTE,
-    SCALE_BYTES,
-    Settling,
-    StoredForm,
-    constants,
-    quantize_blocks,
-    settled,
-)
+from rabbitllm.quant.quantize import quantize_blocks, settled
+from rabbitllm.quant.schemes import SCALE_BYTES, SCHEMES, Settling, StoredForm, constants
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums
 from rabbitllm.storage import durable
@@ -345,8 +337,8 @@ class Mover:
                 )
             made = len(codes) + len(scales)
             with self._profiler.stage(move.layer, WRITE, made):
-                self._put(target, form, 0, move.first // CODES_A_BYTE[form.scheme], codes)
-                self._put(target, form, 1, move.first // BLOCKS[form.scheme] * SCALE_BYTES, scales)
+                self._put(target, form, 0, move.first // SCHEMES[form.scheme].codes_a_byte, codes)
+                self._put(target, form, 1, move.first // SCHEMES[form.scheme].block * SCALE_BYTES, scales)
         if move.first == 0:
             fixed = constants(form)
             for part, placed in enumerate(form.parts):

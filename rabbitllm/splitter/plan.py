@@ -20,7 +20,7 @@ from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.quant.compression import BLOCKS, DOUBLE, Quantized, StoredForm, form_in, stored_form
+from rabbitllm.quant.schemes import DOUBLE, SCHEMES, Quantized, StoredForm, form_in, stored_form
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
 from rabbitllm.store.layer_store import StoredTensor
@@ -390,7 +390,7 @@ def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
                 length = min(CHUNK_BYTES, spec.nbytes - at)
                 yield Move(layer, form, at, length, spec.offset + at, length)
             continue
-        width, block = DTYPES[spec.dtype].bits // 8, BLOCKS[form.scheme]
+        width, block = DTYPES[spec.dtype].bits // 8, SCHEMES[form.scheme].block
         step = CHUNK_BYTES // width // block * block
         for first in range(0, spec.elements, step):
             count = min(step, spec.elements - first)

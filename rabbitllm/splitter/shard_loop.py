@@ -26,7 +26,7 @@ from pathlib import Path
 from rabbitllm.base.progress import BytesDone, LayerDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.quant.compression import constants
+from rabbitllm.quant.schemes import constants
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.filler import ROOM, Filler, IncomingShard, ShardExecutor, ShardFetcher, SplitWork

@@ -22,7 +22,7 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, SourceIdentit
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
-from rabbitllm.quant.compression import Settling, StoredForm, constants
+from rabbitllm.quant.schemes import Settling, StoredForm, constants
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_at_once, choose_shard_transfer, use_of

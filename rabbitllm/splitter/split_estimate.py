@@ -24,7 +24,8 @@ from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubFile, HubRepository
 from rabbitllm.errors import MissingPackageError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.quant.compression import CODES, MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible, quantize_blocks
+from rabbitllm.quant.quantize import quantize_blocks
+from rabbitllm.quant.schemes import MAX_ROUTER_ROWS, MIN_ELEMENTS, SCHEMES, is_compressible
 from rabbitllm.splitter.bit_allocation import AllocationSummary
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, use_of
 from rabbitllm.splitter.plan import CHUNK_BYTES, SplitPlan
@@ -207,7 +208,7 @@ class Rates:
         """Return the rate of quantizing at a compression; at "auto" that of the slowest scheme it may use."""
         if compression == AUTO:
             return min(self.quantize.values(), key=lambda rate: rate.bytes_per_second, default=None)
-        return self.quantize.get(compression) or self.quantize.get(CODES[compression])
+        return self.quantize.get(compression) or self.quantize.get(SCHEMES[compression].codes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.formats.safetensors_file import TensorToWrite
-from rabbitllm.quant.compression import Settling, StoredForm
+from rabbitllm.quant.schemes import Settling, StoredForm
 from rabbitllm.store.checksums import SUM_BYTES, combine, combine_all, is_cut, numbers, run_lengths, run_sums
 
 PartSums = bytes

@@ -38,15 +38,8 @@ from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, Opti
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
-from rabbitllm.quant.compression import (
-    BLOCKS,
-    CODES_A_BYTE,
-    NESTED_BLOCK,
-    SCALE_BYTES,
-    Quantized,
-    dequantize,
-    expand_scales,
-)
+from rabbitllm.quant.quantize import dequantize, expand_scales
+from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, Quantized
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
@@ -130,7 +123,7 @@ class PlainReader:
 
         payload, _, table = stored.parts[:3]
         values = torch.frombuffer(self._read(table, 0, table.nbytes, own=True), dtype=torch.float32)
-        block, codes_each = BLOCKS[form.scheme], CODES_A_BYTE[form.scheme]
+        block, codes_each = SCHEMES[form.scheme].block, SCHEMES[form.scheme].codes_a_byte
         whole = block if form.offset is None else block * NESTED_BLOCK
         step = max(CHUNK_BYTES * 8 // DTYPES[dtype].bits // whole, 1) * whole
         elements = math.prod(form.shape)

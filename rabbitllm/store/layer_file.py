@@ -36,10 +36,10 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header
 from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec, byte_size
-from rabbitllm.quant.compression import (
-    BLOCKS,
+from rabbitllm.quant.schemes import (
     DOUBLE,
     SCALE_BYTES,
+    SCHEMES,
     Settling,
     StoredForm,
     arriving,
@@ -181,7 +181,7 @@ def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
     first = pieces[0]
     whole = form_in(first.whole, scheme_of(first.whole, compression))
     made = arriving(whole)
-    block = BLOCKS[whole.scheme] if whole.scheme else 1
+    block = SCHEMES[whole.scheme].block if whole.scheme else 1
     run = math.prod(first.shape[_piece(first).dim :])  # elements of a piece that follow each other in the whole
     forms = tuple(_form(spec, whole.scheme if run % block == 0 else None) for spec in pieces)
     straight: dict[str, tuple[str, int]] = {}

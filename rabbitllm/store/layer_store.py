@@ -29,7 +29,7 @@ from rabbitllm.errors import (
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import Header, TensorSpec
-from rabbitllm.quant.compression import Quantized, part_names, read_state, schemes, state_key
+from rabbitllm.quant.schemes import Quantized, part_names, read_state, state_key, stored_schemes
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store.checksums import (
     LayerChecks,
@@ -92,7 +92,7 @@ def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantize
     """
     found: dict[str, Quantized | None] = {}
     with PositionalFile(path) as file:
-        for name, scheme in schemes(keys).items():
+        for name, scheme in stored_schemes(keys).items():
             key = state_key(name, scheme)
             state = file.read_at(keys[key].offset, keys[key].nbytes) if key is not None else b""
             found[name] = read_state(name, scheme, keys, state) if scheme is not None else None
@@ -125,28 +125,28 @@ class WeightFiles(Protocol):
         ...
 
 
-class Maps:
+class MappedWeights:
     """Files of weights, mapped on first use and kept mapped. Safe to use from several threads.
 
     None of them is held open. `path` is absolute, so it stays valid if the working directory changes.
 
     Args:
         folder: the folder of the files.
+        label: its name in messages.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
+    def __init__(self, folder: Path, label: str) -> None:
+        self.folder = folder
+        self.label = label
+        self.tensors: dict[str, StoredTensor] = {}
+        self._absolute = folder.absolute()
         self._headers: dict[str, Header] = {}
         self._mapped: dict[str, MappedFile] = {}
         self._lock = own_lock(threading.Lock())
 
-    def add(self, file: str, header: Header) -> None:
-        """Add a file and its header."""
-        self._headers[file] = header
-
     def path(self, file: str) -> Path:
         """A file's path."""
-        return self._folder / file
+        return self._absolute / file
 
     def mapped(self, file: str) -> MappedFile:
         """A file, mapped."""
@@ -156,7 +156,7 @@ class Maps:
             return self._mapped[file]
 
 
-class LayerStore:
+class LayerStore(MappedWeights):
     """A finished split directory, opened for reading: only headers are read.
 
     Attributes:
@@ -179,12 +179,9 @@ class LayerStore:
         Raises:
             IncompleteSplitError: a layer file is missing, differs in size from the manifest, or is damaged.
         """
-        self.folder = folder
-        self.label = str(folder)
+        super().__init__(folder, str(folder))
         self.manifest = manifest or read_manifest(folder)
         self.checks = LayerChecks(folder) if verify_checksums and self.manifest is not None else None
-        self.tensors: dict[str, StoredTensor] = {}
-        self._maps = Maps(folder)
         for file, record in self._files().items():
             self._open(file, record)
 
@@ -215,12 +212,12 @@ class LayerStore:
             header = read_header(self.folder / file, file)
         except CorruptShardError as error:
             raise IncompleteSplitError(f"In {self.folder}: {error.problem}", remedy) from None
-        self._maps.add(file, header)
+        self._headers[file] = header
         keys = {spec.name: spec for spec in header.tensors}
         if self.checks is not None and record is not None:
-            self.checks.open(file, header, lambda: self._maps.mapped(file).whole(), record.crc32, record.blocks)
+            self.checks.open(file, header, lambda: self.mapped(file).whole(), record.crc32, record.blocks)
             if record.blocks is not None:
-                states = (key for name, scheme in schemes(keys).items() if (key := state_key(name, scheme)))
+                states = (key for name, scheme in stored_schemes(keys).items() if (key := state_key(name, scheme)))
                 self.checks.stored(file, [(keys[key].offset, keys[key].nbytes) for key in states])
         try:
             for name, quantized in read_forms(self.folder / file, keys).items():
@@ -236,16 +233,8 @@ class LayerStore:
             return self.manifest.compression
         return next((t.quantized.scheme for t in self.tensors.values() if t.quantized), None)
 
-    def mapped(self, file: str) -> MappedFile:
-        """A layer file, mapped."""
-        return self._maps.mapped(file)
 
-    def path(self, file: str) -> Path:
-        """A layer file's path."""
-        return self._maps.path(file)
-
-
-class UnsplitStore:
+class UnsplitStore(MappedWeights):
     """The shards of a local checkpoint, opened for reading: only headers are read.
 
     Attributes:
@@ -264,10 +253,7 @@ class UnsplitStore:
             UnreadableFormatError: a tensor is not contiguous, so the checkpoint has to be split first.
             CheckpointError: see `read_shard_header`.
         """
-        self.folder = checkpoint.folder
-        self.label = checkpoint.label
-        self.tensors: dict[str, StoredTensor] = {}
-        self._maps = Maps(checkpoint.folder)
+        super().__init__(checkpoint.folder, checkpoint.label)
         owner = checkpoint.index.weight_map
         for shard in checkpoint.index.shards:
             path = self.path(shard)
@@ -276,18 +262,10 @@ class UnsplitStore:
                     f"{path} is missing, which the index names.", "Put it there, or fetch the checkpoint again."
                 )
             header = checkpoint.taken_from(shard, read_shard_header(path, shard))
-            self._maps.add(shard, header)
+            self._headers[shard] = header
             for spec in header.tensors:
                 if owner.get(spec.name, shard) == shard:
                     self.tensors[spec.name] = StoredTensor(spec.name, (_in_one_run(spec),), None)
-
-    def mapped(self, file: str) -> MappedFile:
-        """A shard, mapped."""
-        return self._maps.mapped(file)
-
-    def path(self, file: str) -> Path:
-        """A shard's path."""
-        return self._maps.path(file)
 
 
 def _in_one_run(spec: TensorSpec) -> TensorSpec:

@@ -19,7 +19,7 @@ from typing import Any
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import IncompleteSplitError, InvalidIndexError, SplitMismatchError
 from rabbitllm.formats.bounded import read_json, text_of
-from rabbitllm.quant.compression import BLOCKS, COMPRESSIONS, check_compression
+from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES, check_compression
 from rabbitllm.storage import durable
 from rabbitllm.store.checksums import SUM_BYTES
 from rabbitllm.store.layer_file import BY_NAME, DONE_SUFFIX, FORMAT_VERSION, LAYER_SUFFIX
@@ -74,7 +74,7 @@ def allocation_from_json(content: Mapping[str, Any]) -> BitAllocation:
     """
     schemes: dict[str, str] = {}
     for scheme, names in content["schemes"].items():
-        if scheme not in BLOCKS:
+        if scheme not in SCHEMES:
             raise ValueError(f"{scheme!r} is no compression")
         schemes.update(dict.fromkeys(map(text_of, names), scheme))
     return BitAllocation(schemes, _size(content["max_disk"]), _size(content["memory"]))
@@ -232,7 +232,7 @@ REMAKE = (
 
 def _parse(content: dict[str, Any]) -> Manifest:
     source, compression = content["source"], content["compression"]
-    if compression not in (None, AUTO, *BLOCKS):
+    if compression not in (None, AUTO, *SCHEMES):
         raise ValueError(f"{compression!r} is no compression")
     fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
     identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)

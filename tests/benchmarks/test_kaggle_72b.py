@@ -26,7 +26,7 @@ from benchmarks.models import MODELS
 from benchmarks.published import Checkpoint, Model, checkpoint, max_disk
 from benchmarks.sampler import Sample, SeriesSampler, thinned
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import is_compressible
+from rabbitllm.quant.schemes import is_compressible
 from tests.support.hub_fixtures import HubEnvironment, _forget_connections_and_listings, point_at
 from tests.support.splitting import split
 

@@ -111,7 +111,7 @@ def test_headers_come_by_ranges(
 ) -> None:
     from rabbitllm.formats.safetensors_file import read_header
 
-    for first_read, requests in ((10_000, 1), (100, 2)):
+    for first_read, requests in ((10_000, 1), (512, 2)):
         monkeypatch.setattr(hub, "FIRST_READ_BYTES", first_read)
         for shard in shards:
             local_hub.forget_requests()

@@ -87,8 +87,8 @@ def whole(connection: socket.socket, head: str) -> None:
 
 
 def read(client: Any, url: str) -> bytes:
-    with client.stream("GET", url) as response:
-        return b"".join(fetch.body(client, response))
+    with fetch.streamed(client, url) as (_, content):
+        return b"".join(content)
 
 
 def ranged(answer: Callable[[socket.socket, bytes, bytes], object]) -> Answer:
@@ -159,8 +159,8 @@ def test_connection_of_a_body_that_came_with_its_headers_is_used_again(length: i
 def test_pieces_are_the_reader_s_to_keep(tls: ssl.SSLContext | None) -> None:
     with ScriptedServer(whole, tls) as server:
         client = get_session()
-        with client.stream("GET", server.url) as response:
-            pieces = list(fetch.body(client, response))
+        with fetch.streamed(client, server.url) as (_, content):
+            pieces = list(content)
     assert b"".join(pieces) == CONTENT
     assert {type(piece) for piece in pieces} == {bytes}
     assert max(map(len, pieces)) <= fetch.MAX_BYTES
@@ -260,8 +260,8 @@ def test_silence_is_no_longer_waited_out_than_the_client_would(tls: ssl.SSLConte
     got = bytearray()
 
     def take(client: Any, url: str) -> None:
-        with client.stream("GET", url) as response:
-            for piece in fetch.body(client, response):
+        with fetch.streamed(client, url) as (_, content):
+            for piece in content:
                 got.extend(piece)
 
     with ScriptedServer(answer, tls) as server, LIBRARY.Client(timeout=0.3) as client:
@@ -310,8 +310,8 @@ def test_broken_connection_is_the_client_s_own_error(past_the_parser: list[int])
         reset(connection)
 
     def take(client: Any, url: str) -> None:
-        with client.stream("GET", url) as response:
-            for piece in fetch.body(client, response):
+        with fetch.streamed(client, url) as (_, content):
+            for piece in content:
                 got.extend(piece)
                 if len(got) == 1000:
                     read_so_far.set()
@@ -404,25 +404,52 @@ def test_body_that_is_left_to_the_client(tls: ssl.SSLContext | None, past_the_pa
 
 
 class OwnTransport(LIBRARY.HTTPTransport):  # type: ignore[misc]
-    """One that might read ahead."""
+    """One that reads nothing ahead."""
 
 
 class OwnClient(LIBRARY.Client):  # type: ignore[misc]
     """One that might."""
 
 
+class ReadsAhead(LIBRARY.BaseTransport):  # type: ignore[misc]
+    """Hands out a response of which it has read so many pieces; None for all."""
+
+    def __init__(self, pieces: int | None) -> None:
+        self._pieces = pieces
+        self._inner = LIBRARY.HTTPTransport()
+
+    def handle_request(self, request: Any) -> Any:
+        found = self._inner.handle_request(request)
+        body = iter(found.stream)
+        read = list(itertools.islice(body, self._pieces))
+
+        class Stream(LIBRARY.SyncByteStream):  # type: ignore[misc]
+            def __iter__(self) -> Iterator[bytes]:
+                yield from read
+                yield from body
+
+        return LIBRARY.Response(found.status_code, headers=found.headers, stream=Stream(), extensions=found.extensions)
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: LIBRARY.Client(transport=OwnTransport()),
-        lambda: LIBRARY.Client(mounts={"https://": OwnTransport()}),
+        lambda: LIBRARY.Client(transport=ReadsAhead(None)),
+        lambda: LIBRARY.Client(transport=ReadsAhead(1)),
+        lambda: LIBRARY.Client(mounts={"http://": ReadsAhead(2)}),
         lambda: OwnClient(),
     ],
 )
-def test_client_or_transport_of_another_class(make: Callable[[], Any], past_the_parser: list[int]) -> None:
+def test_client_or_transport_that_has_read_of_the_body(make: Callable[[], Any], past_the_parser: list[int]) -> None:
     with ScriptedServer(whole) as server, make() as client:
         assert read(client, server.url) == CONTENT
     assert past_the_parser == []
+
+
+def test_transport_of_another_class_that_reads_nothing_ahead(past_the_parser: list[int]) -> None:
+    with ScriptedServer(whole) as server, LIBRARY.Client(transport=OwnTransport()) as client:
+        assert read(client, server.url) == CONTENT
+    assert len(past_the_parser) == 1
 
 
 def test_client_that_asks_no_network(past_the_parser: list[int]) -> None:

@@ -20,7 +20,7 @@ from rabbitllm.engine.placement import SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
-from rabbitllm.quant import fused_products
+from rabbitllm.quant import products
 from rabbitllm.telemetry.passes import EXPERT_TIERS
 from rabbitllm.telemetry.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, PINNED_UPLOAD, READ, UPLOAD
 from tests.engine.test_prefetch import until
@@ -317,13 +317,13 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
     directory = split(folder, "4bit")
     made = bytes_when_made(load(directory))
     expected, exact = run(load(directory)), exact_logits(folder, INPUT, "4bit")
-    multiply, products = fused_products.multiply_4bit, []
+    multiply, multiplied = products.multiply_4bit, []
 
     def counted(form: Any, *given: Any) -> torch.Tensor:
-        products.append(form.shape)
+        multiplied.append(form.shape)
         return multiply(form, *given)
 
-    monkeypatch.setattr(fused_products, "multiply_4bit", counted)
+    monkeypatch.setattr(products, "multiply_4bit", counted)
     for sooner in (True, False):
         monkeypatch.setattr("rabbitllm.engine.load.is_sooner", lambda *times, answer=sooner: answer)
         seen = set()
@@ -331,21 +331,21 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
             with watched():
                 gpus = [FakeGpu(number) for number in range(count)]
                 model = load_on(gpus, directory, budget // count, host, exact=False)
-                products.clear()
+                multiplied.clear()
                 found = run(model)
             assert_as_near(found.logits, expected.logits, exact)
-            if not products:
+            if not multiplied:
                 assert_same(found, expected)
-            assert bool(products) == (sooner and not model.placement.is_resident)
+            assert bool(multiplied) == (sooner and not model.placement.is_resident)
             kinds = {tier for unit, tier in tiers(model).items() if unit.startswith("model.layers")}
             if kinds == {Tier.PACKED} and sooner:  # never made, so never unmade
                 assert not any(layer._forward_hooks for layer in model.model.layers)
             seen |= kinds
         assert seen == {Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED}
     monkeypatch.setattr("rabbitllm.engine.load.is_sooner", lambda *times: True)
-    products.clear()
+    multiplied.clear()
     assert_same(run_on([FakeGpu(0)], directory, host=ALL, exact=True), expected)
-    assert not products
+    assert not multiplied
 
 
 def test_8bit_layers_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from rabbitllm.engine import load
 from rabbitllm.engine.load import MAX_ROWS, FusedChoice, is_near, is_sooner
-from rabbitllm.quant import fused_products
-from rabbitllm.quant.compression import Quantized
+from rabbitllm.quant import products
+from rabbitllm.quant.schemes import Quantized
 from tests.support.fake_gpu import FakeGpu
 
 FORM = Quantized("4bit", (96, 128), "bfloat16")
@@ -95,9 +95,9 @@ def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_kernel_that_is_wrong_here_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = fused_products.multiply_4bit
+    right = products.multiply_4bit
     monkeypatch.setattr(load, "is_sooner", lambda *times: True)
-    monkeypatch.setattr(fused_products, "multiply_4bit", lambda *given: right(*given).flip(-1))
+    monkeypatch.setattr(products, "multiply_4bit", lambda *given: right(*given).flip(-1))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert not FusedChoice().pays(FakeGpu(0), FORM, torch.bfloat16)
     assert "multiplies 4bit codes wrongly on fake:0" in caplog.records[0].getMessage()
@@ -109,5 +109,5 @@ def test_a_kernel_that_is_not_there_is_not_used(error: type[Exception], monkeypa
         raise error("no such kernel")
 
     monkeypatch.setattr(load, "is_sooner", lambda *times: True)
-    monkeypatch.setattr(fused_products, "multiply_4bit", fail)
+    monkeypatch.setattr(products, "multiply_4bit", fail)
     assert not FusedChoice().pays(FakeGpu(0), FORM, torch.bfloat16)

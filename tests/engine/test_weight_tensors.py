@@ -20,9 +20,9 @@ from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
-from rabbitllm.quant import packed_products, vectors
-from rabbitllm.quant.packed_products import Matrix
-from tests.quant.test_packed_products import error, matrix, meant
+from rabbitllm.quant import products, vectors
+from rabbitllm.quant.products import Matrix
+from tests.quant.test_products import error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
 from tests.support.rounding import assert_greedy, assert_products
 from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split, tiers
@@ -426,7 +426,7 @@ def test_nothing_is_dequantized_when_a_token_is_made(tmp_path: Path, monkeypatch
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("a matrix was dequantized")
 
-    monkeypatch.setattr(packed_products, "dequantize", refuse)
+    monkeypatch.setattr(products, "dequantize", refuse)
     monkeypatch.setattr(units, "dequantize", refuse)
     with torch.inference_mode():
         model(INPUT[:, :1])

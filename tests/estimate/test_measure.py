@@ -15,7 +15,7 @@ from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate import measure
 from rabbitllm.estimate.measure import FileSample, bitsandbytes_module, something_to_read, upload_rate, working_set
 from rabbitllm.quant import vectors
-from rabbitllm.quant.packed_products import Matrix, kernel_for
+from rabbitllm.quant.products import Matrix, kernel_for
 from tests.support.fake_gpu import FakeGpu, watched
 
 # Products
@@ -54,7 +54,7 @@ def test_what_is_measured_is_the_kernel(form: str, dtype: torch.dtype) -> None:
     for weight in working_set(form, SHAPES, dtype, CpuDevice(), ALL).weights:
         assert isinstance(weight, QuantizedWeight)
         assert isinstance(weight.matrix, Matrix)
-        assert weight.matrix.is_known_to(kernel_for(form, dtype))
+        assert weight.matrix.table_for(kernel_for(form, dtype))
 
 
 def test_of_a_large_matrix_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from rabbitllm.errors import (
     UnsafePathError,
     UnsafePickleError,
 )
-from rabbitllm.formats.shard_header import Weights, recognise_file
+from rabbitllm.formats.shard_header import Weights, recognise
 from rabbitllm.formats.torch_file import pickle_of
 from rabbitllm.models.inspection import (
     Entries,
@@ -219,7 +219,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 
 def listed(path: Path) -> Pickles:
-    return list_pickles(path, recognise_file(path))
+    return list_pickles(path, recognise(path.read_bytes()))
 
 
 def test_a_torch_zip(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_torch_zip(tmp_path: Path) -> None:
 def test_a_file_from_before_torch_1_6(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     torch.save({"w": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
-    assert recognise_file(path) is Weights.TORCH_LEGACY
+    assert recognise(path.read_bytes()) is Weights.TORCH_LEGACY
     found = listed(path).pickles
     content = path.read_bytes()
     assert len(found) == 5

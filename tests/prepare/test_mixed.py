@@ -22,7 +22,7 @@ from rabbitllm.cli.main import app
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.models.library import compression_here, one_of_model
-from rabbitllm.quant.compression import DOUBLE, scheme_of, schemes
+from rabbitllm.quant.schemes import DOUBLE, scheme_of, stored_schemes
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import groups
 from rabbitllm.splitter.request import SplitRequest, plan_split
@@ -105,7 +105,7 @@ def test_every_route_makes_the_same_folder(
     for other in made:
         assert {name: data for name, data in contents(other).items() if name.endswith(".safetensors")} == layers
         assert chosen_in(other) == used
-    found = {name: how for file in layers for name, how in schemes(spec_names(kept, file)).items() if how}
+    found = {name: how for file in layers for name, how in stored_schemes(spec_names(kept, file)).items() if how}
     assert found == used
 
 

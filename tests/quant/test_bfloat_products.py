@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import bfloat_kernels, bfloat_products, row_team, vectors
+from rabbitllm.quant import bfloat_products, kernels, product_kernels, vectors
 from rabbitllm.quant.bfloat_products import MAX_INPUTS, linear, multiplies, times
 from tests.support.rounding import assert_products
 
@@ -47,8 +47,8 @@ def test_any_number_of_rows_inputs_and_columns(
 def test_a_row_has_the_same_bits_alone_and_among_others(width: int) -> None:
     """Also where inputs and rows are more than stay in the cache, and what threads get is no whole tile."""
     columns = 4096
-    many = bfloat_kernels.INPUT_BYTES // (4 * columns)
-    x, weight = some(3 * many + 1, columns), some(bfloat_kernels.MATRIX_BYTES // (2 * columns) * 2 + 7, columns, 1)
+    many = product_kernels.INPUT_BYTES // (4 * columns)
+    x, weight = some(3 * many + 1, columns), some(product_kernels.MATRIX_BYTES // (2 * columns) * 2 + 7, columns, 1)
     together = times(width, x, weight)
     assert_products(together, x, weight)
     for at in (0, 1, many - 1, many, 3 * many):
@@ -63,7 +63,7 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(width: int, monkey
     torch.set_num_threads(3)
     try:
         in_a_team = times(width, x, weight)
-        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
+        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
         assert torch.equal(times(width, x, weight), in_a_team)
     finally:
         torch.set_num_threads(before)

@@ -12,7 +12,7 @@ from types import ModuleType
 import numba
 import pytest
 
-from rabbitllm.quant import bfloat_kernels, compiling, fitted_kernels, panel_kernels
+from rabbitllm.quant import compiling, product_kernels, quantize_kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,12 +25,11 @@ try:
     numba.njit(cache=True)(lambda: 1)
 except RuntimeError as error:
     print("numba:", error)
-from rabbitllm.quant import packed_kernels, packed_products, vectors
-from rabbitllm.quant.compression import quantize
+from rabbitllm.quant import product_kernels, products, quantize, vectors
 assert quantize._compiled_kernels_agree("4bit")
-assert packed_products._kernel_agrees("4bit") == bool(vectors.lanes())
+assert products._kernel_agrees("4bit") == bool(vectors.lanes())
 if width := vectors.lanes():
-    assert packed_kernels.in_a_team("4bit", width)
+    assert product_kernels.address("codes", "4bit", width)
 print("compiled")
 """
 
@@ -50,10 +49,10 @@ def test_the_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
 import warnings
 from numba.core.errors import NumbaWarning
 warnings.simplefilter("error", NumbaWarning)
-from rabbitllm.quant import packed_kernels, vectors
-for scheme, width in packed_kernels._FUNCTIONS:
+from rabbitllm.quant import product_kernels, vectors
+for method, scheme, width in product_kernels.KERNELS:
     if width == 32 and vectors.multiplies_pairs() or width <= vectors.lanes():
-        packed_kernels.in_a_team(scheme, width)
+        product_kernels.address(method, scheme, width)
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]
@@ -110,9 +109,8 @@ def test_all_that_goes_into_a_kernel_is_told() -> None:
     def sources(module: ModuleType) -> set[str]:
         return {name.removeprefix("rabbitllm.quant.") for name in compiling.sources_of(module.__name__)}
 
-    assert sources(panel_kernels) >= {"panel_kernels", "packed_codes", "code_tables", "vectors", "row_team"}
-    assert sources(bfloat_kernels) >= {"bfloat_kernels", "vectors", "row_team", "compiling"}
-    assert sources(fitted_kernels) >= {"fitted_kernels", "cpu_kernels", "compiling"}
+    assert sources(product_kernels) >= {"product_kernels", "vectors", "kernels", "compiling"}
+    assert sources(quantize_kernels) >= {"quantize_kernels", "compiling"}
 
 
 def test_imports_in_any_form_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,24 +19,23 @@ from safetensors.torch import load_file
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
-from rabbitllm.quant.compression import (
-    BLOCKS,
+from rabbitllm.quant import library
+from rabbitllm.quant.library import int8_code
+from rabbitllm.quant.quantize import dequantize, quantize_blocks
+from rabbitllm.quant.schemes import (
     INT8_BLOCK,
     NF4_BLOCK,
     NF4_STATE,
+    SCHEMES,
     Quantized,
     check_compression,
     constants,
-    dequantize,
     is_compressible,
-    library,
     part_names,
-    quantize_blocks,
     read_state,
-    schemes,
     stored_form,
+    stored_schemes,
 )
-from rabbitllm.quant.compression.library import int8_code
 from tests.support.builders import read_tensors
 from tests.support.one_thread import one_thread as one_thread
 
@@ -157,7 +156,7 @@ def in_chunks(tensor: torch.Tensor, scheme: str, blocks: int) -> dict[str, bytes
     spec = TensorSpec("w", dtype_name(tensor.dtype), tuple(tensor.shape), "f", 0, tensor.nbytes)
     form = stored_form(spec, scheme)
     assert form.scheme == scheme
-    data, step = memoryview(bytearray(raw(tensor))), blocks * BLOCKS[scheme] * tensor.element_size()
+    data, step = memoryview(bytearray(raw(tensor))), blocks * SCHEMES[scheme].block * tensor.element_size()
     pieces = [quantize_blocks(scheme, data[at : at + step], spec.dtype, "cpu") for at in range(0, len(data), step)]
     stored = {
         form.parts[0].name: b"".join(bytes(codes) for codes, _ in pieces),
@@ -285,14 +284,14 @@ def test_keys_tell_how_a_tensor_is_stored() -> None:
         "d.4bit.absmax",
         "e.8bit.absmax",
     ]
-    assert schemes(reversed(keys)) == {
+    assert stored_schemes(reversed(keys)) == {
         "a.weight": "4bit",
         "b.weight": "8bit",
         "c.weight": None,
         "d.4bit.absmax": None,  # of no tensor that is there
         "e.8bit.absmax": None,
     }
-    assert schemes([]) == {}
+    assert stored_schemes([]) == {}
 
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit", None])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rabbitllm.errors import OptionError
-from rabbitllm.quant.compression import Quantized, check_fitting, dequantize, quantize_blocks
-from rabbitllm.quant.compression.fitting import by_numpy, quantize_fitted
-from rabbitllm.quant.compression.library import nf4_map
+from rabbitllm.quant.library import nf4_map
+from rabbitllm.quant.quantize import by_numpy, dequantize, quantize_blocks, quantize_fitted
+from rabbitllm.quant.schemes import Quantized, check_fitting
 
 SCHEMES = ("4bit", "4bit-double")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -54,7 +54,8 @@ def test_numba_and_numpy_find_the_same(case: str, dtype: str, scheme: str) -> No
 def test_without_numba_it_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(normal(6400), "BF16")
     expected = [bytes(part) for part in quantize_fitted("4bit", data, "BF16")]
-    monkeypatch.setitem(sys.modules, "rabbitllm.quant.fitted_kernels", None)
+    monkeypatch.setitem(sys.modules, "rabbitllm.quant.quantize_kernels", None)
+    monkeypatch.delattr("rabbitllm.quant.quantize_kernels", raising=False)
     assert [bytes(part) for part in quantize_fitted("4bit", data, "BF16")] == expected
 
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from rabbitllm.quant.compression import Quantized
-from rabbitllm.quant.kernel_trial import first_error, of_codes
-from tests.quant.test_packed_products import meant
+from rabbitllm.quant.kernels import first_error, of_codes
+from rabbitllm.quant.schemes import Quantized
+from tests.quant.test_products import meant
 
 SHAPES = ((1, 7, 192), (3, 5, 2048))
 

@@ -11,7 +11,8 @@ import torch
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
-from rabbitllm.quant.compression import (
+from rabbitllm.quant.quantize import dequantize, mean_of, operands, quantize_blocks, scales_at, settled
+from rabbitllm.quant.schemes import (
     DOUBLE,
     NESTED_BLOCK,
     NF4_BLOCK,
@@ -19,19 +20,13 @@ from rabbitllm.quant.compression import (
     Quantized,
     arriving,
     constants,
-    dequantize,
     form_in,
-    mean_of,
     nested_state,
-    operands,
     part_names,
-    quantize_blocks,
     read_state,
-    scales_at,
-    schemes,
-    settled,
     settling,
     stored_form,
+    stored_schemes,
 )
 from tests.support.one_thread import one_thread as one_thread
 
@@ -234,7 +229,7 @@ def test_scales_wait_under_a_name_of_their_own() -> None:
 
 def test_keys_tell_it_from_4bit() -> None:
     keys = [*part_names("a", DOUBLE), *part_names("b", "4bit"), *part_names("c", "8bit"), "d"]
-    assert schemes(keys) == {"a": DOUBLE, "b": "4bit", "c": "8bit", "d": None}
+    assert stored_schemes(keys) == {"a": DOUBLE, "b": "4bit", "c": "8bit", "d": None}
     assert tuple(part.name for part in form_in(spec((64, 64)), DOUBLE).parts) == part_names("w", DOUBLE)
 
 

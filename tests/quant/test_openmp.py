@@ -14,7 +14,7 @@ import pytest
 import torch
 from numba import types
 
-from rabbitllm.quant.row_team import torchs_team
+from rabbitllm.quant.kernels import torchs_team
 from rabbitllm.quant.vectors import asked, lanes
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
@@ -46,14 +46,14 @@ def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int)
     """As where the number of threads is limited: in a process of its own, since libgomp reads that once."""
     code = """
 import torch
-from rabbitllm.quant import packed_products
-from tests.quant.test_packed_products import inputs, matrix
-from rabbitllm.quant.row_team import torchs_team
-from rabbitllm.quant.packed_products import Matrix, kernel_for
-packed_products.WORTH_A_THREAD = 1 << 10
+from rabbitllm.quant import kernels
+from tests.quant.test_products import inputs, matrix
+from rabbitllm.quant.kernels import torchs_team
+from rabbitllm.quant.products import Matrix, kernel_for
+kernels.WORTH_A_THREAD = {"codes": 1 << 10}
 torch.set_num_threads(8)
 found = Matrix(*matrix("4bit", 777, 1024)).times(inputs(2, 1024))
-packed_products.WORTH_A_THREAD = 1 << 40
+kernels.WORTH_A_THREAD = {"codes": 1 << 40}
 assert torchs_team() is not None
 assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times(inputs(2, 1024)))
 """

@@ -21,7 +21,8 @@ from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantize_blocks
+from rabbitllm.quant.quantize import quantize_blocks
+from rabbitllm.quant.schemes import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values
 from rabbitllm.splitter.bit_allocation import (
     ERRORS,
     FITTED_ERRORS,

@@ -19,7 +19,7 @@ from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
-from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE
+from rabbitllm.quant.schemes import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter import bit_allocation
 from rabbitllm.splitter.bit_allocation import BitChoice, BitChoices, SchemeGroup, groups, with_choice
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, disk_use

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rabbitllm import prepare
 from rabbitllm.base import progress
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.quant.compression import SCALE_BYTES
+from rabbitllm.quant.schemes import SCALE_BYTES
 from rabbitllm.splitter import mover
 from rabbitllm.splitter.mover import settled_parts
 from rabbitllm.storage.durable import Step, observe_steps

@@ -24,7 +24,7 @@ from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.estimate.plan import SourceScan
 from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, byte_size
-from rabbitllm.quant.compression import BLOCKS
+from rabbitllm.quant.schemes import SCHEMES
 from rabbitllm.splitter import plan
 from rabbitllm.splitter import plan as moves_module
 from rabbitllm.splitter.plan import (
@@ -339,7 +339,7 @@ def check_moves(plan: SplitPlan, shard: PlannedShard, chunk: int) -> None:
         if runs[0].form.scheme is None:
             assert sum(run.nbytes for run in runs) == tensor.nbytes
             continue
-        block = BLOCKS[runs[0].form.scheme]
+        block = SCHEMES[runs[0].form.scheme]
         assert all(run.elements % block == 0 for run in runs[:-1])
         assert [run.first for run in runs] == [sum(r.elements for r in runs[:n]) for n in range(len(runs))]
         assert sum(run.elements for run in runs) == tensor.elements

@@ -16,7 +16,7 @@ import torch
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
 from rabbitllm.errors import MissingPackageError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.quant.compression import COMPRESSIONS, is_compressible
+from rabbitllm.quant.schemes import COMPRESSIONS, is_compressible
 from rabbitllm.splitter import split_estimate
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, disk_use
 from rabbitllm.splitter.plan import CHUNK_BYTES, PlannedShard

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import StoredForm, stored_form
+from rabbitllm.quant.schemes import StoredForm, stored_form
 from rabbitllm.splitter.sums import Sums, part_sums, runs_of, sums_of, whole_sum
 from rabbitllm.store import checksums
 

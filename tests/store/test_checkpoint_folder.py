@@ -1,9 +1,13 @@
-"""A checkpoint is written whole or not at all, wherever the writing ends."""
+"""A checkpoint is written whole or not at all, wherever the writing ends.
+
+Stored tensors come out as a checkpoint has them, however they are cut into chunks.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +16,17 @@ import torch
 from safetensors.torch import load_file
 
 from rabbitllm.checkpoints.index import read_index
-from rabbitllm.errors import NotEnoughSpaceException, OptionError
+from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, OptionError
 from rabbitllm.formats.safetensors_file import TensorToWrite
+from rabbitllm.formats.tensor_spec import dtype_name
 from rabbitllm.storage import durable
-from rabbitllm.store.checkpoint_folder import WORK_NAME, plan_shards, write_checkpoint
+from rabbitllm.store import checkpoint_folder
+from rabbitllm.store.checkpoint_folder import WORK_NAME, PlainReader, in_memory, plain, plan_shards, write_checkpoint
+from rabbitllm.store.layer_store import LayerStore
+from tests.support.builders import build_checkpoint, read_tensors
 from tests.support.dying import dying_at
 from tests.support.small_disk import small_disk
+from tests.support.tiny_models import dequantized, split
 
 TENSORS = {f"layer.{number}.weight": torch.arange(64.0).view(8, 8) * number for number in range(1, 6)}
 PLACED = [TensorToWrite(name, "F32", (8, 8)) for name in TENSORS]
@@ -150,3 +159,50 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path) ->
         disk.give_back()
         save(disk.path / "a" / "copy")
         assert_whole(disk.path / "a" / "copy")
+
+
+@pytest.mark.parametrize("chunk", [4096, 6144, 8 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
+def test_chunks_make_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, dtype: torch.dtype, chunk: int
+) -> None:
+    monkeypatch.setattr(checkpoint_folder, "CHUNK_BYTES", max(chunk, 2048 * dtype.itemsize))
+    # rows of 80 elements: no whole blocks; 17,408 elements of the embedding: no whole chunks
+    source = build_checkpoint(tmp_path / "source", "llama", dtype=dtype, intermediate_size=80)
+    meant = source if compression is None else dequantized(source, tmp_path / "meant", compression, dtype)
+    store, expected = LayerStore(split(source, compression)), read_tensors(meant)
+    assert store.tensors.keys() == expected.keys()
+    several = 0
+    with PlainReader(store) as reader:
+        for name, stored in store.tensors.items():
+            tensor = plain(stored, dtype_name(dtype))
+            assert (tensor.placed.dtype, tensor.placed.shape) == (dtype_name(dtype), tuple(expected[name].shape))
+            chunks = [bytes(part) for part in reader.chunks(tensor)]
+            assert b"".join(chunks) == expected[name].view(-1).view(torch.uint8).numpy().tobytes(), name
+            assert max(map(len, chunks)) <= checkpoint_folder.CHUNK_BYTES
+            several += len(chunks) > 1
+            assert torch.equal(reader.read(stored, dtype), expected[name])
+    assert several > 5 or chunk > 6144
+
+
+def test_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_folder, "CHUNK_BYTES", 100)
+    store = LayerStore(split(build_checkpoint(tmp_path, "llama")))
+    stored = store.tensors["model.norm.weight"]
+    changed = torch.arange(64.0)
+    tensor = in_memory(stored, changed)
+    assert tensor.placed == ("model.norm.weight", "F32", (64,))
+    with PlainReader(store) as reader:
+        found = [bytes(part) for part in reader.chunks(tensor)]
+    assert len(found) == math.ceil(256 / 100)
+    assert b"".join(found) == changed.numpy().tobytes()
+
+
+def test_a_file_that_was_cut_off_meanwhile(tmp_path: Path) -> None:
+    store = LayerStore(split(build_checkpoint(tmp_path, "llama")))
+    stored = store.tensors["model.norm.weight"]
+    path = store.path(stored.parts[0].file)
+    path.write_bytes(path.read_bytes()[:-1])
+    with PlainReader(store) as reader, pytest.raises(IncompleteSplitError, match="was cut off since"):
+        list(reader.chunks(plain(stored, "F32")))

@@ -82,7 +82,7 @@ def _import_everything() -> None:
 
     import rabbitllm.splitter.split  # noqa: F401
     import tests.support.hub_fixtures  # noqa: F401
-    from rabbitllm.quant.compression.quantize import _compiled_kernels_agree
+    from rabbitllm.quant.quantize import _compiled_kernels_agree
 
     torch.set_num_threads(1)
     for scheme in ("4bit", "8bit"):  # tables and kernels, longer in the making than a split

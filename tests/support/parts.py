@@ -55,7 +55,7 @@ SECONDS: Mapping[str, int] = {
     "prepare/test_two_at_once.py": 42,
     "quant/test_compression.py": 26,
     "quant/test_nested_scales.py": 41,
-    "quant/test_packed_products.py": 54,
+    "quant/test_products.py": 54,
     "ray/test_on_a_cluster.py": 171,
     "server/test_under_load.py": 378,
     "splitter/test_announced_need.py": 35,

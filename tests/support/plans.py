@@ -10,7 +10,7 @@ from rabbitllm.checkpoints.hub import HubCheckpoint
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.quant.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
+from rabbitllm.quant.schemes import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.splitter.disk_budget import DiskUse, ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split

@@ -22,8 +22,7 @@ import torch
 
 from rabbitllm.base import progress
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.quant.compression import DOUBLE, NF4_STATE
-from rabbitllm.quant.compression.forms import WAITING_SCALES
+from rabbitllm.quant.schemes import DOUBLE, NF4_STATE, WAITING_SCALES
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.storage.durable import PART_SUFFIX, Step

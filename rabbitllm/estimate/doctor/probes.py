@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rabbitllm.engine.free_memory import available_ram, group_limits, process_limits
 from rabbitllm.estimate.doctor.records import Gpu, Gpus, Hub, Memory, Package, Processor
-from rabbitllm.quant.compression import check_compression
+from rabbitllm.quant.schemes import check_compression
 from rabbitllm.storage.folders import KAGGLE_TMP, KAGGLE_WORKING, Folder, Host, file_systems, folder_of
 from rabbitllm.store import locations
 

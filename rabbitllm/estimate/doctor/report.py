@@ -23,7 +23,7 @@ from rabbitllm.estimate.doctor.records import (
     Report,
 )
 from rabbitllm.estimate.report import moment
-from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.storage.folders import Folder
 
 _CELL = 17

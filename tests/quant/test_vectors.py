@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rabbitllm.quant.code_tables import PAIRS, _nearest_bfloat16, table_of
-from rabbitllm.quant.compression.library import int8_code
+from rabbitllm.quant.library import int8_code
+from rabbitllm.quant.vectors import PAIRS, _nearest_bfloat16, table_of
 
 
 def test_rounding_to_bfloat16_is_torchs() -> None:

@@ -1,4 +1,4 @@
-"""Products with codes against the matrices that they stand for, in double precision."""
+"""Products with quantized matrices, by each method and by bitsandbytes, against the matrices in double precision."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import bfloat_products, packed_kernels, packed_products, panel_products, row_team, vectors
-from rabbitllm.quant.code_tables import PAIRS, table_of
-from rabbitllm.quant.compression import BLOCKS, Quantized, dequantize
-from rabbitllm.quant.compression.library import functional as functions
-from rabbitllm.quant.packed_products import (
+from rabbitllm.quant import bfloat_products, kernels, product_kernels, products, vectors
+from rabbitllm.quant.kernels import CODES, PANELS
+from rabbitllm.quant.library import functional as functions
+from rabbitllm.quant.product_kernels import KERNELS
+from rabbitllm.quant.products import (
+    LEAST_PANEL_INPUTS,
     MAX_GROUPED,
     MAX_INPUTS,
     MAX_INPUTS_IN_PAIRS,
+    MAX_PANEL_INPUTS,
+    FusedMatrix,
     Matrix,
+    ProductMethod,
+    can_multiply,
     linear,
     multiplies,
 )
+from rabbitllm.quant.quantize import dequantize
+from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
+from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant.vectors import PAIRS, table_of
 from tests.support.rounding import assert_products
 
 SCHEMES = ("4bit", "8bit")
@@ -51,7 +60,7 @@ def meant(parts: Parts) -> torch.Tensor:
     codes = payload.view(-1)
     if form.scheme == "4bit":
         codes = torch.stack([codes >> 4, codes & 15], 1).view(-1)
-    scales = absmax.double().repeat_interleave(BLOCKS[form.scheme])[: math.prod(form.shape)]
+    scales = absmax.double().repeat_interleave(ALL_SCHEMES[form.scheme].block)[: math.prod(form.shape)]
     return (table.double()[codes.long()] * scales).view(form.shape)
 
 
@@ -86,7 +95,10 @@ def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, 
     assert_products(linear(x, Matrix(*parts), None), x, whole)
 
 
-@pytest.mark.parametrize(("scheme", "width"), list(packed_kernels._FUNCTIONS))
+BY_CODES = [key[1:] for key in KERNELS if key[0] == CODES and key[1] in SCHEMES]
+
+
+@pytest.mark.parametrize(("scheme", "width"), BY_CODES)
 def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> None:
     in_pairs = width == PAIRS
     if not vectors.multiplies_pairs() if in_pairs else vectors.lanes() < width:
@@ -94,7 +106,7 @@ def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> No
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11), (300, 1024, 2)):
         form, payload, absmax, table = matrix(scheme, rows, columns)
         x = inputs(count, columns, torch.bfloat16 if in_pairs else torch.float32)
-        got = Matrix(form, payload, absmax, table).times_with(width, x)
+        got = Matrix(form, payload, absmax, table).times_by(ProductMethod.CODES, width, x)
         table = as_pairs(scheme, table) if in_pairs else table
         assert_products(got, x, meant((form, payload, absmax, table)))
 
@@ -134,7 +146,7 @@ def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("given", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+sse4.2,-avx2,-fma"}])
 def test_a_compiler_that_may_use_less_than_the_processor_has(given: dict[str, str], tmp_path: Path) -> None:
     """Asked for instructions that it may not use, it would end the process."""
-    code = "from rabbitllm.quant import packed_products as p, vectors as v; print(v.lanes(), p._kernel_agrees('4bit'))"
+    code = "from rabbitllm.quant import products as p, vectors as v; print(v.lanes(), p._kernel_agrees('4bit'))"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_CPU_")}
     environment = {**inherited, **given, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -175,7 +187,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     parts = matrix(scheme, 777, 1024)
     x = inputs(3, 1024, dtype)
     before = torch.get_num_threads()
-    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
     try:
         found = []
         for threads in (1, 2, 3, 8):
@@ -194,12 +206,12 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(
 ) -> None:
     parts = matrix(scheme, 777, 1024)
     x = inputs(3, 1024, dtype)
-    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         in_a_team = linear(x, Matrix(*parts), None)
-        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
+        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
         assert torch.equal(linear(x, Matrix(*parts), None), in_a_team)
     finally:
         torch.set_num_threads(before)
@@ -217,9 +229,9 @@ def test_groups_have_the_bits_of_one_by_one(
     groups = [(0, 1), (1, 7), (9, 9 + MAX_INPUTS_IN_PAIRS + 1), (78, 85), (85, 86)]
     x = inputs(90, 256, dtype)
     if not in_a_team:
-        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
-    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 12)
-    monkeypatch.setattr(panel_products, "WORTH_A_THREAD", 1 << 12)
+        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
+    for method in kernels.WORTH_A_THREAD:
+        monkeypatch.setitem(kernels.WORTH_A_THREAD, method, 1 << 12)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -296,28 +308,30 @@ def test_matrices_without_a_kernel() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    right = Matrix.times_with
-    monkeypatch.setattr(Matrix, "times_with", lambda self, width, x: right(self, width, x) * 1.001)
-    packed_products._kernel_agrees.cache_clear()
+    right = Matrix.times_by
+    monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
+    products._kernel_agrees.cache_clear()
+    products._agrees.cache_clear()
     try:
         assert not multiplies(Quantized("4bit", (8, 64), "bfloat16"))
         if vectors.lanes():
             assert "is off by 1.0e-03 here and is not used" in caplog.text
     finally:
-        packed_products._kernel_agrees.cache_clear()
+        products._kernel_agrees.cache_clear()
+        products._agrees.cache_clear()
 
 
 _IN_A_PROCESS = """
 import sys
 import torch
-from tests.quant.test_packed_products import assert_products, inputs, matrix, meant
-from rabbitllm.quant import packed_products
+from rabbitllm.quant import kernels
+from rabbitllm.quant.products import Matrix, ProductMethod
 for key in sys.argv[1:]:
     scheme, width = key.split("-")
     for worth in (1 << 10, 1 << 30):  # by threads of a team, and by one
-        packed_products.WORTH_A_THREAD = worth
+        kernels.WORTH_A_THREAD = {"codes": worth}
         parts, x = matrix(scheme, 70, 704), inputs(3, 704)
-        got = packed_products.Matrix(*parts).times_with(int(width), x)
+        got = Matrix(*parts).times_by(ProductMethod.CODES, int(width), x)
         assert_products(got, x, meant(parts))
 """
 
@@ -339,7 +353,7 @@ def test_what_processes_compiled_apart_works_together(tmp_path: Path) -> None:
 def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are multiplied in float32; the result is rounded once."""
     monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
-    monkeypatch.setattr(packed_products, "kernel_for", lambda scheme, dtype: vectors.lanes())
+    monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: vectors.lanes())
     multiplied: list[torch.dtype] = []
     ordinary = torch.nn.functional.linear
 
@@ -353,3 +367,165 @@ def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monk
     assert got.dtype == torch.bfloat16
     assert set(multiplied) == ({torch.float32} if count > 256 else set())
     assert_products(got, x, meant(parts), bias, weights=torch.bfloat16 if count > 256 else None)
+
+
+BY_PANELS = [key[1:] for key in product_kernels.KERNELS if key[0] == PANELS]
+
+
+def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product, and the matrix."""
+    if vectors.lanes() < width:
+        pytest.skip("needs other vectors")
+    parts = matrix(scheme, rows, columns, dtype=torch.float32)
+    return Matrix(*parts).times_by(ProductMethod.PANELS, width, x), meant(parts)
+
+
+@pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 13, 64])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 2048), (130, 2112), (70, 5632)])
+def test_any_number_of_inputs_rows_and_columns(scheme: str, width: int, count: int, rows: int, columns: int) -> None:
+    x = inputs(count, columns)
+    got, weight = by_panels(scheme, width, rows, columns, x)
+    assert got.shape == (count, rows)
+    assert_products(got, x, weight)
+
+
+@pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
+def test_a_row_has_the_same_bits_alone_and_among_others(scheme: str, width: int) -> None:
+    x = inputs(41, 4160)
+    together, _ = by_panels(scheme, width, 70, 4160, x)
+    for begin, end in ((0, 1), (3, 10), (40, 41)):
+        alone, _ = by_panels(scheme, width, 70, 4160, x[begin:end])
+        assert torch.equal(alone, together[begin:end])
+
+
+@pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
+@pytest.mark.parametrize("team", [True, False])
+def test_any_number_of_threads_gives_the_same_bits_by_panels(
+    scheme: str, width: int, team: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = inputs(9, 2048)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, PANELS, 1 << 30)
+    alone, _ = by_panels(scheme, width, 131, 2048, x)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, PANELS, 1 << 10)
+    if not team:
+        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
+    threads = torch.get_num_threads()
+    try:
+        for count in (2, 3, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(by_panels(scheme, width, 131, 2048, x)[0], alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_as_many_as_it_is_for_goes_this_way(
+    scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: vectors.lanes())
+    counts: list[int] = []
+    ordinary = Matrix.times_by
+
+    def counted(self: Matrix, method: ProductMethod, width: int, x: torch.Tensor) -> torch.Tensor:
+        if method is ProductMethod.PANELS:
+            counts.append(len(x))
+        return ordinary(self, method, width, x)
+
+    products._agrees(ProductMethod.PANELS, scheme, vectors.lanes())  # whose trial multiplies too
+    monkeypatch.setattr(Matrix, "times_by", counted)
+    parts, most = matrix(scheme, 70, 512), MAX_PANEL_INPUTS[vectors.lanes()]
+    for count in (LEAST_PANEL_INPUTS - 1, LEAST_PANEL_INPUTS, most, most + 1):
+        x = inputs(count, 512, dtype)
+        got = linear(x, Matrix(*parts), None)
+        assert got.dtype == dtype
+        if count <= most:
+            assert_products(got, x, meant(parts))
+    assert counts == [LEAST_PANEL_INPUTS, most]
+
+
+@needs_kernel
+def test_what_is_not_a_number_stays_so_by_panels() -> None:
+    x = inputs(8, 256)
+    x[2, 3] = torch.nan
+    x[5, 6] = torch.inf
+    got = linear(x, Matrix(*matrix("4bit", 20, 256)), None)
+    assert bool(got[2].isnan().all())
+    assert not bool(got[5].isfinite().any())
+    assert bool(got[[0, 1, 3, 4, 6, 7]].isfinite().all())
+
+
+@needs_kernel
+def test_a_kernel_that_is_wrong_is_not_used_by_panels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = Matrix.times_by
+    monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
+    products._agrees.cache_clear()
+    try:
+        assert products.method_for(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) is ProductMethod.CODES
+        assert "are off by 1.0e-03 here and are not used" in caplog.text
+    finally:
+        products._agrees.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (37, 128), (128, 192), (64, 64), (130, 1024)])
+def test_one_input_is_multiplied_from_the_codes(
+    rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = matrix("4bit", rows, columns, dtype=dtype)
+    x, bias = inputs(1, columns, dtype), inputs(1, rows, dtype)[0]
+    exact = x.double() @ meant(parts).T
+    dense = torch.nn.functional.linear(x, FusedMatrix(*parts).dequantized(dtype), bias)
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("the matrix was made")
+
+    monkeypatch.setattr(products, "dequantize", refuse)
+    found = FusedMatrix(*parts)
+    assert error(found.linear(x, None), exact) < 4 * torch.finfo(dtype).eps
+    assert error(found.linear(x, bias), dense.double()) < 4 * torch.finfo(dtype).eps
+    for shape in ((columns,), (1, columns), (1, 1, columns)):
+        product = found.linear(x.view(shape), bias)
+        assert product.shape == (*shape[:-1], rows)
+        assert product.dtype == dtype
+        assert torch.equal(product.view(-1), found.linear(x, bias).view(-1))
+
+
+@pytest.mark.parametrize("count", [0, 2, 7])
+def test_more_inputs_have_the_bits_of_the_matrix(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = matrix("4bit", 37, 128)
+    x, bias = inputs(count, 128, torch.bfloat16), inputs(1, 37, torch.bfloat16)[0]
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("codes were multiplied")
+
+    monkeypatch.setattr(products, "multiply_4bit", refuse)
+    found = FusedMatrix(*parts)
+    assert torch.equal(found.linear(x, bias), torch.nn.functional.linear(x, found.dequantized(x.dtype), bias))
+
+
+def test_inputs_that_are_views_of_others() -> None:
+    parts = matrix("4bit", 16, 128)
+    wide = inputs(128, 3, torch.bfloat16)
+    row = wide.T[1:2]
+    assert not row.is_contiguous()
+    assert torch.equal(FusedMatrix(*parts).linear(row, None), FusedMatrix(*parts).linear(row.contiguous(), None))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "can"),
+    [
+        ("4bit", (8, 64), True),
+        ("4bit", (1, 128), True),
+        ("4bit", (8, 96), False),
+        ("4bit", (8, 0), False),
+        ("4bit", (2, 8, 64), False),
+        ("8bit", (8, 64), False),
+    ],
+)
+def test_which_matrices_the_kernel_takes(scheme: str, shape: tuple[int, ...], can: bool) -> None:
+    assert can_multiply(Quantized(scheme, shape, "bfloat16")) == can

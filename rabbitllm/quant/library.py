@@ -1,4 +1,4 @@
-"""bitsandbytes, imported when it is needed: the only module of this package that names it."""
+"""bitsandbytes, imported when it is needed: the only module of this room that names it."""
 
 from __future__ import annotations
 

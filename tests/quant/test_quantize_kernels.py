@@ -11,15 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import cpu_kernels
-from rabbitllm.quant.compression import BLOCKS, quantize, quantize_blocks
-from rabbitllm.quant.compression.library import functional
-from rabbitllm.quant.compression.quantize import (
+from rabbitllm.quant import quantize, quantize_kernels
+from rabbitllm.quant.library import functional
+from rabbitllm.quant.quantize import (
     _bytes_of,
     _compiled_kernels_agree,
     _quantize_compiled,
     _quantize_with_bitsandbytes,
+    quantize_blocks,
 )
+from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SCHEMES = ("4bit", "8bit")
@@ -97,7 +98,7 @@ def test_every_16_bit_value_under_many_scales(scheme: str, dtype: str, infinity:
     every = np.arange(1 << 16, dtype=np.uint16)
     for largest in [1, 2, infinity - 1, *chance.integers(1, infinity, 12).tolist()]:
         values = every[(every & 0x7FFF) <= largest]
-        others = BLOCKS[scheme] - 1
+        others = ALL_SCHEMES[scheme].block - 1
         rows = np.concatenate([values, np.zeros(-values.size % others, np.uint16)]).reshape(-1, others)
         blocks = np.concatenate([np.full((len(rows), 1), largest, np.uint16), rows], axis=1).ravel()
         same(scheme, torch.from_numpy(blocks.view(np.int16)).view(DTYPES[dtype]), dtype)
@@ -169,6 +170,6 @@ def test_bitsandbytes_with_other_rules_is_the_one_that_counts(
 
 
 def test_threshold_tables_are_small_and_rise() -> None:
-    table = cpu_kernels.nf4_thresholds(cpu_kernels.BF16, levels().numpy().tobytes())
+    table = quantize_kernels.nf4_thresholds(quantize_kernels.BF16, levels().numpy().tobytes())
     assert table.nbytes == 1 << 20
     assert (np.diff(table[1:0x7F80, :15].astype(np.int32), axis=1) >= 0).all()

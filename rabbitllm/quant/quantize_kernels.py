@@ -8,6 +8,7 @@ The rules, derived from the results of bitsandbytes 0.50 (the reference in the t
   padded with code 7.
 - 8bit, blocks of 2048: y = x * (1 / absmax), clamped to [-1, 1], is looked up in 65,536 bins; a block of zeros gives
   code 0.
+- 4bit with fitted scales: see `quantize.py`.
 
 A block of bfloat16 or float16 has one of 32,768 possible scales. So the 15 thresholds of 4bit are tabulated once for
 each scale, as keys of that type, and a block takes 16-bit integer comparisons only. Every function releases the
@@ -17,7 +18,7 @@ interpreter lock.
 from __future__ import annotations
 
 import functools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -328,3 +329,102 @@ def _int8_halves(bits, kind, infinity, bins, codes, scales):  # type: ignore[no-
         _int8_places(given, kind, one[0], places)
         for i in range(given.size):
             made[i] = bins[places[i]]
+
+
+def quantize_fitted(
+    values: Values, kind: int, midpoints: Scales, nearest: Scales, multiples: Scales, usual: Scales, zero_code: int
+) -> tuple[Codes, Scales]:
+    """Quantize to 4bit with fitted scales.
+
+    Args:
+        values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
+        kind: one of `cpu_kernels.KINDS`.
+        midpoints: between the 16 NF4 values, ascending.
+        nearest: the NF4 value nearest to each of an odd number of evenly spaced numbers from -1 to 1.
+        multiples: the multiples of a block's largest magnitude to try.
+        usual: limits of the largest magnitude; outside them no multiples are tried.
+        zero_code: the code of the NF4 value 0.
+
+    Returns:
+        Two codes per byte, ((n + 1) // 2,), and one scale per block of 64.
+    """
+    codes = np.empty((values.size + 1) // 2, np.uint8)
+    scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
+    words: Any = values.view(np.uint32) if kind == KINDS["F32"] else values
+    _fit_blocks(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales)
+    return codes, scales
+
+
+@compiled
+def _load_block(words, kind, first, count, values):  # type: ignore[no-untyped-def]
+    """Load a block as float32, padded with zeros."""
+    values[:] = np.float32(0)
+    if kind == F32:
+        bits = values.view(np.uint32)
+        for i in range(count):
+            bits[i] = np.uint32(words[first + i])
+    else:
+        _widen(words, kind, first, count, values)
+
+
+@compiled
+def _fit_error(values, scale, nearest, ys, places, squares):  # type: ignore[no-untyped-def]
+    inverse = np.float32(1) / scale
+    steps = np.float32(nearest.size // 2)
+    for i in range(NF4_BLOCK):
+        ys[i] = values[i] * inverse
+    for i in range(NF4_BLOCK):
+        inside = min(max(ys[i], np.float32(-1)), np.float32(1))
+        places[i] = np.uint16(np.int32((inside + np.float32(1)) * steps + np.float32(0.5)))
+    for i in range(NF4_BLOCK):
+        squares[i] = nearest[places[i]]
+    for i in range(NF4_BLOCK):
+        off = ys[i] - squares[i]
+        squares[i] = off * off
+    for i in range(32):
+        squares[i] = squares[i] + squares[i + 32]
+    for i in range(16):
+        squares[i] = squares[i] + squares[i + 16]
+    for i in range(8):
+        squares[i] = squares[i] + squares[i + 8]
+    for i in range(4):
+        squares[i] = squares[i] + squares[i + 4]
+    return scale * scale * ((squares[0] + squares[2]) + (squares[1] + squares[3]))
+
+
+@compiled
+def _fit_blocks(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales):  # type: ignore[no-untyped-def]
+    values = np.empty(NF4_BLOCK, np.float32)
+    bits = values.view(np.uint32)
+    ys = np.empty(NF4_BLOCK, np.float32)
+    places = np.empty(NF4_BLOCK, np.uint16)
+    squares = np.empty(NF4_BLOCK, np.float32)
+    ranks = np.empty(NF4_BLOCK, np.uint8)
+    for block in range(scales.size):
+        first = block * NF4_BLOCK
+        count = min(NF4_BLOCK, words.size - first)
+        _load_block(words, kind, first, count, values)
+        largest_bits = np.uint32(0)
+        for i in range(NF4_BLOCK):  # magnitudes have the order of their bits
+            largest_bits = max(largest_bits, bits[i] & np.uint32(0x7FFFFFFF))
+        largest = np.uint32(largest_bits).view(np.float32)
+        best = largest
+        least = np.float32(np.inf)
+        if usual[0] < largest and largest < usual[1]:
+            for m in range(multiples.size):
+                scale = multiples[m] * largest
+                error = _fit_error(values, scale, nearest, ys, places, squares)
+                if error < least:
+                    least = error
+                    best = scale
+        scales[block] = best
+        ranks[:] = zero_code
+        if best != 0:
+            inverse = np.float32(1) / best
+            ranks[:count] = 0
+            for j in range(15):
+                edge = midpoints[j]
+                for i in range(count):
+                    ranks[i] += np.uint8(values[i] * inverse > edge)
+        for i in range((count + 1) // 2):
+            codes[first // 2 + i] = (ranks[2 * i] << np.uint8(4)) | ranks[2 * i + 1]

@@ -1,0 +1,207 @@
+"""How products run compiled kernels: rows divided among torch's OpenMP team or threads of our own, and a trial first.
+
+A kernel is a C function that takes the address of int64s: `BEFORE_WORK` of them, then those of each piece of work,
+which are `ARGUMENTS`. Every kernel has the same; `product_kernels.py` has one for each method, scheme and set of
+instructions, and is imported when the first one runs. Needs no numba.
+
+torch computes in an OpenMP team whose threads wait actively between two operations. Threads of our own would compete
+with them for the same cores, which took more than twice as long; and submitting work to the team takes 2 microseconds,
+to a thread of Python 13 to 19. The interface is libgomp's, as compilers use it
+(https://gcc.gnu.org/onlinedocs/libgomp/Implementing-PARALLEL-construct.html). If torch uses another library, there is
+no team.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.base.forks import Workers
+
+if TYPE_CHECKING:
+    import torch
+
+    from rabbitllm.quant.schemes import Quantized
+
+    Product = Callable[[Quantized, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+CODES, PANELS = "codes", "panels"
+"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs."""
+BFLOAT16 = "bfloat16"
+"""The scheme of a plain matrix of bfloat16, whose codes are its values."""
+WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14}
+"""Method -> bytes of codes per thread; larger matrices use more threads. By codes these are about 4 microseconds of
+work, while starting a second thread takes 2."""
+BEFORE_WORK = 4
+"""Number of int64s before the pieces of work.
+
+In a team: the addresses of the functions that return a thread's index and the number of threads, the rows for each
+thread, and the number of pieces. A team may have fewer threads than requested: the last one computes all remaining
+rows. Without a team: 0, the thread's index, the rows for each thread, and the number of pieces.
+"""
+ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "steps", "shift", "tokens", "rows")
+"""The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
+apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
+the whole matrix. Those that a kernel does not need are 0."""
+_MAPS = Path("/proc/self/maps")
+
+
+@dataclass(frozen=True)
+class Team:
+    """The OpenMP library that torch computes with.
+
+    Attributes:
+        library: libgomp.
+        thread_number: address of the function that returns a thread's index in the team.
+        thread_count: address of the function that returns the number of threads in the team.
+    """
+
+    library: ctypes.CDLL
+    thread_number: int
+    thread_count: int
+
+    def run(self, function: int, data: int, threads: int) -> None:
+        """Call `function(data)`, both given as addresses, once in each thread of a team; return when all are done.
+
+        The team has at most `threads` threads: fewer if there are limits, and one within another team. The calling
+        thread is one of them, and the interpreter lock is released during the call.
+        """
+        self.library.GOMP_parallel(function, data, threads, 0)
+
+
+@functools.cache
+def torchs_team() -> Team | None:
+    """The team of the libgomp that torch uses; None if there is none, or if it cannot be identified."""
+    import torch
+
+    home = Path(torch.__file__).parent
+    try:
+        mapped = {Path(line.split()[-1]) for line in _MAPS.read_text().splitlines() if "/libgomp" in line}
+    except OSError:
+        return None
+    own = [path for path in mapped if home in path.parents] or [*mapped]
+    if len(own) != 1 or "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    library = ctypes.CDLL(str(own[0]))
+    library.GOMP_parallel.restype = None
+    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    number, count = (
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (library.omp_get_thread_num, library.omp_get_num_threads)
+    )
+    return Team(library, number, count) if number is not None and count is not None else None
+
+
+def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
+    """Rows (T, K) of any floating dtype as float32 (T, K / 2 / width, 2, width): in each step the even ones first."""
+    import torch
+
+    ready = torch.empty(len(x), x.shape[1] // (2 * width), 2, width)
+    return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
+
+
+def run(method: str, scheme: str, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:
+    """Run a kernel on all rows of each piece of work, in as many threads as are worth it.
+
+    Args:
+        method, scheme, width: of the kernel; see `product_kernels.address`.
+        work: `ARGUMENTS` of each piece; all have the same number of rows.
+        nbytes: bytes of the codes of all pieces.
+    """
+    import torch
+
+    kernels = _product_kernels()
+    function, tile = kernels.address(method, scheme, width), kernels.ROWS
+    threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
+    share = -(-rows // (threads * tile)) * tile  # no tile is divided
+    given = (share, len(work), *(value for piece in work for value in piece))
+
+    def data_of(*head: int) -> Any:
+        return (ctypes.c_int64 * (len(head) + len(given)))(*head, *given)
+
+    if threads > 1 and (team := torchs_team()) is not None:
+        data = data_of(team.thread_number, team.thread_count)
+        team.run(function, ctypes.addressof(data), threads)
+        return
+    call = _callable(function)
+    others = [_threads().submit(call, data_of(0, number)) for number in range(1, -(-rows // share))]
+    call(data_of(0, 0))
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _product_kernels() -> Any:
+    from rabbitllm.quant import product_kernels  # takes a second
+
+    return product_kernels
+
+
+@functools.cache
+def _callable(function: int) -> Callable[[Any], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+
+
+@functools.cache
+def _threads() -> Workers:
+    return Workers(64, "product")  # an upper limit; threads are created on demand
+
+
+# Trials of a kernel before it is used: the samples, and the tolerated error.
+
+TOLERANCE = 1e-5
+"""Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order."""
+
+
+def first_error(products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
+    """The relative error (of norms) of the first product that exceeds `TOLERANCE`; None if none does.
+
+    Args:
+        products: the kernel's result and the correct one, for each product.
+    """
+    for got, expected in products:
+        error = float((got - expected).norm() / expected.norm())
+        if not error < TOLERANCE:  # true for NaN too
+            return error
+    return None
+
+
+def of_codes(
+    scheme: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]], product: Product
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Products with random codes: the kernel's result, and the result of indexing and float32.
+
+    Args:
+        scheme: "4bit" or "8bit".
+        dtype: of the inputs.
+        shapes: inputs T, rows N and columns K of each product.
+        product: the kernel; takes a form (N, K), codes (uint8, one-dimensional), scales (float32, one per block), the
+            values of the codes, and inputs (T, K); returns (T, N).
+    """
+    import torch
+
+    from rabbitllm.quant.schemes import SCHEMES, Quantized
+
+    generator = torch.Generator().manual_seed(0)
+    values, block, codes_a_byte = _meaning(scheme), SCHEMES[scheme].block, SCHEMES[scheme].codes_a_byte
+    for inputs, rows, columns in shapes:
+        elements = rows * columns
+        codes = torch.randint(0, 256, (elements // codes_a_byte,), dtype=torch.uint8, generator=generator)
+        scales = torch.rand(-(-elements // block), generator=generator)
+        x = torch.randn(inputs, columns, generator=generator).to(dtype)
+        apart = torch.stack([codes >> 4, codes & 15], -1).view(-1) if scheme == "4bit" else codes
+        matrix = (values[apart.long()] * scales.repeat_interleave(block)[:elements]).view(rows, columns)
+        yield product(Quantized(scheme, (rows, columns), "float32"), codes, scales, values, x), x.float() @ matrix.T
+
+
+def _meaning(scheme: str) -> torch.Tensor:
+    """Values of codes that every kind of table represents exactly: float32, (16,) or (256,)."""
+    import torch
+
+    if scheme == "4bit":
+        return torch.tensor([(code - 8) / 8 for code in range(16)])
+    return torch.tensor([(code - 127) / 128 / (1 << abs(code - 127).bit_length() % 4) for code in range(256)])

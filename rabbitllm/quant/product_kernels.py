@@ -1,0 +1,497 @@
+"""Kernels of products, compiled for this processor's vectors by numba and LLVM: one interface, `kernels.ARGUMENTS`.
+
+**By codes.** Weights are never written to memory, so only the bytes of the codes are read: segments of them are
+multiplied by their inputs in registers (`vectors.py`), and summed in float32; a block's sum is multiplied by the
+block's scale. Fills out[token, row], float32.
+
+**By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded to float32 once, in memory that stays
+in a core's cache, and multiplied with all inputs before the next panel. With many inputs the decoding then costs almost
+nothing. A panel's row consists of steps of two vectors, one of the values at even indices and one at odd ones, as codes
+are separated; the inputs have the same order, and are multiplied by the value of a code times its block's scale. Adds
+to out[token, row], float32.
+
+**bfloat16**, for processors that have no instructions for that type. A bfloat16 is the upper half of a float32. 32 bits
+of a row are two of its values: shifted up they are the even one, with the lower half cleared the odd one. Inputs are
+float32 in the same order as of panels. So a value is widened once for all inputs of a tile, in registers, where a
+library widens the whole matrix into memory or multiplies it input by input. Fills out[token, row], float32.
+
+Every sum adds its products in the same order, for any number of inputs and any tile: a row of the result is the same
+bit for bit alone and among others. Functions release the interpreter lock, and take addresses, not tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.extending import intrinsic
+
+from rabbitllm.quant.compiling import c_function
+from rabbitllm.quant.kernels import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, PANELS
+from rabbitllm.quant.vectors import (
+    F32,
+    FOR_A_THREAD,
+    HALF_BYTES,
+    I8,
+    PAIRS,
+    SEGMENT,
+    Emitter,
+    Pairs,
+    asked,
+    codebook,
+    inlined,
+    number,
+    to_array,
+)
+
+ROWS = 4
+"""Rows of the matrix for each load of an input."""
+TOKENS = 4
+"""Inputs for each lookup of a code, and for each widened bfloat16."""
+PANEL_TOKENS = {16: 6, 8: 2}
+"""Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
+PREFETCHED = 2048
+"""How many bytes ahead codes are prefetched; the processor's own prefetcher does not follow four rows at a time."""
+PANEL_ROWS, PANEL_COLUMNS = 32, 2048
+"""Size of a panel: 256 KiB, of which `ROWS` rows and their inputs fit a smaller cache."""
+PANEL_BYTES = PANEL_ROWS * PANEL_COLUMNS * 4
+INPUT_BYTES, MATRIX_BYTES = 1 << 17, 1 << 19
+"""Bytes of the inputs, and of the rows of bfloat16, that are processed together: both fit a core's cache."""
+GIVEN = len(ARGUMENTS)
+
+
+def address(method: str, scheme: str, width: int) -> int:
+    """The address of a kernel, which is compiled at the first call, or loaded from numba's cache.
+
+    Args:
+        method: `CODES` or `PANELS`.
+        scheme: "4bit" or "8bit"; `BFLOAT16` by codes.
+        width: lanes of its vectors; `PAIRS` for one that multiplies pairs of bfloat16.
+    """
+    return _address(KERNELS[method, scheme, width])
+
+
+@functools.cache
+def _address(kernel: Callable[[Any], None]) -> int:
+    made = c_function(FOR_A_THREAD, kernel)
+    _KEPT.append(made)
+    return int(made.address)
+
+
+_KEPT: list[Any] = []
+"""Compiled functions whose addresses are in use."""
+
+
+@inlined
+def _pieces(data):  # type: ignore[no-untyped-def]
+    """The int64s at an address; each piece of work begins at a multiple of `GIVEN` after `BEFORE_WORK`."""
+    return to_array(data, BEFORE_WORK + GIVEN * to_array(data, BEFORE_WORK)[3])
+
+
+@inlined
+def _own_rows(given, rows):  # type: ignore[no-untyped-def]
+    """The first row of this thread and the one after its last; see `kernels.BEFORE_WORK`."""
+    thread, share, is_last = given[1], given[2], False
+    if given[0] != 0:
+        thread = asked(given[0])
+        is_last = thread + 1 == asked(given[1])
+    first = thread * share
+    return first, rows if is_last else min(first + share, rows)
+
+
+def _store_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any, row: Any, finish: Any) -> None:
+    """Store `finish(total, pointer)` of each row's sum with each input at out[token, row]."""
+    builder = emit.b
+    for r, of_row in enumerate(sums):
+        for t, lanes in enumerate(of_row):
+            place = emit.add(row, r, builder.mul(all_rows, number(t)))
+            pointer = builder.inttoptr(emit.add(out, builder.mul(place, number(4))), F32.as_pointer())
+            builder.store(finish(emit.sum(builder.load(lanes)), pointer), pointer)
+
+
+# By codes.
+
+
+def _code_dots(scheme: str, width: int) -> tuple[Any, ...]:
+    """Intrinsics for one row and one input, for `ROWS` rows, for `TOKENS` inputs, and for both."""
+    shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
+    return tuple(_code_dot(scheme, width, rows, tokens) for rows, tokens in shapes)
+
+
+def _code_dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
+    """An intrinsic that multiplies `rows` consecutive rows of codes by `tokens` consecutive inputs."""
+
+    @intrinsic
+    def dot(context, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row):  # type: ignore[no-untyped-def]
+        """All arguments are int64; the first six are addresses, `row` is the first row."""
+        signature = types.void(*[types.int64] * 11)
+
+        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row = arguments
+            emit = Emitter(builder, 16 if width == PAIRS else width)
+            meant = Pairs(emit, scheme, table) if width == PAIRS else codebook(emit, scheme, table)
+            segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
+            input_bytes = builder.mul(segments, number(HALF_BYTES))
+            sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
+            with cgutils.for_range(builder, segments) as loop:
+                at = loop.index
+                begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
+                begins = [emit.add(begin, builder.mul(at, number(HALF_BYTES))) for begin in begins]
+                inputs = [meant.inputs(even, odd, begin) for begin in begins]
+                # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
+                beyond = emit.add(builder.mul(at, number(segment_bytes)), PREFETCHED)
+                is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
+                skipped = builder.select(is_beyond, builder.mul(row_bytes, number(rows - 1)), number(0))
+                ahead = emit.add(skipped, PREFETCHED)
+                for r in range(rows):
+                    here = emit.add(row, r)
+                    base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(at, number(segment_bytes)))
+                    emit.prefetch(emit.add(base, ahead))
+                    parts = meant.products(base, inputs)
+                    block = builder.lshr(emit.add(builder.mul(here, segments), at), shift)
+                    scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
+                    for t in range(tokens):
+                        builder.store(emit.fma(parts[t], scale, builder.load(sums[r][t])), sums[r][t])
+
+            def finish(total: Any, pointer: Any) -> Any:
+                return builder.fmul(total, meant.factor) if meant.has_factor else total
+
+            _store_sums(emit, sums, out, all_rows, row, finish)
+            return context.get_dummy_value()
+
+        return signature, emit_code
+
+    return dot
+
+
+@inlined
+def _code_tiles(dots, data):  # type: ignore[no-untyped-def]
+    """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and smaller ones at the ends."""
+    one, tall, wide, square = dots
+    given = _pieces(data)
+    for at in range(BEFORE_WORK, len(given), GIVEN):
+        codes, scales, even, odd, table, out = (
+            given[at], given[at + 1], given[at + 2], given[at + 3], given[at + 4], given[at + 5],
+        )  # fmt: skip
+        row_bytes, segments, shift, tokens, rows = (
+            given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
+        )  # fmt: skip
+        first, last = _own_rows(given, rows)
+        token = 0
+        input_bytes = segments * HALF_BYTES
+        while token < tokens:
+            e, o, to = even + token * input_bytes, odd + token * input_bytes, out + token * rows * 4
+            row = first
+            if tokens - token >= TOKENS:
+                while row + ROWS <= last:
+                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    row += ROWS
+                while row < last:
+                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    row += 1
+                token += TOKENS
+                continue
+            while row + ROWS <= last:
+                tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                row += ROWS
+            while row < last:
+                one(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                row += 1
+            token += 1
+
+
+# By panels.
+
+
+@intrinsic
+def _on_the_stack(context):  # type: ignore[no-untyped-def]
+    """The address of a panel on the stack, valid until the calling function returns."""
+
+    def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        with builder.goto_entry_block():  # numba's own way would fill it with zeros, value by value
+            place = builder.alloca(I8, size=number(PANEL_BYTES))
+        place.align = 64
+        return builder.ptrtoint(place, ir.IntType(64))
+
+    return types.int64(), emit_code
+
+
+scratch: Any = _on_the_stack
+
+
+def _fill(scheme: str, width: int) -> Any:
+    """An intrinsic that decodes a part of one row of the matrix to float32."""
+
+    @intrinsic
+    def fill(context, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
+        """All arguments are int64: addresses, `panel` that of a row in the panel; bytes of a row, steps in a row and
+        the logarithm of steps in a block of the matrix; the row, its first step, and the number of steps."""
+        signature = types.void(*[types.int64] * 10)
+
+        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps = arguments
+            emit = Emitter(builder, width)
+            step_bytes = width * (2 if scheme == "8bit" else 1)
+            base = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(step_bytes)))
+            before = emit.add(builder.mul(row, all_steps), first)
+            meant = codebook(emit, scheme, table)
+            with cgutils.for_range(builder, steps) as loop:
+                block = builder.lshr(emit.add(before, loop.index), shift)
+                scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
+                both = meant.weights(emit.add(base, builder.mul(loop.index, number(step_bytes))))
+                place = emit.add(panel, builder.mul(loop.index, number(8 * width)))
+                for at, value in zip((0, 4 * width), both, strict=True):
+                    pointer = builder.inttoptr(emit.add(place, at), emit.floats.as_pointer())
+                    builder.store(builder.fmul(value, scale), pointer, align=4)
+            return context.get_dummy_value()
+
+        return signature, emit_code
+
+    return fill
+
+
+def _panel_dots(width: int) -> tuple[Any, ...]:
+    """Intrinsics for one row and one input, for `ROWS` rows, and for these and `PANEL_TOKENS` inputs."""
+    return tuple(_panel_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, PANEL_TOKENS[width])))
+
+
+def _panel_dot(width: int, rows: int, tokens: int) -> Any:
+    """An intrinsic that multiplies `rows` consecutive rows of a panel by `tokens` consecutive inputs."""
+
+    @intrinsic
+    def dot(context, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows):  # type: ignore[no-untyped-def]
+        """All arguments are int64: addresses of the first row, the first input and the first sum; steps of two vectors;
+        bytes from one row to the next, and from one input to the next; rows of the whole matrix."""
+        signature = types.void(*[types.int64] * 7)
+
+        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            panel, inputs, out, steps, panel_bytes, input_bytes, all_rows = arguments
+            emit = Emitter(builder, width)
+            sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
+            begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
+            bases = [emit.add(panel, builder.mul(panel_bytes, number(r))) for r in range(rows)]
+            with cgutils.for_range(builder, builder.mul(steps, number(2))) as loop:
+                at = builder.mul(loop.index, number(4 * width))
+                given = [emit.load(emit.add(begin, at), emit.floats, 4) for begin in begins]
+                for r in range(rows):
+                    weight = emit.load(emit.add(bases[r], at), emit.floats, 4)
+                    for t in range(tokens):
+                        builder.store(emit.fma(weight, given[t], builder.load(sums[r][t])), sums[r][t])
+
+            def finish(total: Any, pointer: Any) -> Any:
+                return builder.fadd(builder.load(pointer), total)
+
+            _store_sums(emit, sums, out, all_rows, number(0), finish)
+            return context.get_dummy_value()
+
+        return signature, emit_code
+
+    return dot
+
+
+@inlined
+def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-untyped-def]
+    """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
+    one, tall, square = dots
+    panel = scratch()
+    step_bytes = 2 * vector_bytes
+    max_steps = PANEL_COLUMNS * 4 // step_bytes
+    given = _pieces(data)
+    for at in range(BEFORE_WORK, len(given), GIVEN):
+        codes, scales, inputs, table, out = given[at], given[at + 1], given[at + 2], given[at + 4], given[at + 5]
+        row_bytes, steps, shift, tokens, rows = (
+            given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
+        )  # fmt: skip
+        first, last = _own_rows(given, rows)
+        input_bytes = steps * step_bytes
+        for top in range(first, last, PANEL_ROWS):
+            bottom = min(top + PANEL_ROWS, last)
+            for left in range(0, steps, max_steps):
+                count = min(max_steps, steps - left)
+                panel_bytes = count * step_bytes
+                many_inputs = max(INPUT_BYTES // panel_bytes // at_once, 1) * at_once
+                for row in range(top, bottom):
+                    place = panel + (row - top) * panel_bytes
+                    fill(codes, scales, table, place, row_bytes, steps, shift, row, left, count)
+                for begin in range(0, tokens, many_inputs):
+                    end = min(begin + many_inputs, tokens)
+                    row = top
+                    while row < bottom:
+                        here, token = panel + (row - top) * panel_bytes, begin
+                        is_tall = row + ROWS <= bottom
+                        while token < end:
+                            of_token = inputs + token * input_bytes + left * step_bytes
+                            to = out + (token * rows + row) * 4
+                            if is_tall and token + at_once <= end:
+                                square(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                token += at_once
+                            elif is_tall:
+                                tall(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                token += 1
+                            else:
+                                one(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                token += 1
+                        row += ROWS if is_tall else 1
+
+
+# bfloat16.
+
+
+def _bfloat_dots(width: int) -> tuple[Any, ...]:
+    """Intrinsics for one row and one input, for `ROWS` rows, and for these and `TOKENS` inputs."""
+    return tuple(_bfloat_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, TOKENS)))
+
+
+def _bfloat_dot(width: int, rows: int, tokens: int) -> Any:
+    """An intrinsic that multiplies `rows` consecutive rows by `tokens` consecutive inputs."""
+
+    @intrinsic
+    def dot(context, matrix, inputs, out, row_bytes, steps, all_rows, row):  # type: ignore[no-untyped-def]
+        """All arguments are int64; the first three are addresses, `row` is the first row."""
+        signature = types.void(*[types.int64] * 7)
+
+        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            matrix, inputs, out, row_bytes, steps, all_rows, row = arguments
+            emit = Emitter(builder, width)
+            vector_bytes = 4 * width
+            sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
+            input_bytes = builder.mul(steps, number(2 * vector_bytes))
+            begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
+            bases = [emit.add(matrix, builder.mul(emit.add(row, r), row_bytes)) for r in range(rows)]
+            with cgutils.for_range(builder, steps) as loop:
+                at = builder.mul(loop.index, number(vector_bytes))
+                places = [emit.add(begin, at, at) for begin in begins]
+                given = [
+                    [emit.load(emit.add(place, odd), emit.floats, 4) for odd in (0, vector_bytes)] for place in places
+                ]
+                for r in range(rows):
+                    both = emit.load(emit.add(bases[r], at), emit.ints, 2)
+                    halves = builder.shl(both, emit.every(16)), builder.and_(both, emit.every(-(1 << 16)))
+                    for t in range(tokens):
+                        total = builder.load(sums[r][t])
+                        for half, value in zip(halves, given[t], strict=True):
+                            total = emit.fma(builder.bitcast(half, emit.floats), value, total)
+                        builder.store(total, sums[r][t])
+            _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: total)
+            return context.get_dummy_value()
+
+        return signature, emit_code
+
+    return dot
+
+
+@inlined
+def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
+    """The loops over rows and inputs: over parts that fit the cache, in tiles of `ROWS` and `TOKENS`."""
+    one, tall, square = dots
+    given = _pieces(data)
+    for at in range(BEFORE_WORK, len(given), GIVEN):
+        matrix, inputs, out = given[at], given[at + 2], given[at + 5]
+        row_bytes, steps, tokens, rows = given[at + 6], given[at + 7], given[at + 9], given[at + 10]
+        first, last = _own_rows(given, rows)
+        input_bytes = steps * 2 * vector_bytes
+        many_inputs = max(INPUT_BYTES // input_bytes // TOKENS, 1) * TOKENS
+        many_rows = max(MATRIX_BYTES // row_bytes // ROWS, 1) * ROWS
+        for top in range(first, last, many_rows):
+            bottom = min(top + many_rows, last)
+            for begin in range(0, tokens, many_inputs):
+                end = min(begin + many_inputs, tokens)
+                row = top
+                while row < bottom:
+                    token = begin
+                    tall_enough = row + ROWS <= bottom
+                    while token < end:
+                        of_token, to = inputs + token * input_bytes, out + token * rows * 4
+                        if tall_enough and token + TOKENS <= end:
+                            square(matrix, of_token, to, row_bytes, steps, rows, row)
+                            token += TOKENS
+                        elif tall_enough:
+                            tall(matrix, of_token, to, row_bytes, steps, rows, row)
+                            token += 1
+                        else:
+                            one(matrix, of_token, to, row_bytes, steps, rows, row)
+                            token += 1
+                    row += ROWS if tall_enough else 1
+
+
+# Functions with a name in the module, and intrinsics with one: numba caches no others for the next process.
+
+_N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE = _code_dots("4bit", 16)
+_N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE = _code_dots("4bit", 8)
+_B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE = _code_dots("8bit", 16)
+_B8_ONE, _B8_TALL, _B8_WIDE, _B8_SQUARE = _code_dots("8bit", 8)
+_NP_ONE, _NP_TALL, _NP_WIDE, _NP_SQUARE = _code_dots("4bit", PAIRS)
+_BP_ONE, _BP_TALL, _BP_WIDE, _BP_SQUARE = _code_dots("8bit", PAIRS)
+_P16_ONE, _P16_TALL, _P16_SQUARE = _panel_dots(16)
+_P8_ONE, _P8_TALL, _P8_SQUARE = _panel_dots(8)
+_N16_FILL, _B16_FILL, _N8_FILL, _B8_FILL = (_fill(scheme, width) for width in (16, 8) for scheme in ("4bit", "8bit"))
+_F16_ONE, _F16_TALL, _F16_SQUARE = _bfloat_dots(16)
+_F8_ONE, _F8_TALL, _F8_SQUARE = _bfloat_dots(8)
+
+
+def _codes_4bit_16(data):  # type: ignore[no-untyped-def]
+    _code_tiles((_N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE), data)
+
+
+def _codes_4bit_8(data):  # type: ignore[no-untyped-def]
+    _code_tiles((_N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE), data)
+
+
+def _codes_4bit_in_pairs(data):  # type: ignore[no-untyped-def]
+    _code_tiles((_NP_ONE, _NP_TALL, _NP_WIDE, _NP_SQUARE), data)
+
+
+def _codes_8bit_16(data):  # type: ignore[no-untyped-def]
+    _code_tiles((_B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE), data)
+
+
+def _codes_8bit_8(data):  # type: ignore[no-untyped-def]
+    _code_tiles((_B8_ONE, _B8_TALL, _B8_WIDE, _B8_SQUARE), data)
+
+
+def _codes_8bit_in_pairs(data):  # type: ignore[no-untyped-def]
+    _code_tiles((_BP_ONE, _BP_TALL, _BP_WIDE, _BP_SQUARE), data)
+
+
+def _panels_4bit_16(data):  # type: ignore[no-untyped-def]
+    _panel_tiles(_N16_FILL, (_P16_ONE, _P16_TALL, _P16_SQUARE), 6, 64, data)
+
+
+def _panels_4bit_8(data):  # type: ignore[no-untyped-def]
+    _panel_tiles(_N8_FILL, (_P8_ONE, _P8_TALL, _P8_SQUARE), 2, 32, data)
+
+
+def _panels_8bit_16(data):  # type: ignore[no-untyped-def]
+    _panel_tiles(_B16_FILL, (_P16_ONE, _P16_TALL, _P16_SQUARE), 6, 64, data)
+
+
+def _panels_8bit_8(data):  # type: ignore[no-untyped-def]
+    _panel_tiles(_B8_FILL, (_P8_ONE, _P8_TALL, _P8_SQUARE), 2, 32, data)
+
+
+def _bfloat16_16(data):  # type: ignore[no-untyped-def]
+    _bfloat_tiles((_F16_ONE, _F16_TALL, _F16_SQUARE), 64, data)
+
+
+def _bfloat16_8(data):  # type: ignore[no-untyped-def]
+    _bfloat_tiles((_F8_ONE, _F8_TALL, _F8_SQUARE), 32, data)
+
+
+KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {
+    (CODES, "4bit", 16): _codes_4bit_16,
+    (CODES, "4bit", 8): _codes_4bit_8,
+    (CODES, "4bit", PAIRS): _codes_4bit_in_pairs,
+    (CODES, "8bit", 16): _codes_8bit_16,
+    (CODES, "8bit", 8): _codes_8bit_8,
+    (CODES, "8bit", PAIRS): _codes_8bit_in_pairs,
+    (PANELS, "4bit", 16): _panels_4bit_16,
+    (PANELS, "4bit", 8): _panels_4bit_8,
+    (PANELS, "8bit", 16): _panels_8bit_16,
+    (PANELS, "8bit", 8): _panels_8bit_8,
+    (CODES, BFLOAT16, 16): _bfloat16_16,
+    (CODES, BFLOAT16, 8): _bfloat16_8,
+}

@@ -1,0 +1,341 @@
+"""Products with a matrix that is stored at 4bit or 8bit, without dequantizing the whole matrix.
+
+On the CPU, for few inputs each code is decoded in registers for every few of them: at 4bit a token then reads a quarter
+of the bytes of bfloat16. For more inputs a few rows at a time are decoded once for all of them, a panel. For very many,
+as in the prefill of a long prompt, a few rows at a time are dequantized into memory that stays in the cache, and
+multiplied by torch. So are matrices with code values that no kernel has a table for. Kernels (`product_kernels.py`)
+multiply by code value times scale in float32; the dequantized matrix has the same values, rounded.
+
+On a Xeon with AVX-512, one thread, 5632 x 2048 at 4bit, milliseconds of the processor: 16 rows 7 by panels and 8 code
+by code, 64 rows 22 and 36, 256 rows 88 and 163; dequantized and multiplied by torch 22, 45 and 92. Below 6 rows code by
+code is faster, and above 256 torch is.
+
+On a device for which bitsandbytes has a kernel, one input is multiplied from the codes; more inputs with the matrix,
+which is dequantized for each product.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.quant import bfloat_products, kernels
+from rabbitllm.quant.quantize import dequantize, multiply_4bit
+from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, Quantized
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_INPUTS = 16
+MAX_INPUTS_IN_PAIRS = 64
+"""Rows of input up to which the kernel without panels is faster than dequantizing, in float32 and in pairs of bfloat16
+(2 cores of an AMD EPYC, with AVX-512)."""
+LEAST_PANEL_INPUTS = 6
+MAX_PANEL_INPUTS = {16: 256, 8: 64}
+"""Rows of input for which panels are the fastest way, by lanes."""
+MAX_GROUPED = 512
+"""Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
+CHUNK_ELEMENTS = 1 << 21
+"""Elements that are dequantized at a time: 4 MiB of bfloat16."""
+SEGMENT = 64
+"""Codes that the kernel without panels sums before their scale is applied."""
+
+
+class ProductMethod(enum.Enum):
+    """The method to multiply rows with a matrix; those of kernels have the kernels' names."""
+
+    CODES = kernels.CODES
+    PANELS = kernels.PANELS
+    DEQUANTIZED = "dequantized"
+
+
+def multiplies(form: Quantized) -> bool:
+    """Whether there is a kernel for this matrix on this machine: 2-D, each row a whole number of segments."""
+    if len(form.shape) != 2 or not all(form.shape) or form.shape[1] % SEGMENT:
+        return False
+    return _kernel_agrees(form.scheme)
+
+
+def can_multiply(form: Quantized) -> bool:
+    """Whether bitsandbytes' kernel accepts such a matrix: 2-D at 4bit, each row a whole number of blocks."""
+    return form.scheme == "4bit" and len(form.shape) == 2 and all(form.shape) and form.shape[1] % NF4_BLOCK == 0
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A stored matrix (N, K).
+
+    Attributes:
+        form: its scheme and shape, with dequantized scales.
+        payload: uint8 codes.
+        absmax: float32, one per block.
+        table: float32, the value of each code.
+    """
+
+    form: Quantized
+    payload: torch.Tensor
+    absmax: torch.Tensor
+    table: torch.Tensor
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized matrix."""
+        return dequantize(self.form, self.payload, self.absmax, self.table, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedMatrix(QuantizedMatrix):
+    """A matrix on the device that multiplies it, by bitsandbytes; `can_multiply` is true for its form."""
+
+    def grouped(self, x: torch.Tensor) -> None:
+        """None: groups are multiplied one by one."""
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same."""
+        import torch
+
+        if x.numel() != x.shape[-1]:
+            return torch.nn.functional.linear(x, self.dequantized(x.dtype), bias)
+        product = multiply_4bit(self.form, self.payload, self.absmax, self.table, x.reshape(1, -1).contiguous())
+        if bias is not None:
+            product = product + bias
+        return product.view(*x.shape[:-1], self.form.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix(QuantizedMatrix):
+    """A matrix in memory, multiplied by our kernels; `multiplies` is true for its form."""
+
+    _tables: dict[int, int] = field(init=False, default_factory=dict)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `linear`."""
+        return linear(x, self, bias)
+
+    def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
+        """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
+        width = kernel_for(self.form.scheme, x.dtype)
+        return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and self.table_for(width) else None
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""
+        return self.times_by(ProductMethod.CODES, kernel_for(self.form.scheme, x.dtype), x)
+
+    def times_by(self, method: ProductMethod, width: int, x: torch.Tensor) -> torch.Tensor:
+        """The same by one kernel, that of a method and of `width` lanes."""
+        import torch
+
+        make = torch.zeros if method is ProductMethod.PANELS else torch.empty
+        out = make(len(x), self.form.shape[0])
+        _run(method, width, _Inputs(method, width, x), [(self, 0, len(x))], out)
+        return out
+
+    def table_for(self, width: int) -> int:
+        """The address of the lookup table for kernels of `width` lanes; 0 if these cannot represent the codes."""
+        if width not in self._tables:  # the array is kept in the cache of `table_of`
+            found = _vectors().table_of(self.form.scheme, width, self.table.numpy().tobytes())
+            self._tables[width] = 0 if found is None else found.ctypes.data
+        return self._tables[width]
+
+
+class _Inputs:
+    """Rows (T, K) in the format of a kernel of `width` lanes; K is a multiple of 64."""
+
+    def __init__(self, method: ProductMethod, width: int, x: torch.Tensor) -> None:
+        import torch
+
+        count, columns = x.shape
+        self._step, self._odd = columns * 2, 0  # bytes of a row's even inputs in float32, or of all in bfloat16
+        if method is ProductMethod.PANELS:
+            self._ready, self._step = kernels.interleaved(width, x), columns * 4
+        elif width == _vectors().PAIRS:
+            self._ready = x.contiguous()
+        else:
+            self._ready = torch.empty(2, count, columns // 2)  # even and odd inputs
+            self._ready.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
+            self._odd = self._ready.data_ptr() + count * self._step
+
+    def of(self, row: int) -> tuple[int, int]:
+        """The addresses of a row's even inputs and of its odd ones; the second is 0 if they are not separated."""
+        return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._step
+
+
+def _run(
+    method: ProductMethod, width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor
+) -> None:
+    """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form.
+
+    By codes `out` is filled; by panels the products are added to it.
+    """
+    form = work[0][0].form
+    row_bytes, *shape = _shape(form.scheme, form.shape[1], SEGMENT if method is ProductMethod.CODES else 2 * width)
+    rows, start = form.shape[0], out.data_ptr()
+    given = [
+        (matrix.payload.data_ptr(), matrix.absmax.data_ptr(), *inputs.of(begin), matrix.table_for(width))
+        + (start + begin * rows * 4, row_bytes, *shape, end - begin, rows)
+        for matrix, begin, end in work
+    ]
+    kernels.run(method.value, form.scheme, width, given, rows * row_bytes * len(work))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(scheme: str, columns: int, step: int) -> tuple[int, int, int]:
+    """Bytes of codes in a row, steps in a row, and the logarithm of steps in a block."""
+    entry = SCHEMES[scheme]
+    return columns // entry.codes_a_byte, columns // step, (entry.block // step).bit_length() - 1
+
+
+class GroupedProduct:
+    """Products of groups of rows, each with a matrix of its own, all of one form.
+
+    The inputs are prepared once, and many matrices are one job for all threads.
+
+    Args:
+        x: (S, K), of a floating dtype.
+        like: a matrix of the form, (N, K).
+    """
+
+    def __init__(self, x: torch.Tensor, like: Matrix) -> None:
+        import torch
+
+        self._x = x
+        self._width = kernel_for(like.form.scheme, x.dtype)
+        self._out = torch.zeros(len(x), like.form.shape[0])
+        self._inputs: dict[ProductMethod, _Inputs] = {}
+
+    def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
+        """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
+        by_method: dict[ProductMethod, list[tuple[Matrix, int, int]]] = {}
+        for matrix, (begin, end) in zip(matrices, groups, strict=True):
+            by_method.setdefault(method_for(matrix, self._width, end - begin), []).append((matrix, begin, end))
+        for matrix, begin, end in by_method.pop(ProductMethod.DEQUANTIZED, []):
+            self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
+        for method, work in by_method.items():
+            if method not in self._inputs:
+                self._inputs[method] = _Inputs(method, self._width, self._x)
+            _run(method, self._width, self._inputs[method], work, self._out)
+
+    def result(self) -> torch.Tensor:
+        """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
+        return self._out.to(self._x.dtype)
+
+
+def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ W.T + bias`.
+
+    Args:
+        x: (..., K), of a floating dtype.
+        matrix: (N, K).
+        bias: (N,) or None.
+
+    Returns:
+        (..., N) of x's dtype; for few inputs (`MAX_INPUTS`) sums are in float32.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    width = kernel_for(matrix.form.scheme, x.dtype)
+    method = method_for(matrix, width, len(flat))
+    if method is ProductMethod.DEQUANTIZED:
+        result = _in_chunks(flat, matrix, bias)
+    else:
+        result = matrix.times_by(method, width, flat)
+        if bias is not None:
+            result += bias
+        result = result.to(x.dtype)
+    return result.view(*x.shape[:-1], matrix.form.shape[0])
+
+
+def method_for(matrix: Matrix, width: int, count: int) -> ProductMethod:
+    """The fastest method for `count` rows, with the kernels of `width` lanes."""
+    if not matrix.table_for(width):
+        return ProductMethod.DEQUANTIZED
+    if LEAST_PANEL_INPUTS <= count <= MAX_PANEL_INPUTS.get(width, 0) and _agrees(
+        ProductMethod.PANELS, matrix.form.scheme, width
+    ):
+        return ProductMethod.PANELS
+    most = MAX_INPUTS_IN_PAIRS if width == _vectors().PAIRS else MAX_INPUTS
+    return ProductMethod.CODES if count <= most else ProductMethod.DEQUANTIZED
+
+
+def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    import torch
+
+    form, (rows, columns) = matrix.form, matrix.form.shape
+    block = SCHEMES[form.scheme].block
+    step = block // math.gcd(block, columns)  # rows that are whole blocks
+    step *= max(CHUNK_ELEMENTS // columns // step, 1)
+    # processors without instructions for bfloat16 are slow at it, so float32 is used there
+    wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.kernel_here() else x
+    out = x.new_empty(len(x), rows)
+    codes = matrix.payload.view(rows, -1)
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        scales = matrix.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
+        few = replace(form, shape=(end - begin, columns))
+        part = dequantize(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, wide.dtype)
+        added = None if bias is None else bias[begin:end].to(wide.dtype)
+        out[:, begin:end] = torch.nn.functional.linear(wide, part, added)
+    return out
+
+
+@functools.cache
+def _vectors() -> Any:
+    from rabbitllm.quant import vectors  # numba comes with it
+
+    return vectors
+
+
+@functools.cache
+def kernel_for(scheme: str, dtype: torch.dtype) -> int:
+    """Lanes of the kernel for inputs of a dtype; `PAIRS` for bfloat16 if this machine has that kernel and it agrees."""
+    import torch
+
+    vectors = _vectors()
+    if dtype == torch.bfloat16 and vectors.multiplies_pairs() and _agrees(ProductMethod.CODES, scheme, vectors.PAIRS):
+        return int(vectors.PAIRS)
+    return int(vectors.lanes())
+
+
+@functools.cache
+def _kernel_agrees(scheme: str) -> bool:
+    """Whether this machine has a kernel, and its result on a sample is right."""
+    try:
+        lanes = _vectors().lanes()
+    except ImportError:
+        logger.info("numba is not installed; compressed layers are dequantized for each use.")
+        return False
+    return bool(lanes) and _agrees(ProductMethod.CODES, scheme, lanes)
+
+
+@functools.cache
+def _agrees(method: ProductMethod, scheme: str, width: int) -> bool:
+    """Whether a kernel's result on a sample agrees with indexing and float32."""
+    import torch
+
+    def product(form: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor) -> torch.Tensor:
+        return Matrix(form, payload, absmax, table).times_by(method, width, x)
+
+    dtype = torch.bfloat16 if width == _vectors().PAIRS else torch.float32
+    shapes, problem = _TRIALS[method]
+    off = kernels.first_error(kernels.of_codes(scheme, dtype, shapes, product))
+    if off is not None:
+        logger.warning(problem, scheme, off)
+    return off is None
+
+
+_TRIALS = {
+    ProductMethod.CODES: (
+        ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
+        "The kernel for products at %s is off by %.1e here and is not used.",
+    ),
+    ProductMethod.PANELS: (
+        ((7, 5, 192), (13, 70, 4096)),  # the last by several threads, with two panels for each row
+        "Products by panels at %s are off by %.1e here and are not used.",
+    ),
+}
+"""The products of a kernel's trial (inputs, rows, columns), and the warning where they are off."""

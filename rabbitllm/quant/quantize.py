@@ -1,0 +1,421 @@
+"""Quantization of runs of blocks, of scales, and the way back.
+
+Runs of blocks are quantized by our own kernels, whose results equal those of bitsandbytes, or by bitsandbytes itself.
+Blocks are independent, so a tensor of any size is processed in chunks of whole blocks.
+
+**Fitted scales**: 4bit with scales fitted to their block, instead of its largest magnitude: the same codes, kernels,
+keys and sizes. A few multiples of the largest magnitude of a block of 64 are tried, and the one with the least squared
+error is taken. A smaller one clips the largest value and has finer steps for all others; and since the 16 values of NF4
+are not symmetrical, a negative one mirrors them. At 4bit-double, where scales are quantized less their mean, all are
+positive. The rule, in float32: y = x * (1 / s); v is the NF4 value nearest to y after y is rounded to the nearest
+1024th between -1 and 1; the error is s * s * sum((y - v)**2), where the second half of the terms is added to the first
+until one is left; of equal errors the first in the order of `MULTIPLES` wins. The code is the number of midpoints below
+y. So every processor has the same result, with numba or, many times more slowly, without. Blocks of zeros, with values
+that are not finite, or with magnitudes whose squares overflow or underflow, keep their largest magnitude as scale.
+
+**Nested scales** (bitsandbytes' `compress_statistics`): all scales of a tensor less their mean are quantized in blocks
+of 256 by the 256 values of 8bit. The mean is summed in the order in which torch (2.13) sums as many float32 on x86-64
+in one thread: 32 parallel sums, of rows, of groups of rows, of groups of groups and of groups of those. With several
+threads and more than 32,768 scales, torch sums the share of each thread, so the last bit of the mean depends on the
+number of threads; a layer file must not. A tensor of any size is processed in runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
+from rabbitllm.quant.library import bitsandbytes, functional, int8_code, int8_table, nf4_map
+from rabbitllm.quant.schemes import (
+    DOUBLE,
+    INT8_BLOCK,
+    NESTED_BLOCK,
+    NF4_BLOCK,
+    SCALE_BYTES,
+    SCHEMES,
+    Quantized,
+    Settling,
+    nested_state,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    Floats: TypeAlias = npt.NDArray[np.float32]
+    ReadScales: TypeAlias = Callable[[int, int], Floats]
+    """Index of the first scale, number of scales -> the scales, float32."""
+
+logger = logging.getLogger(__name__)
+
+
+def quantize_blocks(
+    scheme: str, data: memoryview, dtype: str, device: str, *, fitted: bool = False
+) -> tuple[memoryview, memoryview]:
+    """Quantize a run of blocks.
+
+    Args:
+        scheme: one of `SCHEMES`.
+        data: the elements' bytes; a whole number of blocks, unless it is the tensor's end.
+        dtype: F32, F16 or BF16.
+        device: the device that computes, "cpu" or "cuda:N".
+        fitted: fit 4bit scales to their block, always on the CPU.
+
+    Returns:
+        The payload (uint8: two elements per byte at 4bit, one at 8bit) and the scales (float32, one per block), as
+        bytes; at 4bit-double the scales are not quantized yet; see `settled`.
+    """
+    if fitted and SCHEMES[scheme].fits:
+        return quantize_fitted(scheme, data, dtype)
+    scheme = SCHEMES[scheme].codes
+    if device == "cpu" and _compiled_kernels_agree(scheme):
+        return _quantize_compiled(scheme, data, dtype)
+    return _quantize_with_bitsandbytes(scheme, data, dtype, device)
+
+
+def _quantize_with_bitsandbytes(
+    scheme: str, data: memoryview, dtype: str, device: str
+) -> tuple[memoryview, memoryview]:
+    import torch
+
+    values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(device)
+    if scheme == "4bit":
+        codes, state = functional().quantize_4bit(values, blocksize=NF4_BLOCK, quant_type="nf4")
+    else:
+        codes, state = functional().quantize_blockwise(values, int8_table(values.device), blocksize=INT8_BLOCK)
+    return _bytes_of(codes), _bytes_of(state.absmax)
+
+
+def _quantize_compiled(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
+    import numpy as np
+
+    from rabbitllm.quant import quantize_kernels
+
+    quantize = quantize_kernels.quantize_nf4 if scheme == "4bit" else quantize_kernels.quantize_int8
+    levels = np.frombuffer(nf4_map() if scheme == "4bit" else int8_code(), np.float32)
+    codes, scales = quantize(_values(data, dtype), quantize_kernels.KINDS[dtype], levels)
+    return codes.data.cast("B"), scales.data.cast("B")
+
+
+def _values(data: memoryview, dtype: str) -> npt.NDArray[np.uint16] | Floats:
+    """Float32, or the bits of 16-bit floats."""
+    import numpy as np
+
+    return np.frombuffer(data, np.float32) if dtype == "F32" else np.frombuffer(data, np.uint16)
+
+
+@functools.cache
+def _compiled_kernels_agree(scheme: str) -> bool:
+    """Whether our compiled kernels are available and agree with the installed bitsandbytes on a sample.
+
+    Another version of it, or another processor (its ARM path rounds differently), may follow other rules.
+    """
+    import torch
+
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        logger.info("numba is not installed; bitsandbytes quantizes, at a fraction of the speed.")
+        return False
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(8 * INT8_BLOCK + 33, generator=generator) * 0.02
+    sample[:NF4_BLOCK] = 0
+    for dtype in ("BF16", "F16", "F32"):
+        data = _bytes_of(sample.to(torch_dtype(dtype)).view(torch.uint8))
+        if _quantize_compiled(scheme, data, dtype) != _quantize_with_bitsandbytes(scheme, data, dtype, "cpu"):
+            logger.warning("This bitsandbytes quantizes to %s otherwise than our kernels; it is used instead.", scheme)
+            return False
+    return True
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.cpu().contiguous().view(-1).numpy().data.cast("B")
+
+
+# Scales that are fitted to their block.
+
+POSITIVE = (0.78, 0.84, 0.9, 0.96, 1.02)
+"""Multiples of the largest magnitude that are tried. Twice as many found 1 to 2 % less error."""
+MULTIPLES = {"4bit": (*POSITIVE, *(-multiple for multiple in POSITIVE)), DOUBLE: POSITIVE}
+"""Scheme -> multiples; at 4bit-double, scales of both signs lose more when they are quantized than they gain."""
+STEPS = 1024
+"""Steps from 0 to 1 to which y is rounded."""
+SMALLEST, LARGEST = 1e-18, 1e18
+"""Limits of a block's largest magnitude, between which squares neither overflow nor underflow."""
+ZERO_CODE = 7
+"""The code of NF4's value 0."""
+
+
+def quantize_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
+    """Quantize a run of blocks; see `quantize_blocks`."""
+    import numpy as np
+
+    try:
+        from rabbitllm.quant import quantize_kernels
+    except ImportError:
+        codes, scales = by_numpy(scheme, data, dtype)
+    else:
+        midpoints, nearest = _tables()
+        multiples = np.array(MULTIPLES[scheme], np.float32)
+        usual = np.array([SMALLEST, LARGEST], np.float32)
+        codes, scales = quantize_kernels.quantize_fitted(
+            _values(data, dtype), quantize_kernels.KINDS[dtype], midpoints, nearest, multiples, usual, ZERO_CODE
+        )
+    return codes.data.cast("B"), scales.data.cast("B")
+
+
+@functools.cache
+def _tables() -> tuple[Floats, Floats]:
+    """The midpoints between the NF4 values, and the value nearest to each 1024th from -1 to 1."""
+    import numpy as np
+
+    levels = np.frombuffer(nf4_map(), np.float32)
+    midpoints = ((levels[1:] + levels[:-1]) / np.float32(2)).astype(np.float32)
+    steps = np.arange(-STEPS, STEPS + 1, dtype=np.float32) / np.float32(STEPS)
+    return midpoints, levels[np.searchsorted(midpoints, steps, side="left")]
+
+
+def by_numpy(scheme: str, data: memoryview, dtype: str) -> tuple[npt.NDArray[np.uint8], Floats]:
+    """The rule of the module's docstring in NumPy: two codes per byte, ((n + 1) // 2,), and one float32 per block."""
+    import numpy as np
+    import torch
+
+    flat = torch.frombuffer(data, dtype=torch_dtype(dtype)).float().numpy()
+    midpoints, nearest = _tables()
+    values = np.zeros((-(-flat.size // NF4_BLOCK), NF4_BLOCK), np.float32)
+    values.reshape(-1)[: flat.size] = flat
+    largest = (values.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=1).view(np.float32)
+    scales, least = largest.copy(), np.full(len(values), np.inf, np.float32)
+    with np.errstate(all="ignore"):
+        usual = (np.float32(SMALLEST) < largest) & (largest < np.float32(LARGEST))
+        for multiple in MULTIPLES[scheme]:
+            scale = np.where(usual, np.float32(multiple) * largest, np.float32(1))
+            error = np.where(usual, _fitted_errors(values, scale, nearest), np.float32(np.inf))
+            scales = np.where(error < least, scale, scales)
+            least = np.minimum(error, least)
+        ys = values * (np.float32(1) / scales)[:, None]
+    ranks = np.where(scales[:, None] == 0, ZERO_CODE, (ys[..., None] > midpoints).sum(axis=-1)).astype(np.uint8)
+    ranks.reshape(-1)[flat.size :] = ZERO_CODE
+    pairs = ranks.reshape(-1, 2)
+    codes = ((pairs[:, 0] << 4) | pairs[:, 1]).astype(np.uint8)
+    return codes[: (flat.size + 1) // 2], scales.astype(np.float32)
+
+
+def _fitted_errors(values: Floats, scale: Floats, nearest: Floats) -> Floats:
+    import numpy as np
+
+    ys = values * (np.float32(1) / scale)[:, None]
+    places = (np.clip(ys, -1, 1) + np.float32(1)) * np.float32(STEPS) + np.float32(0.5)
+    off = ys - nearest[np.where(np.isfinite(places), places, 0).astype(np.int32)]
+    squares = off * off
+    while squares.shape[1] > 1:
+        half = squares.shape[1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    found: Floats = scale * scale * squares[:, 0]
+    return found
+
+
+# Scales that are quantized themselves.
+
+LANES = 8
+"""Lanes of a vector of AVX2, with which torch sums also on processors with AVX-512."""
+SUMS = 4 * LANES
+"""Parallel sums: four vectors."""
+LEVELS = 4
+"""Levels of sums: rows, groups of rows, groups of groups, and groups of those."""
+LEAST_GROUP = 16
+
+
+def settled(form: Settling, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
+    """The stored bytes of a tensor's scales: (index in `form.parts`, offset in that part, bytes).
+
+    Reads the scales twice, one to four megabytes at a time.
+    """
+    import numpy as np
+    import torch
+
+    count = form.source.elements
+    offset = mean_of(read, count)
+    for first, length in _runs(count):
+        with np.errstate(invalid="ignore"):  # for infinite weights
+            values = torch.from_numpy(read(first, length) - offset)
+        codes, state = functional().quantize_blockwise(values, int8_table(values.device), blocksize=NESTED_BLOCK)
+        yield 0, first, codes.numpy().data.cast("B")
+        yield 1, first // NESTED_BLOCK * SCALE_BYTES, state.absmax.numpy().data.cast("B")
+    yield 2, 0, memoryview(nested_state(form.of.dtype, form.of.shape, float(offset)))
+
+
+def mean_of(read: ReadScales, count: int) -> np.float32:
+    """The mean of `count` scales, at least 8, equal to torch's bit for bit."""
+    import numpy as np
+
+    group, above = _group(count), np.zeros(SUMS, np.float32)
+    for first, length in _runs(count):
+        run = read(first, length)
+        rows = length // SUMS
+        items = run[: rows * SUMS].reshape(rows, SUMS)
+        total = np.zeros(SUMS, np.float32)
+        for _ in range(LEVELS - 1):
+            whole = len(items) // group * group
+            total = total + np.add.reduce(items[whole:], axis=0)
+            items = np.add.reduce(items[:whole].reshape(-1, group, SUMS), axis=1)
+        above = _one_by_one(items, above)
+    total = total + above  # the levels below are those of the last run: all others are whole groups
+    vectors = length // LANES * LANES
+    first_lanes = _one_by_one(run[rows * SUMS : vectors].reshape(-1, LANES), total[:LANES])
+    lanes = _one_by_one(total[LANES:].reshape(-1, LANES), first_lanes)
+    added = _one_by_one(lanes, _one_by_one(run[vectors:], np.zeros((), np.float32)))
+    return np.float32(added / np.float32(count))
+
+
+def _group(count: int) -> int:
+    rows = count // SUMS
+    ceil_log2 = (rows - 1).bit_length() if rows > 2 else 1
+    return max(LEAST_GROUP, 1 << ceil_log2 // LEVELS)
+
+
+def _runs(count: int) -> Iterator[tuple[int, int]]:
+    """First index and length of runs; all but the last are whole groups of groups of groups of rows."""
+    step = _group(count) ** (LEVELS - 1) * SUMS
+    for first in range(0, count, step):
+        yield first, min(step, count - first)
+
+
+def _one_by_one(items: Floats, begin: Floats) -> Floats:
+    """`begin` plus the first item, plus the second, and so on."""
+    for item in items:
+        begin = begin + item
+    return begin
+
+
+def expanded_bytes(form: Quantized) -> int:
+    """Bytes of a tensor's dequantized scales, float32; 0 if its scales are not quantized."""
+    if form.offset is None:
+        return 0
+    return math.ceil(math.prod(form.shape) / NF4_BLOCK) * SCALE_BYTES
+
+
+def expand_scales(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float) -> torch.Tensor:
+    """Dequantize quantized scales; the result equals bitsandbytes' bit for bit.
+
+    Args:
+        codes: uint8 (blocks,); all of a tensor's, or a run that begins with a block of 256; on any device.
+        nested: float32, the scales of these blocks.
+        table: float32 (256,).
+        offset: the mean of all scales.
+
+    Returns:
+        float32 (blocks,), a new tensor.
+    """
+    import torch
+
+    state = functional().QuantState(absmax=nested, code=table, blocksize=NESTED_BLOCK, dtype=torch.float32)
+    made: torch.Tensor = functional().dequantize_blockwise(codes, state)
+    return made.add_(offset)
+
+
+def scales_at(
+    codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float, within: torch.Tensor
+) -> torch.Tensor:
+    """The same for any codes: `within` is the index of each one's block of 256, int64 of their shape."""
+    made: torch.Tensor = table[codes.long()] * nested[within]
+    return made.add_(offset)
+
+
+# Dequantization, and products by bitsandbytes.
+
+
+def operands(
+    form: Quantized, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]
+) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operands of kernels for a stored tensor: its form, codes, float32 scales and code table.
+
+    Quantized scales are dequantized to n / 64 float32, on the device of the parts; the others are returned as read.
+
+    Args:
+        form: from `read_state`.
+        parts: in the order of `part_names`.
+        read: a part -> its tensor.
+    """
+    payload, absmax, table = map(read, parts[:3])
+    if form.offset is not None:
+        absmax = expand_scales(absmax, read(parts[3]), read(parts[4]), form.offset)
+    return form.codes, payload, absmax, table
+
+
+def dequantize(
+    form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The dequantized tensor, on the device of its parts.
+
+    Args:
+        form: from `read_state`; at 4bit-double from `operands`.
+        payload: uint8 codes.
+        absmax: float32, one per block.
+        table: float32, the value of each code.
+        dtype: of the result. At 4bit bitsandbytes dequantizes to the dtype stored with the tensor, and the result is
+            cast; at 8bit no dtype is stored, and it dequantizes to `dtype` directly.
+
+    Returns:
+        A new tensor of shape `form.shape`.
+    """
+    assert form.offset is None
+    if form.scheme == "4bit":
+        whole = replace(form, shape=_in_whole_blocks(form.shape))
+        result: torch.Tensor = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
+    else:
+        state = functional().QuantState(absmax=absmax, code=table, blocksize=INT8_BLOCK, dtype=dtype)
+        result = functional().dequantize_blockwise(payload, state)
+    return result.to(dtype).view(form.shape)
+
+
+def _in_whole_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with the same number of elements whose rows are whole blocks, if possible; else one row.
+
+    bitsandbytes' kernel for the CPU (0.50) begins a block with each row, even if the stored blocks cross rows: with
+    rows of 80 elements, all but the first would get wrong scales.
+    """
+    if shape and shape[-1] % NF4_BLOCK == 0:
+        return shape
+    elements = math.prod(shape)
+    return (elements // NF4_BLOCK, NF4_BLOCK) if elements % NF4_BLOCK == 0 else (elements,)
+
+
+def multiply_4bit(
+    form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """`x @ W.T` by bitsandbytes, from the codes if it has a kernel for the device; else it dequantizes.
+
+    `matmul_4bit` is called instead of `gemv_4bit`, which on some CPUs expects the codes in another order.
+
+    Args:
+        form: (N, K) at 4bit, K a multiple of 64.
+        payload, absmax, table: as for `dequantize`.
+        x: (1, K), contiguous, of a floating dtype.
+
+    Returns:
+        (1, N), of x's dtype; rounded differently from a product with the dequantized matrix.
+    """
+    state = _nf4_quant_state(form, absmax, table)
+    product: torch.Tensor = bitsandbytes().matmul_4bit(x, payload.view(-1, 1).t(), quant_state=state)
+    return product
+
+
+def _nf4_quant_state(form: Quantized, absmax: torch.Tensor, table: torch.Tensor) -> Any:
+    import torch
+
+    assert form.dtype is not None
+    return functional().QuantState(
+        absmax=absmax,
+        shape=torch.Size(form.shape),
+        dtype=getattr(torch, form.dtype),
+        blocksize=NF4_BLOCK,
+        code=table,
+        quant_type="nf4",
+    )

@@ -1,0 +1,493 @@
+"""The schemes of quantization: one registry, the choice of tensors to compress, and the stored form of a tensor.
+
+An entry of `SCHEMES` says how a scheme is stored. Its arithmetic is in `quantize.py`, its products in `products.py`.
+Stored keys are RabbitLLM 1.1's (and AirLLM's) pattern:
+
+- 4bit: `<name>` uint8 ((n+1)//2, 1), `<name>.4bit.absmax` float32 (blocks of 64), `<name>.4bit.quant_map`
+  float32 (16), `<name>.4bit.quant_state.bitsandbytes__nf4` (the JSON bytes of bitsandbytes' packed QuantState);
+- 4bit-double: the same, but `<name>.4bit.absmax` is uint8 codes, with their scales in `<name>.4bit.nested_absmax`
+  float32 (blocks of 256 scales) and their values in `<name>.4bit.nested_quant_map` float32 (256); bitsandbytes' names;
+- 8bit: `<name>` uint8 in the tensor's own shape, `<name>.8bit.absmax` float32 (blocks of 2048), `<name>.8bit.code`
+  float32 (256).
+
+At 4bit-double scales are quantized less their mean, which needs all of them. Until then they are kept as float32
+outside the layer file: `arriving` has the parts that come from a shard, `settling` those that are made from all scales.
+
+bitsandbytes' `QuantState.as_dict(packed=True)` (0.50) writes the JSON, and its `QuantState.from_dict` can read the one
+that is written here. If scales are quantized themselves, it has a number that depends on the weights, and whose text
+varies in length. Blanks follow it, which JSON allows, so that the layout of a layer file does not depend on the number.
+
+Reads and writes no files.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.errors import IncompleteSplitError, OptionError
+from rabbitllm.formats.safetensors_file import TensorToWrite
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.quant.library import bitsandbytes, int8_code, nf4_map
+
+if TYPE_CHECKING:
+    import torch
+
+NF4_BLOCK = 64
+"""Elements that share a scale at 4bit."""
+INT8_BLOCK = 2048
+"""Elements that share a scale at 8bit."""
+NESTED_BLOCK = 256
+"""Scales that share a scale of their own at 4bit-double."""
+DOUBLE = "4bit-double"
+"""4bit with scales that are quantized themselves, as bitsandbytes' `compress_statistics` does."""
+NF4_STATE = ".4bit.quant_state.bitsandbytes__nf4"
+WAITING_SCALES = ".4bit.absmax.float32"
+"""Ending of the name of scales that are not quantized yet; never in a layer file."""
+SCALE_BYTES = 4
+"""A scale is a float32, unless it is quantized itself."""
+MIN_ELEMENTS = 4096
+"""Smaller tensors are not compressed: the keys would take more bytes than are saved."""
+MIN_DOUBLE_ELEMENTS = 1 << 15
+"""Smaller tensors are at 4bit under 4bit-double: the 1,024 bytes of the scales' code table are more than is saved."""
+MAX_ROUTER_ROWS = 1024
+"""A matrix named `gate` with more rows is not a router: no model has so many experts."""
+
+
+class PartRole(enum.Enum):
+    """What a stored part of a quantized tensor holds."""
+
+    CODES = enum.auto()
+    SCALES = enum.auto()
+    TABLE = enum.auto()
+    NESTED_SCALES = enum.auto()
+    NESTED_TABLE = enum.auto()
+    STATE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One scheme of quantization.
+
+    Attributes:
+        block: elements that share a scale.
+        codes_a_byte: codes in a byte.
+        codes: the scheme of its codes for kernels, which get dequantized scales.
+        values: the values of the codes, float32, rising; as bytes.
+        parts: stored parts in order, codes and scales first: ending of the key, dtype, role.
+        marks: endings of keys by which a stored tensor is recognised; if those of several schemes fit, the last counts.
+        fits: whether scales can be fitted to their block.
+        min_elements: smaller tensors have the scheme `smaller` instead.
+    """
+
+    block: int
+    codes_a_byte: int
+    codes: str
+    values: Callable[[], bytes]
+    parts: tuple[tuple[str, str, PartRole], ...]
+    marks: tuple[str, ...]
+    fits: bool = False
+    min_elements: int = 0
+    smaller: str | None = None
+
+
+_CODES = ("", "U8", PartRole.CODES)
+_NF4_TABLE = (".4bit.quant_map", "F32", PartRole.TABLE)
+_STATE = (NF4_STATE, "U8", PartRole.STATE)
+SCHEMES: Mapping[str, Scheme] = {
+    "4bit": Scheme(
+        block=NF4_BLOCK,
+        codes_a_byte=2,
+        codes="4bit",
+        values=nf4_map,
+        parts=(_CODES, (".4bit.absmax", "F32", PartRole.SCALES), _NF4_TABLE, _STATE),
+        marks=(NF4_STATE,),
+        fits=True,
+    ),
+    "8bit": Scheme(
+        block=INT8_BLOCK,
+        codes_a_byte=1,
+        codes="8bit",
+        values=int8_code,
+        parts=(_CODES, (".8bit.absmax", "F32", PartRole.SCALES), (".8bit.code", "F32", PartRole.TABLE)),
+        marks=(".8bit.absmax",),
+    ),
+    DOUBLE: Scheme(
+        block=NF4_BLOCK,
+        codes_a_byte=2,
+        codes="4bit",
+        values=nf4_map,
+        parts=(
+            _CODES,
+            (".4bit.absmax", "U8", PartRole.SCALES),
+            _NF4_TABLE,
+            (".4bit.nested_absmax", "F32", PartRole.NESTED_SCALES),
+            (".4bit.nested_quant_map", "F32", PartRole.NESTED_TABLE),
+            _STATE,
+        ),
+        marks=(".4bit.nested_absmax", NF4_STATE),
+        fits=True,
+        min_elements=MIN_DOUBLE_ELEMENTS,
+        smaller="4bit",
+    ),
+}
+COMPRESSIONS: tuple[str | None, ...] = (None, *sorted(SCHEMES, key=lambda name: SCHEMES[name].codes_a_byte))
+"""The compressions of a split, from the largest output to the smallest."""
+
+
+def check_compression(compression: str | None) -> None:
+    """Refuse a compression that does not exist, or whose package is not installed.
+
+    Raises:
+        OptionError: it is not None, "4bit", "4bit-double" or "8bit".
+        MissingPackageError: bitsandbytes is not installed.
+    """
+    if compression is not None and compression not in SCHEMES:
+        raise OptionError(
+            f"compression={compression!r} does not exist; expected 'auto', '4bit', '4bit-double', '8bit' or None "
+            "('none' on the command line).",
+            "4bit is a quarter of the size of bf16 plus scales, 4bit-double the same with smaller scales, 8bit half.",
+        )
+    if compression is not None:
+        bitsandbytes()
+
+
+def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:
+    """Check that a compression has 4bit scales to fit; return `fit_scales`.
+
+    Raises:
+        OptionError: it has none.
+    """
+    if fit_scales and (compression is None or (compression in SCHEMES and not SCHEMES[compression].fits)):
+        raise OptionError(
+            f"fit_scales=True has nothing to fit at compression={compression!r}.",
+            "It is for '4bit' and '4bit-double'; leave it out.",
+        )
+    return fit_scales
+
+
+# The choice of tensors to compress.
+
+_ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)(?:\.|$)")
+_STATE_SPACE_DECAY = re.compile(r"(?:^|\.)A_log$")
+_BIAS = re.compile(r"(?:^|[._])bias$")
+
+
+def is_compressible(spec: TensorSpec) -> bool:
+    """Whether compression touches a tensor.
+
+    Every floating tensor of two or three dimensions and at least 4,096 elements, embeddings and head included, except
+    small and sensitive ones: expert routers, convolutions, the biases of all experts in one tensor, and the decay of a
+    state-space layer.
+    """
+    if not _is_worth_it(spec.dtype, spec.shape) or "conv" in spec.name.lower():
+        return False
+    if _STATE_SPACE_DECAY.search(spec.name) or _BIAS.search(spec.name):
+        return False
+    return spec.shape[0] > MAX_ROUTER_ROWS or not _ROUTER.search(spec.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_worth_it(dtype: str, shape: tuple[int, ...]) -> bool:
+    return DTYPES[dtype].quantizable and 2 <= len(shape) <= 3 and math.prod(shape) >= MIN_ELEMENTS
+
+
+def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:
+    """The scheme of a tensor in a model that is split at `compression`; None if it is not compressed."""
+    if compression is None or not is_compressible(spec):
+        return None
+    scheme = SCHEMES[compression]
+    return scheme.smaller if spec.elements < scheme.min_elements else compression
+
+
+# Stored keys and forms.
+
+
+def part_names(name: str, scheme: str | None) -> tuple[str, ...]:
+    """The stored keys of a tensor: payload first, then its scales, then its code table."""
+    return (name,) if scheme is None else tuple([name + ending for ending, _, _ in SCHEMES[scheme].parts])
+
+
+def stored_schemes(keys: Iterable[str]) -> dict[str, str | None]:
+    """The tensors of a layer file with these stored keys: tensor name -> scheme, None or one of `SCHEMES`."""
+    found: dict[str, str | None] = dict.fromkeys(keys)
+    for scheme, entry in SCHEMES.items():
+        mark, *others = entry.marks
+        for key in [key for key in found if key.endswith(mark)]:
+            name = key.removesuffix(mark)
+            if name in found and all(name + other in found for other in others):
+                found[name] = scheme
+    for name, how in tuple(found.items()):
+        for part in part_names(name, how)[1:]:
+            found.pop(part, None)
+    return found
+
+
+def state_key(name: str, scheme: str | None) -> str | None:
+    """The stored key of a tensor's packed QuantState; None if the scheme has none."""
+    return name + NF4_STATE if scheme is not None and _STATE in SCHEMES[scheme].parts else None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """One checkpoint tensor as stored in a layer file.
+
+    Attributes:
+        source: the tensor in its shard.
+        scheme: None, "4bit", "4bit-double" or "8bit".
+        parts: the stored tensors; the payload, under the tensor's own name, comes first, the scales second. A piece has
+            only these two.
+    """
+
+    source: TensorSpec
+    scheme: str | None
+    parts: tuple[TensorToWrite, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum([byte_size(part.dtype, part.shape) for part in self.parts])
+
+
+def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
+    """The stored form of a tensor under `compression`."""
+    return form_in(spec, scheme_of(spec, compression))
+
+
+def form_in(spec: TensorSpec, scheme: str | None) -> StoredForm:
+    """The stored form of a tensor uncompressed (None) or at one of `SCHEMES`, even if it is not compressible."""
+    if scheme is None:
+        return StoredForm(spec, None, (TensorToWrite(spec.name, spec.dtype, spec.shape),))
+    stored = zip(part_names(spec.name, scheme), *_part_shapes(scheme, spec.dtype, spec.shape), strict=True)
+    return StoredForm(spec, scheme, tuple([TensorToWrite(*part) for part in stored]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _part_shapes(
+    scheme: str, dtype: str, shape: tuple[int, ...]
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Dtypes and shapes of the stored parts of such a tensor; cached, since tens of thousands of experts share them."""
+    entry, elements = SCHEMES[scheme], _part_elements(scheme, shape)
+    shapes: list[tuple[int, ...]] = []
+    for _, _, role in entry.parts:
+        if role is PartRole.CODES:
+            shapes.append(shape if entry.codes_a_byte == 1 else (elements[role], 1))
+        else:
+            shapes.append((elements[role] if role in elements else _state_bytes(scheme, dtype, shape),))
+    return tuple([part_dtype for _, part_dtype, _ in entry.parts]), tuple(shapes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _part_elements(scheme: str, shape: tuple[int, ...]) -> Mapping[PartRole, int]:
+    """Number of elements of the parts that kernels use, for a tensor of this shape."""
+    entry, n = SCHEMES[scheme], math.prod(shape)
+    blocks = math.ceil(n / entry.block)
+    return {
+        PartRole.CODES: -(-n // entry.codes_a_byte),
+        PartRole.SCALES: blocks,
+        PartRole.TABLE: 1 << 8 // entry.codes_a_byte,
+        PartRole.NESTED_SCALES: math.ceil(blocks / NESTED_BLOCK),
+        PartRole.NESTED_TABLE: 256,
+    }
+
+
+def constants(form: StoredForm) -> Mapping[str, bytes]:
+    """The bytes of the parts that do not depend on the weights: stored key -> content; a piece has none."""
+    if form.source.piece is not None or form.scheme is None:
+        return {}
+    found, entry = {}, SCHEMES[form.scheme]
+    for ending, _, role in entry.parts:
+        if role is PartRole.TABLE:
+            found[form.source.name + ending] = entry.values()
+        elif role is PartRole.NESTED_TABLE:
+            found[form.source.name + ending] = int8_code()
+        elif role is PartRole.STATE and form.scheme != DOUBLE:
+            found[form.source.name + ending] = _nf4_state(form.source.dtype, form.source.shape)
+    return found
+
+
+def code_values(scheme: str) -> torch.Tensor:
+    """The values of a scheme's codes, without scale: float32 (16,) or (256,), rising; a new tensor."""
+    import torch
+
+    return torch.frombuffer(bytearray(SCHEMES[scheme].values()), dtype=torch.float32)
+
+
+def arriving(form: StoredForm) -> StoredForm:
+    """The parts of a tensor that come from its shard: all, with float32 scales at 4bit-double.
+
+    These scales have a name of their own, and are still second; the parts made from them later are missing.
+    """
+    if form.scheme != DOUBLE:
+        return form
+    payload, scales, table, _, nested_table, _ = form.parts
+    waiting = TensorToWrite(form.source.name + WAITING_SCALES, "F32", scales.shape)
+    return StoredForm(form.source, form.scheme, (payload, waiting, table, nested_table))
+
+
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """The quantization of a tensor's scales, once all of them are there.
+
+    Attributes:
+        of: the tensor.
+        source: the float32 scales, contiguous in a file; with the name of their stored codes.
+        parts: the stored tensors: their codes, the scales of these, and the state with their mean.
+    """
+
+    of: TensorSpec
+    source: TensorSpec
+    parts: tuple[TensorToWrite, ...]
+
+
+def settling(form: StoredForm, file: str, offset: int) -> Settling:
+    """The quantization of the scales of a tensor at 4bit-double, which begin at `offset` bytes in `file`."""
+    _, scales, _, nested, _, state = form.parts
+    waiting = arriving(form).parts[1]
+    source = TensorSpec(scales.name, waiting.dtype, waiting.shape, file, offset, waiting.nbytes)
+    return Settling(form.source, source, (scales, nested, state))
+
+
+# The JSON of bitsandbytes that is stored with each 4bit weight, and its validation.
+
+LONGEST_STATE = 4096
+"""Maximum bytes of a QuantState's JSON; usual are about 90, or 190 at 4bit-double."""
+LONGEST_NUMBER = 24
+"""Maximum characters of a float that Python writes: `-1.7976931348623157e+308`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The scheme, shape and dtype of a quantized tensor, without its weights.
+
+    Attributes:
+        scheme: "4bit", "4bit-double" or "8bit".
+        shape: of the original tensor.
+        dtype: the torch dtype name it was quantized from; None at 8bit, which does not store it.
+        offset: at 4bit-double the mean of all scales, which was subtracted before they were quantized.
+    """
+
+    scheme: str
+    shape: tuple[int, ...]
+    dtype: str | None
+    offset: float | None = None
+
+    @property
+    def codes(self) -> Quantized:
+        """The same with dequantized scales, float32, as kernels get it."""
+        codes = SCHEMES[self.scheme].codes
+        return self if self.scheme == codes else replace(self, scheme=codes, offset=None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _nf4_state(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The JSON of a weight of this safetensors dtype and shape at 4bit, byte for byte as bitsandbytes writes it."""
+    return json.dumps(_plain(dtype, shape)).encode()
+
+
+def nested_state(dtype: str, shape: tuple[int, ...], offset: float) -> bytes:
+    """The same at 4bit-double, with the mean of the scales, padded with blanks to a length that has room for any."""
+    return json.dumps(_nested(dtype, shape, offset)).encode().ljust(_state_bytes(DOUBLE, dtype, shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def _state_bytes(scheme: str, dtype: str, shape: tuple[int, ...]) -> int:
+    if scheme != DOUBLE:
+        return len(_nf4_state(dtype, shape))
+    return len(json.dumps(_nested(dtype, shape, 0.0))) - len("0.0") + LONGEST_NUMBER
+
+
+def _plain(dtype: str, shape: tuple[int, ...]) -> dict[str, object]:
+    return {
+        "quant_type": "nf4",
+        "blocksize": NF4_BLOCK,
+        "dtype": DTYPES[dtype].torch_name,
+        "shape": list(shape),
+    }
+
+
+def _nested(dtype: str, shape: tuple[int, ...], offset: float) -> dict[str, object]:
+    more = {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+    return _plain(dtype, shape) | more
+
+
+def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: bytes) -> Quantized:
+    """Check the sizes of a quantized tensor's parts against each other.
+
+    The kernels do not check them: with scales for too few blocks they would read past their end.
+
+    Args:
+        name: the tensor.
+        scheme: one of `SCHEMES`.
+        parts: the layer file's stored keys, by name.
+        state: the bytes of its packed QuantState at 4bit; ignored at 8bit.
+
+    Raises:
+        IncompleteSplitError: a part is missing, or has a size that does not fit the payload.
+    """
+    names = part_names(name, scheme)
+    for part in names:
+        if part not in parts:
+            raise IncompleteSplitError(f"tensor {name!r} is stored at {scheme} without its part {part!r}.")
+    has_state = state_key(name, scheme) is not None
+    found = _parse_state(name, scheme, state) if has_state else Quantized(scheme, parts[name].shape, None)
+    elements = _part_elements(scheme, found.shape)
+    for part, (_, dtype, role) in zip(names, SCHEMES[scheme].parts, strict=True):
+        spec = parts[part]
+        if role in elements and (spec.dtype != dtype or spec.elements != elements[role]):
+            raise IncompleteSplitError(
+                f"the part {part!r} has {spec.elements:,} elements of {spec.dtype}; a {scheme} tensor of shape "
+                f"{found.shape} needs {elements[role]:,} of {dtype}."
+            )
+    return found
+
+
+def _parse_state(name: str, scheme: str, raw: bytes) -> Quantized:
+    found = (_nested_form(raw) if scheme == DOUBLE else _nf4_form(raw)) if len(raw) <= LONGEST_STATE else None
+    if found is None:
+        nested = f" with scales quantized in blocks of {NESTED_BLOCK}" if scheme == DOUBLE else ""
+        raise IncompleteSplitError(
+            f"the quantization state of {name!r} is {raw[:120]!r}; expected the JSON of "
+            f"{'a nested' if nested else 'an unnested'} nf4 state of blocks of {NF4_BLOCK}{nested}."
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _nf4_form(raw: bytes) -> Quantized | None:
+    """Parse the JSON of a QuantState; None if it is not an unnested nf4 state. Cached, since experts share it."""
+    try:
+        state = json.loads(raw)
+        if any(key.startswith("nested") for key in state):
+            return None
+        return _form(state, "4bit", None)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _nested_form(raw: bytes) -> Quantized | None:
+    try:
+        state = json.loads(raw)
+        offset = state["nested_offset"]
+        if (state["nested_blocksize"], state["nested_dtype"]) != (NESTED_BLOCK, "float32") or type(offset) is not float:
+            return None
+        return _form(state, DOUBLE, offset)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _form(state: dict[str, Any], scheme: str, offset: float | None) -> Quantized | None:
+    shape = tuple(state["shape"])
+    sound = (
+        state["quant_type"] == "nf4"
+        and state["blocksize"] == NF4_BLOCK
+        and state["dtype"] in ("bfloat16", "float16", "float32")
+        and all(type(size) is int and size >= 0 for size in shape)
+    )
+    return Quantized(scheme, shape, state["dtype"], offset) if sound else None

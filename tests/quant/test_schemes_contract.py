@@ -1,0 +1,171 @@
+"""The contract of every scheme of quantization: each entry of the registry passes these tests."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
+from rabbitllm.quant import products
+from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks, settled
+from rabbitllm.quant.schemes import (
+    COMPRESSIONS,
+    SCHEMES,
+    PartRole,
+    Quantized,
+    arriving,
+    check_compression,
+    code_values,
+    constants,
+    form_in,
+    part_names,
+    read_state,
+    scheme_of,
+    settling,
+    state_key,
+    stored_schemes,
+)
+
+pytestmark = pytest.mark.parametrize("scheme", SCHEMES)
+SHAPES = [(64, 64), (257, 256), (3, 65, 67), (1, 4097)]
+KINDS = {"U8": torch.uint8, "F32": torch.float32}
+
+
+def spec_of(shape: tuple[int, ...], dtype: str = "BF16") -> TensorSpec:
+    return TensorSpec("w", dtype, shape, "shard", 0, byte_size(dtype, shape))
+
+
+def weights(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype)
+
+
+def stored(tensor: torch.Tensor, scheme: str, blocks: int = 1000) -> dict[str, bytes]:
+    """The parts of a tensor that goes through so many blocks at a time."""
+    spec = spec_of(tuple(tensor.shape), dtype_name(tensor.dtype))
+    form = form_in(spec, scheme)
+    data = memoryview(bytearray(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
+    step = blocks * SCHEMES[scheme].block * tensor.element_size()
+    runs = [quantize_blocks(scheme, data[at : at + step], spec.dtype, "cpu") for at in range(0, len(data), step)]
+    payload, waiting = (b"".join(bytes(run[part]) for run in runs) for part in (0, 1))
+    found = {"w": payload, **constants(form)}
+    if arriving(form) == form:
+        return {form.parts[1].name: waiting, **found}
+    scales, later = np.frombuffer(waiting, np.float32), settling(form, "scratch", 0)
+    made = {part.name: bytearray(part.nbytes) for part in later.parts}
+    for part, begin, content in settled(later, lambda first, count: scales[first : first + count]):
+        made[later.parts[part].name][begin : begin + len(content)] = content
+    return {name: bytes(content) for name, content in made.items()} | found
+
+
+def specs_of(spec: TensorSpec, scheme: str) -> dict[str, TensorSpec]:
+    return {part.name: TensorSpec(part.name, part.dtype, part.shape, "f", 0, 0) for part in form_in(spec, scheme).parts}
+
+
+def read_back(parts: dict[str, bytes], scheme: str, spec: TensorSpec) -> tuple[Quantized, list[torch.Tensor]]:
+    """The operands of kernels, as an engine gets them from a file."""
+    specs = {
+        part.name: TensorSpec(part.name, part.dtype, part.shape, "f", 0, 0) for part in form_in(spec, scheme).parts
+    }
+    key = state_key("w", scheme)
+    form = read_state("w", scheme, specs, parts[key] if key is not None else b"")
+
+    def tensor(one: TensorSpec) -> torch.Tensor:
+        return torch.frombuffer(bytearray(parts[one.name]), dtype=KINDS[one.dtype]).view(one.shape)
+
+    found, *tensors = operands(form, [specs[name] for name in part_names("w", scheme)], tensor)
+    return found, tensors
+
+
+def test_it_is_offered_and_keeps_to_its_codes(scheme: str) -> None:
+    entry = SCHEMES[scheme]
+    check_compression(scheme)
+    assert scheme in COMPRESSIONS
+    codes = SCHEMES[entry.codes]
+    assert (codes.codes, codes.block, codes.codes_a_byte) == (entry.codes, entry.block, entry.codes_a_byte)
+    assert entry.smaller is None or SCHEMES[entry.smaller].min_elements == 0
+    for elements in (4096, 1 << 20):
+        assert scheme_of(spec_of((elements // 64, 64)), scheme) in (scheme, entry.smaller)
+    values = code_values(scheme)
+    assert len(values) == 256 if entry.codes_a_byte == 1 else 16
+    assert bool((values.diff() > 0).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_names_and_sizes_of_its_parts(scheme: str, shape: tuple[int, ...], dtype: str) -> None:
+    form = form_in(spec_of(shape, dtype), scheme)
+    names = part_names("w", scheme)
+    assert tuple(part.name for part in form.parts) == names
+    assert len(set(names)) == len(names)
+    assert names[0] == "w"
+    assert [role for _, _, role in SCHEMES[scheme].parts][:2] == [PartRole.CODES, PartRole.SCALES]
+    assert form.nbytes == sum(part.nbytes for part in form.parts)
+    assert form.nbytes < form.source.nbytes or math.prod(shape) < 1 << 15
+    plain = "of another tensor"
+    assert stored_schemes([*reversed(names), plain]) == {plain: None, "w": scheme}
+    content = stored(
+        weights(shape, {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]), scheme
+    )
+    assert {part.name: part.nbytes for part in form.parts} == {name: len(raw) for name, raw in content.items()}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_runs_of_blocks_give_the_bytes_of_the_whole(scheme: str, shape: tuple[int, ...]) -> None:
+    tensor = weights(shape)
+    whole = stored(tensor, scheme)
+    for blocks in (1, 7):
+        assert stored(tensor, scheme, blocks) == whole
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_way_back_is_within_a_code_of_the_weights(scheme: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = weights(shape, dtype)
+    form, (payload, scales, table) = read_back(stored(tensor, scheme), scheme, spec_of(shape, dtype_name(dtype)))
+    assert form.shape == shape
+    assert form.scheme == SCHEMES[scheme].codes
+    found = dequantize(form, payload, scales, table, dtype)
+    assert (found.dtype, tuple(found.shape)) == (dtype, shape)
+    widest = float(table.sort().values.diff().max())
+    of_each = scales.repeat_interleave(SCHEMES[scheme].block)[: tensor.numel()].view(shape)
+    # half of the widest step, and what scales and results are rounded by
+    assert bool(((found.float() - tensor.float()).abs() <= of_each * (widest / 2 + 0.05)).all())
+
+
+def test_parts_that_are_missing_or_of_another_size_are_refused(scheme: str) -> None:
+    content, spec = stored(weights((65, 67)), scheme), spec_of((65, 67))
+    specs, key = specs_of(spec, scheme), state_key("w", scheme)
+    state = content[key] if key is not None else b""
+    assert read_state("w", scheme, specs, state).shape == (65, 67)
+    for name, (_, _, role) in zip(part_names("w", scheme), SCHEMES[scheme].parts, strict=True):
+        if name != "w":
+            with pytest.raises(IncompleteSplitError, match="without its part"):
+                read_state("w", scheme, {other: found for other, found in specs.items() if other != name}, state)
+        changed = [specs[name]._replace(shape=(specs[name].elements + 1,)), specs[name]._replace(dtype="I8")]
+        for wrong in changed if role is not PartRole.STATE and (name != "w" or key is not None) else []:
+            with pytest.raises(IncompleteSplitError, match=f"a {scheme} tensor of shape"):
+                read_state("w", scheme, specs | {name: wrong}, state)
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 40, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_are_those_of_the_matrix(scheme: str, count: int, dtype: torch.dtype) -> None:
+    """By every method: by codes, by panels, and dequantized."""
+    form, parts = read_back(stored(weights((130, 1024)), scheme), scheme, spec_of((130, 1024)))
+    if not products.multiplies(form):
+        pytest.skip("no vectors of a kind that is used here")
+    matrix = products.Matrix(form, *parts)
+    x = torch.randn(count, 1024, generator=torch.Generator().manual_seed(4)).to(dtype)
+    expected = x.double() @ matrix.dequantized(torch.float32).double().T
+    found = products.linear(x, matrix, None)
+    assert found.dtype == dtype
+    assert float((found.double() - expected).norm() / expected.norm()) < (1e-2 if dtype == torch.bfloat16 else 3e-3)
+    alone = products.linear(x[:1], matrix, None)
+    grouped = matrix.grouped(x)
+    if grouped is not None:
+        grouped.multiply([matrix], [(0, 1)])
+        assert torch.equal(grouped.result()[:1], alone)
