@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -255,27 +255,6 @@ async def _tell(server: uvicorn.Server, started: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     started()
-
-
-@contextlib.contextmanager
-def in_a_thread(service: Service, listening: socket.socket, grace: float | None = 30.0) -> Iterator[Server]:
-    """A server in a thread of its own, for as long as the context lasts."""
-    server = Server(service, grace)
-    ready = threading.Event()
-
-    async def run() -> None:
-        telling = asyncio.ensure_future(_tell(server, ready.set))
-        await server.serve(sockets=[listening])
-        telling.cancel()
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()), name="rabbitllm-serve", daemon=True)
-    thread.start()
-    ready.wait()
-    try:
-        yield server
-    finally:
-        server.end()
-        thread.join()
 
 
 def put_greeting(
