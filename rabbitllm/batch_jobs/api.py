@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.options import RunOptions, expand, parse_max_memory, parse_size
+from rabbitllm.base.options import RunOptions, expand, parse_dtype, parse_max_memory, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN, InputScan
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
 from rabbitllm.checkpoints.hub import HubAccess
@@ -107,7 +107,10 @@ def batch(
 
         name = str(model)
         run = RunOptions(
-            device=device, dtype=dtype, max_memory=parse_max_memory(max_memory), trust_remote_code=trust_remote_code
+            device=device,
+            dtype=parse_dtype(dtype),
+            max_memory=parse_max_memory(max_memory),
+            trust_remote_code=trust_remote_code,
         )
         spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))
         request = LoadRequest(spec, prepare.split_options(spec.compression, shard_policy()), run)

@@ -53,18 +53,26 @@ def expert_sources(
     """
     found = []
     for unit in units:
+        if not unit.is_layer:
+            continue
         by_target = {place.target: place for place in unit.places}
         for path, module in unit.module.named_modules():
-            name = ".".join(part for part in (unit.name, path) if part)
-            source = _source(name, unit.name, module, _used(model, module), by_target, weights, store, packs)
-            if source is not None and unit.is_layer:
-                found.append(source)
+            if is_routed(module):
+                name = ".".join(part for part in (unit.name, path) if part)
+                leaves = _leaves(name, module, by_target, weights, store)
+                if leaves:
+                    experts: int = module.num_experts
+                    used = min(_used(model, module), experts)
+                    found.append(
+                        packed_by(ExpertSource(name, unit.name, module, experts, used, *_lay_out(leaves)), packs)
+                    )
     return found
 
 
 def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
     """A unit without the parameters that are streamed by expert."""
-    apart = {leaf.place.target for source in sources for leaf in source.leaves.values()}
+    own = (source for source in sources if source.unit == unit.name)
+    apart = {leaf.place.target for source in own for leaf in source.leaves.values()}
     return replace(unit, places=tuple(place for place in unit.places if place.target not in apart))
 
 
@@ -73,33 +81,20 @@ def is_routed(module: nn.Module) -> bool:
     return all(hasattr(module, mark) for mark in ("is_transposed", "has_gate", "num_experts"))
 
 
-def _source(
-    name: str,
-    unit: str,
-    module: nn.Module,
-    used: int,
-    by_target: Mapping[str, Place],
-    weights: WeightMap,
-    store: WeightFiles,
-    packs: Packs | None,
-) -> ExpertSource | None:
-    if not is_routed(module):
-        return None
-    experts: int = module.num_experts  # type: ignore[assignment]
+def _leaves(
+    name: str, module: nn.Module, by_target: Mapping[str, Place], weights: WeightMap, store: WeightFiles
+) -> dict[str, Leaf]:
+    """The parameters of shape (experts, ...) of a routed module; none if experts of one cannot be made individually."""
     leaves: dict[str, Leaf] = {}
     for key, parameter in module._parameters.items():
         if parameter is None or parameter.dim() < 3:
             continue
         place = by_target.get(f"{name}.{key}")
-        leaf = _leaf(place, experts, weights, store.tensors) if place is not None else None
+        leaf = _leaf(place, module.num_experts, weights, store.tensors) if place is not None else None  # type: ignore[arg-type]
         if leaf is None:
-            return None
+            return {}
         leaves[key] = leaf
-    if not leaves:
-        return None
-    laid_out, nbytes = _lay_out(leaves)
-    made = ExpertSource(name, unit, module, experts, min(used, experts), laid_out, nbytes)
-    return packed_by(made, packs)
+    return leaves
 
 
 def _used(model: PreTrainedModel, module: nn.Module) -> int:

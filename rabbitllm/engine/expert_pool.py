@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ from rabbitllm.engine.expert_source import ExpertPart, ExpertSource
 from rabbitllm.engine.placement import EXPERT_STAGING
 from rabbitllm.engine.prefetch import HostBuffers, bytes_of
 from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.errors import OptionError
+from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
+from rabbitllm.storage import durable
 from rabbitllm.telemetry.profiler import (
     EXPERTS_IN_HOST_MEMORY,
     EXPERTS_ON_DEVICE,
@@ -46,7 +50,7 @@ Values = npt.NDArray[np.float64]
 
 
 @dataclass(eq=False)
-class _Shelf:
+class _ModuleSlots:
     """One module's slots and experts.
 
     Attributes:
@@ -85,7 +89,7 @@ class ExpertCache:
         self.slots = slots
         ends = np.cumsum([0, *experts]) * slots // max(sum(experts), 1)
         self._shelves = [
-            _Shelf(int(begin), np.full(end - begin, -1), np.full(count, -1), np.zeros((len(HALF_LIVES), count)))
+            _ModuleSlots(int(begin), np.full(end - begin, -1), np.full(count, -1), np.zeros((len(HALF_LIVES), count)))
             for count, begin, end in zip(experts, ends[:-1], ends[1:], strict=True)
         ]
 
@@ -161,21 +165,16 @@ class ExpertCache:
         return np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]
 
 
-# Memory for experts, and the threads that fill it: slots on the device, and slots in host memory.
-#
-# A slot records its expert once all of the expert's bytes are in it. `ExpertPool` decides which expert goes where.
-
 Whose = tuple[int, int]
 """The index of a module, and that of an expert."""
 
 
 @dataclass(eq=False)
 class ExpertSlot:
-    """Memory of one expert.
+    """Memory of one expert. It records its expert once all of the expert's bytes are in it.
 
     Attributes:
         memory: uint8, on the device.
-        number: its index in the cache; -1 for a transit slot.
         left: the mark of its last use, for the next copy into it.
         coming: the pending fill.
         ticket: of the copy that filled it, until the computation waits for that copy.
@@ -186,7 +185,6 @@ class ExpertSlot:
     """
 
     memory: torch.Tensor
-    number: int
     left: Any
     coming: Future[Any] | None = None
     ticket: Any = None
@@ -206,118 +204,6 @@ class Shelf:
 
     number: int = -1
     filled: bool = False
-
-
-class ExpertMemory:
-    """Fills slots on the device and in host memory.
-
-    Args:
-        sources: the modules.
-        device: the device of the modules.
-        nbytes: of a slot.
-        disk: reads experts.
-        profiler: records the reads.
-        host: provides host memory to copy from, for a device with memory of its own.
-        places: the number of slots in host memory.
-
-    Attributes:
-        places: as given.
-        host_has: slot in host memory -> the expert that is completely in it.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[ExpertSource],
-        device: Device,
-        nbytes: int,
-        disk: SpanReader,
-        profiler: Profiler,
-        host: HostBuffers | None,
-        places: int,
-    ) -> None:
-        self.places = places
-        self.host_has: list[Whose | None] = [None] * places
-        self._sources = sources
-        self._device = device
-        self._nbytes = nbytes
-        self._disk = disk
-        self._profiler = profiler
-        self._host = self._cut(host.take_anyhow(places * nbytes), places) if host is not None and places else []
-        self._host_left: list[Any] = [None] * places
-        self._staging = deque([host.take_anyhow(nbytes) for _ in range(EXPERT_STAGING)] if host is not None else [])
-        self._keeper = host  # kept, since its buffers are unpinned when it is freed
-        self._threads = Workers(EXPERT_STAGING, f"experts-{device.name}")
-
-    def slots(self, count: int) -> list[ExpertSlot]:
-        """New slots on the device, numbered from 0."""
-        if self._device.shares_host_memory:
-            cut = self._cut(self._device.host_buffer(count * self._nbytes), count)  # one allocation, for huge pages
-        else:
-            cut = [self._device.device_buffer(self._nbytes) for _ in range(count)]
-        return [ExpertSlot(part, number, self._device.leave()) for number, part in enumerate(cut)]
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._threads.shutdown()
-
-    def bring(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None = None) -> Future[Any]:
-        """Begin to fill a slot with an expert, or with the bytes of one of its leaves.
-
-        Args:
-            module, expert: indices.
-            slot: one without a pending fill.
-            shelf: the expert's slot in host memory, filled or to be filled.
-            leaf: its name; None for all of the expert.
-
-        Returns:
-            The slot's `coming`: the ticket of the copy that fills it.
-        """
-        slot.has = None
-        slot.made.clear()
-        slot.coming = self._threads.submit(self._fill, module, expert, slot, shelf, leaf)
-        return slot.coming
-
-    def stock(self, module: int, expert: int, place: int) -> Future[None]:
-        """Begin to fill a slot in host memory."""
-        return self._threads.submit(self._shelve, module, expert, place)
-
-    def _cut(self, memory: torch.Tensor, count: int) -> list[torch.Tensor]:
-        return [memory[at * self._nbytes : (at + 1) * self._nbytes] for at in range(count)]
-
-    def _fill(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None) -> Any:
-        source, ticket = self._sources[module], None
-        if self._device.shares_host_memory:
-            self._read(source, expert, leaf, slot.memory)
-        elif shelf.number >= 0:
-            if not shelf.filled:
-                self._shelve(module, expert, shelf.number)
-            ticket = self._upload(self._host[shelf.number], slot, source.extent(leaf))
-            self._host_left[shelf.number] = ticket
-        else:
-            staged = self._staging.popleft()  # one for each thread
-            try:
-                self._read(source, expert, leaf, staged)
-                ticket = self._upload(staged, slot, source.extent(leaf))
-                self._device.landed(ticket)
-            finally:
-                self._staging.append(staged)
-        slot.has = (module, expert) if leaf is None else None
-        return ticket
-
-    def _upload(self, host: torch.Tensor, slot: ExpertSlot, extent: slice) -> Any:
-        return self._device.upload(host[extent], slot.memory[extent], slot.left)
-
-    def _shelve(self, module: int, expert: int, place: int) -> None:
-        self.host_has[place] = None
-        if self._host_left[place] is not None:
-            self._device.landed(self._host_left[place])
-        self._read(self._sources[module], expert, None, self._host[place])
-        self.host_has[place] = (module, expert)
-
-    def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
-        spans = source.spans(expert, leaf)
-        with self._profiler.stage(source.name, READ, sum(span.nbytes for span in spans)):
-            self._disk.read(spans, bytes_of(memory))
 
 
 MAX_TRANSIT = 16
@@ -372,19 +258,26 @@ class ExpertPool:
         self._profiler = profiler
         kinds = [source.kind for source in sources]
         self._kinds = [kinds.index(kind) for kind in kinds]
+        self._disk = disk
+        self._nbytes = slot_bytes(sources)
+        on_host = host.take_anyhow(host_slots * self._nbytes) if host is not None and host_slots else None
+        self._host = [] if on_host is None else self._cut(on_host, host_slots)
+        self._host_has: list[Whose | None] = [None] * host_slots
+        self._host_left: list[Any] = [None] * host_slots
+        staging = () if host is None else (host.take_anyhow(self._nbytes) for _ in range(EXPERT_STAGING))
+        self._staging = deque(staging)
+        self._keeper = host  # kept, since its buffers are unpinned when it is freed
+        self._threads = Workers(EXPERT_STAGING, f"experts-{device.name}")
+        made = [ExpertSlot(part, device.leave()) for part in self._allocated(slots + transit_slots(sources))]
+        self._slots, self._transit = made[:slots], made[slots:]
         counts = [source.experts for source in sources]
-        self._memory = ExpertMemory(sources, device, slot_bytes(sources), disk, profiler, host, host_slots)
-        cut = self._memory.slots(slots + transit_slots(sources))
-        for slot in cut[slots:]:
-            slot.number = -1
-        self._slots, self._transit = cut[:slots], cut[slots:]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
         self._sent: list[tuple[Future[Any], ExpertSlot | None]] = []
 
     def close(self) -> None:
         """Stop the reading threads."""
-        self._memory.close()
+        self._threads.shutdown()
 
     def begin(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
         """Begin to read the experts of a module that a pass uses, as far as there are slots.
@@ -434,12 +327,12 @@ class ExpertPool:
             given = self.cache.admit(module, missing, best[:0])
             for expert, number in zip(missing[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
                 self._send(module, expert, self._slots[number], Shelf())
-            if self._memory.places:
+            if self._host:
                 spilled = missing[given < 0]
                 spilled = spilled[self._kept_on_host(module, spilled) < 0]
                 given = self.host_cache.admit(module, spilled, spilled[:0])
                 for expert, number in zip(spilled[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
-                    self._sent.append((self._memory.stock(module, expert, number), None))
+                    self._sent.append((self._threads.submit(self._shelve, module, expert, number), None))
         self.end()
 
     def uses(self) -> dict[str, Values]:
@@ -452,14 +345,14 @@ class ExpertPool:
 
     def _kept_on_host(self, module: int, experts: Numbers) -> Numbers:
         """The slots of experts in host memory, -1 for none."""
-        return _really(self.host_cache, module, experts, self._memory.host_has.__getitem__)
+        return _really(self.host_cache, module, experts, self._host_has.__getitem__)
 
     def _shelves(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[Shelf], tuple[int, ...]]:
         """The slot in host memory of each missing expert, and the slots that are free after this pass.
 
         An expert with a slot on the device needs none in host memory.
         """
-        if not self._memory.places:
+        if not self._host:
             return [Shelf()] * len(missing), ()
         at = self._kept_on_host(module, missing)
         filled = at >= 0
@@ -567,8 +460,55 @@ class ExpertPool:
             slot.ticket = None
 
     def _send(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None = None) -> None:
-        """Begin to fill a slot with an expert, or with the bytes of one of its leaves."""
-        self._sent.append((self._memory.bring(module, expert, slot, shelf, leaf), slot))
+        """Begin to fill a slot that has no pending fill, with an expert or with the bytes of one of its leaves."""
+        slot.has = None
+        slot.made.clear()
+        slot.coming = self._threads.submit(self._fill, module, expert, slot, shelf, leaf)
+        self._sent.append((slot.coming, slot))
+
+    def _allocated(self, count: int) -> list[torch.Tensor]:
+        """Memory for new slots on the device."""
+        if self._device.shares_host_memory:  # one allocation, for huge pages
+            return self._cut(self._device.host_buffer(count * self._nbytes), count)
+        return [self._device.device_buffer(self._nbytes) for _ in range(count)]
+
+    def _cut(self, memory: torch.Tensor, count: int) -> list[torch.Tensor]:
+        return [memory[at * self._nbytes : (at + 1) * self._nbytes] for at in range(count)]
+
+    def _fill(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None) -> Any:
+        source, ticket = self.sources[module], None
+        if self._device.shares_host_memory:
+            self._read(source, expert, leaf, slot.memory)
+        elif shelf.number >= 0:
+            if not shelf.filled:
+                self._shelve(module, expert, shelf.number)
+            ticket = self._upload(self._host[shelf.number], slot, source.extent(leaf))
+            self._host_left[shelf.number] = ticket
+        else:
+            staged = self._staging.popleft()  # one for each thread
+            try:
+                self._read(source, expert, leaf, staged)
+                ticket = self._upload(staged, slot, source.extent(leaf))
+                self._device.landed(ticket)
+            finally:
+                self._staging.append(staged)
+        slot.has = (module, expert) if leaf is None else None
+        return ticket
+
+    def _upload(self, host: torch.Tensor, slot: ExpertSlot, extent: slice) -> Any:
+        return self._device.upload(host[extent], slot.memory[extent], slot.left)
+
+    def _shelve(self, module: int, expert: int, place: int) -> None:
+        self._host_has[place] = None
+        if self._host_left[place] is not None:
+            self._device.landed(self._host_left[place])
+        self._read(self.sources[module], expert, None, self._host[place])
+        self._host_has[place] = (module, expert)
+
+    def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
+        spans = source.spans(expert, leaf)
+        with self._profiler.stage(source.name, READ, sum(span.nbytes for span in spans)):
+            self._disk.read(spans, bytes_of(memory))
 
 
 class PooledExperts:
@@ -631,3 +571,37 @@ def transit_slots(sources: Sequence[ExpertSource]) -> int:
     """The number of transit slots: the experts of a token in one layer, and at least two."""
     more = min(TRANSIT_BYTES // slot_bytes(sources), MAX_TRANSIT)
     return min(max(2, more, *(source.used for source in sources)), max(source.experts for source in sources))
+
+
+def write_uses(path: Path, uses: Mapping[str, Values]) -> None:
+    """Write the uses of every module, durably, so that the next start is warm.
+
+    A safetensors file with one float64 tensor (half-lives, experts) for each module, named as the module.
+    """
+    header, _ = encode_header(TensorToWrite(name, "F64", found.shape) for name, found in uses.items())
+    durable.write_whole(path, header + b"".join(found.astype("<f8").tobytes() for found in uses.values()))
+
+
+def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
+    """The uses of each of these modules.
+
+    Raises:
+        CorruptShardError: it is not a safetensors file.
+        OptionError: it was written for another model, or has numbers that are no use counts.
+    """
+    file = MappedFile(path)
+    known = {spec.name: spec for spec in file.header.tensors}
+    found = {}
+    for source in sources:
+        spec = known.get(source.name)
+        shape = (len(HALF_LIVES), source.experts)
+        if spec is None or (spec.dtype, spec.shape) != ("F64", shape):
+            has = f"{spec.dtype} {spec.shape}" if spec else "nothing"
+            raise OptionError(
+                f"{path} has {has} for {source.name}; expected F64 {shape}: it was written for another model.",
+                "Give the file that save_expert_use wrote for this one.",
+            )
+        found[source.name] = np.frombuffer(file.bytes_of(spec), "<f8").reshape(shape).astype(np.float64)
+        if not (np.isfinite(found[source.name]).all() and (found[source.name] >= 0).all()):
+            raise OptionError(f"{path} has numbers for {source.name} that are no uses.", "Write it again.")
+    return found

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rabbitllm.engine.span_reader import BLOCK, FileSpan
+from rabbitllm.engine.span_reader import BLOCK, FileSpan, compare
 from rabbitllm.engine.units import Packs, Place, typed
 from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
 from rabbitllm.engine.weights import Recipe
@@ -365,24 +365,18 @@ def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) 
     Raises:
         IncompleteSplitError: the tables of two experts differ, or a checksum does.
     """
-    _check_tables(source, store)
+    blocks = [block for leaf in source.leaves.values() for block in leaf.blocks]
+    checks = store.checks
+    if checks is not None:
+        nestings = [block.nesting for block in blocks if block.nesting is not None]
+        tables = [spec for block in blocks for spec in block.tables]
+        tables += [spec for nesting in nestings for spec in (*nesting.where, *nesting.tables)]
+        compare(checks, (spec for spec in tables if checks.by_block(spec.file)))
     leaves = {}
     for key, leaf in source.leaves.items():
-        blocks = tuple(_with_table(source, block, store, device) for block in leaf.blocks)
-        leaves[key] = replace(leaf, blocks=blocks)
+        made = tuple(_with_table(source, block, store, device) for block in leaf.blocks)
+        leaves[key] = replace(leaf, blocks=made)
     return replace(source, leaves=leaves)
-
-
-def _check_tables(source: ExpertSource, store: WeightFiles) -> None:
-    """Compare the tables that all experts of a module share with their checksums, if there are any."""
-    ranges: dict[str, list[tuple[int, int]]] = {}
-    for block in (block for leaf in source.leaves.values() for block in leaf.blocks):
-        nested = () if block.nesting is None else (*block.nesting.where, *block.nesting.tables)
-        for spec in (*block.tables, *nested):
-            ranges.setdefault(spec.file, []).append((spec.offset, spec.nbytes))
-    for file, some in ranges.items():
-        if store.checks is not None and store.checks.by_block(file):
-            store.checks.stored(file, some)
 
 
 def _with_table(source: ExpertSource, block: Block, store: WeightFiles, device: torch.device) -> Block:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import Workers
@@ -25,13 +24,11 @@ from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import ReadMode, SpanReader
-from rabbitllm.engine.weight_tensors import Grouping, QuantizedWeight, reads_memory, refuse_writing
+from rabbitllm.engine.weight_tensors import Grouping, QuantizedWeight, WeightStandIn
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
-
-_WHY = "experts are read from the disk, or by their codes"
 
 
 class Supply(Protocol):
@@ -47,7 +44,7 @@ class Supply(Protocol):
         ...
 
 
-class ExpertStack(torch.Tensor):
+class ExpertStack(WeightStandIn):
     """A stack of matrices (experts, N, K), or transposed (experts, K, N).
 
     Args:
@@ -60,6 +57,7 @@ class ExpertStack(torch.Tensor):
     supply: Supply
     leaf: str
     turned: bool
+    _why = "experts are read from the disk, or by their codes"
 
     @staticmethod
     def __new__(
@@ -110,6 +108,10 @@ class ExpertStack(torch.Tensor):
         """Another object for the same stack."""
         return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self._where, self.turned)
 
+    def whole(self) -> torch.Tensor:
+        """Copies of all experts' matrices."""
+        return self.copied(range(self.shape[0]))
+
     def each(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """These experts' matrices, in this order; each is valid until the next one is requested."""
         for weight in self.supply.each(self.leaf, experts):
@@ -122,7 +124,7 @@ class ExpertStack(torch.Tensor):
         places = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
         for expert, weight in zip(distinct, self.each(distinct), strict=True):
             for at in places[expert]:
-                made[at].copy_(weight.dequantized() if isinstance(weight, QuantizedWeight) else weight)
+                made[at].copy_(weight.whole() if isinstance(weight, QuantizedWeight) else weight)
         return made
 
     def grouped_mm(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -175,49 +177,10 @@ class ExpertStack(torch.Tensor):
         return torch.mm(rows, weight.t() if self.turned else weight)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = dict(kwargs or {})
-        answer = _ANSWERS.get(func)
-        if answer is not None:
-            found = answer(*args, **given)
-            if found is not None:
-                return found
-        refuse_writing(func, args, kwargs, ExpertStack, _WHY)
-        if reads_memory(func, _WHY):
-            return func(_whole(args[0]), *args[1:], **given)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **given)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
-            return args[0].again()
-        if _is_fallback(func):
-            return args[1].grouped_mm(args[0], args[2])
-        plain = tree_map(_whole, args)
-        named = tree_map(_whole, dict(kwargs or {}))
-        return func(*plain, **named)
-
-
-def _is_fallback(func: Any) -> bool:
-    """Whether `func` is transformers' own grouped product, which it uses if torch has none for a device."""
-    return str(func) == "transformers.grouped_mm_fallback.default"
-
-
-def _whole(value: Any) -> Any:
-    return value.copied(range(value.shape[0])) if isinstance(value, ExpertStack) else value
+    def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
+        # transformers' own grouped product, which it uses if torch has none for a device
+        is_fallback = str(func) == "transformers.grouped_mm_fallback.default"
+        return args[1].grouped_mm(args[0], args[2]) if is_fallback else None
 
 
 def _grouped_mm(input: torch.Tensor, weight: Any, *, offs: torch.Tensor | None = None, **more: Any) -> Any:
@@ -246,14 +209,13 @@ def _transpose(stack: Any, first: int, second: int) -> Any:
     return stack.turn() if {first % 3, second % 3} == {1, 2} and stack.dim() == 3 else None
 
 
-_ANSWERS: dict[Any, Callable[..., Any]] = {
+ExpertStack._answers = {
     torch.nn.functional.grouped_mm: _grouped_mm,
     torch._grouped_mm: _grouped_mm,
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.transpose: _transpose,
     torch.transpose: _transpose,
 }
-"""Operations that are done expert by expert; the function returns None if this call is not."""
 
 
 FileBytes = Callable[[str], torch.Tensor]

@@ -23,6 +23,7 @@ from torch import nn
 
 from rabbitllm.base.forks import Workers, fail_unfinished, in_child
 from rabbitllm.base.options import usable_cores
+from rabbitllm.engine import span_reader
 from rabbitllm.engine.embedding_rows import check_rows
 from rabbitllm.engine.expert_pool import routed
 from rabbitllm.engine.expert_source import ExpertSource
@@ -159,11 +160,7 @@ def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Work
     left, pending = set(range(source.experts)), list[Future[set[int]]]()
 
     def compare(experts: set[int]) -> set[int]:
-        ranges: dict[str, list[tuple[int, int]]] = {}
-        for span in (span for expert in sorted(experts) for span in source.spans(expert)):
-            ranges.setdefault(span.file, []).append((span.offset, span.nbytes))
-        for file, some in ranges.items():
-            checks.stored(file, some)
+        span_reader.compare(checks, (span for expert in sorted(experts) for span in source.spans(expert)))
         return experts
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

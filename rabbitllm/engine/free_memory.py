@@ -48,11 +48,8 @@ def available_ram() -> int:
     """Bytes that this process may still allocate within the machine, its control groups, and its own limits."""
     import psutil
 
-    return min([int(psutil.virtual_memory().available), *_rooms_of_groups(), *_rooms_of_limits()])
-
-
-def _rooms_of_limits(root: Path = Path("/")) -> list[int]:
-    return [found.room for found in process_limits(root)]
+    rooms = [*(group.room for group in group_limits()), *(limit.room for limit in process_limits())]
+    return min([int(psutil.virtual_memory().available), *rooms])
 
 
 def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
@@ -95,10 +92,6 @@ def _mincore() -> ctypes._NamedFuncPointer | None:
     found: ctypes._NamedFuncPointer = ctypes.CDLL(None).mincore
     found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
     return found
-
-
-def _rooms_of_groups(root: Path = Path("/")) -> list[int]:
-    return [group.room for group in group_limits(root)]
 
 
 def group_limits(root: Path = Path("/")) -> list[GroupLimit]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from rabbitllm.engine.load_plan import (
     refuse_too_little_memory,
 )
 from rabbitllm.engine.pass_line import PassLine
-from rabbitllm.engine.placement import READY, Placement, Tier
+from rabbitllm.engine.placement import READY, Placement, Tier, enclosing
 from rabbitllm.engine.prefetch import keep_units
 from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_way
@@ -50,37 +50,224 @@ from rabbitllm.telemetry.profiler import Profiler
 logger = logging.getLogger(__name__)
 
 
+_MAPPED = (*READY, Tier.PACKED)
+
+
+@torch.inference_mode(False)  # else weights loaded in a caller's inference mode could never have gradients
+def load_model(
+    folder: Path | WeightFiles,
+    options: RunOptions,
+    config_folder: Path | None = None,
+    devices: Sequence[Device] | None = None,
+    share: PartChooser | None = None,
+) -> Any:
+    """A genuine transformers model whose weights are in `folder`.
+
+    Args:
+        folder: a finished split directory; or other files with weights, opened.
+        options: see `RunOptions`.
+        config_folder: the folder of config and tokenizer, if not `folder` (a directory of RabbitLLM 1.1 has none).
+        devices: the devices to compute on; by default those of `options`.
+        share: chooses the part of the model that this process computes; None for the whole.
+
+    Returns:
+        The model, with the attributes `tokenizer`, `profiler`, `placement` and `unused_tensors`.
+
+    Raises:
+        IncompleteSplitError: a tensor is missing or damaged; each is named.
+        UnknownArchitectureError: transformers does not support the model.
+        DeviceError: the device does not exist.
+        NotEnoughMemoryError: not even one layer at a time fits the memory that this process may use.
+        MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
+            quantized in a format whose package is not installed.
+    """
+    store: WeightFiles = (
+        LayerStore(folder, verify_checksums=options.verify_checksums) if isinstance(folder, Path) else folder
+    )
+    folder = store.folder
+    for scheme in {tensor.quantized.scheme for tensor in store.tensors.values() if tensor.quantized}:
+        check_compression(scheme)  # fails now rather than in the first pass
+    home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
+    chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
+    plan = make_load_plan(store, options, home, chosen)
+    if share is not None:
+        plan = only_a_part(plan, share, store, chosen, options)
+    refuse_too_little_memory(plan, chosen)
+    model, weights, sources, placement = plan.model, plan.weights, plan.sources, plan.placement
+    by_name = {device.name: device for device in chosen}
+    skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
+    profiler = Profiler(options.profiling, "Passes, by stage")
+    way = _way(sources, placement, by_name, store)
+    ways = _expert_ways(plan.experts, placement, by_name, store)
+    placement, kept = keep_units(placement, sources, by_name, store)
+    experts: Sequence[ExpertSource] = plan.experts
+    if not options.exact:
+        sources, experts = _fused(sources, experts, placement, by_name, weights, store)
+    profiler.in_place = _in_place(model, sources, placement)
+    mapped = _mapped_units(sources, placement, by_name)
+    read = {source.unit.name: source.spans for source in mapped if not _is_looked_up(model, source)}
+    ahead = ReadAhead(read, store, store.checks)
+    with torch.no_grad():
+        pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
+        streamer = Streamer(
+            model,
+            sources,
+            placement,
+            by_name,
+            store,
+            profiler,
+            kept,
+            pools,
+            way=way,
+            prefetching=options.prefetching,
+        )
+    _compare_before_use(model, mapped, ahead, store.checks)
+    home_device = by_name[placement.home].torch_device
+    if len(chosen) > 1:  # callers expect the output on the device of their inputs
+        model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
+    if weights.unused:
+        logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
+        try:
+            check_unused(model, weights, store)
+        except IncompleteSplitError as error:
+            logger.warning("%s The config and the weights may be of different models.", error.problem)
+    published.finish(model, plan.quantizer)
+    published.say_how(plan.quantizer, folder, model.dtype, chosen)
+    if options.fast_bfloat16:
+        RowProducts(model)
+    streamed = adopt(model, home_device, placement)
+    streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
+    streamed.profiler = profiler
+    streamed.streamer = streamer
+    if options.show_progress and (placement.streamed_bytes or placement.uploaded_bytes):
+        units = [sources[placed.unit].unit.module for placed in placement.units]
+        streamed.pass_line = PassLine(units, streamer.waited)
+    streamed.unused_tensors = weights.unused
+    in_place = model.config.model_type in SCALES_IN_PLACE
+    streamed._origin = origin_of(streamed, store, home, weights, changes_itself=in_place)
+    streamed._held_bytes = held_bytes(placement, sources, experts)
+    streamed._show_progress = options.show_progress
+    return streamed
+
+
+def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
+    """ "device tier" -> stored bytes that each pass uses in place; an embedding does not count, since it uses rows."""
+    embedding = input_embedding(model)
+    found: dict[str, int] = {}
+    for placed in placement.units:
+        if placed.tier in _MAPPED and sources[placed.unit].unit.module is not embedding:
+            key = f"{placed.device} {placed.tier.value}"
+            found[key] = found.get(key, 0) + placed.stored
+    return found
+
+
+def _mapped_units(
+    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device]
+) -> list[UnitSource]:
+    """Resident units in mapped files, in the order of a pass."""
+    stays = (p.unit for p in placement.units if p.tier in _MAPPED and devices[p.device].shares_host_memory)
+    return [sources[unit] for unit in stays]
+
+
+def _is_looked_up(model: nn.Module, source: UnitSource) -> bool:
+    """Whether a resident unit is the input embedding in its stored form, of which a pass touches a few rows."""
+    return source.is_view and can_bring_rows(source, input_embedding(model))
+
+
+def _compare_before_use(
+    model: nn.Module, mapped: Sequence[UnitSource], ahead: ReadAhead, checks: LayerChecks | None
+) -> None:
+    """Have the bytes of each mapped unit, or the rows that are looked up, compared with checksums before its use."""
+    if checks is None:
+        return
+    for source in mapped:
+        unit = source.unit
+        if _is_looked_up(model, source):
+            check_rows_before(unit.module, next(iter(source.stored.values())), checks)
+        elif not ahead.is_checked(unit.name):
+            wait_before(unit.module, functools.partial(ahead.wait_for, unit.name))
+
+
+def _way(
+    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
+) -> ReadMode:
+    """How streamed units are read; depends on whether they fit into host memory with all resident weights."""
+    spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
+    return choose_way(store, spans, cache_room(placement, devices.values()))
+
+
+def _expert_ways(
+    experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
+) -> dict[str, ReadMode]:
+    """Device -> how streamed experts are read.
+
+    If that is through the page cache, they are left in it after use, since many are used again.
+    """
+    found = {}
+    for pool in placement.pools:
+        own = {placed.unit for placed in placement.experts if placed.device == pool.device}
+        chosen = [source for source in experts if source.name in own]
+        way = THROUGH_THE_CACHE
+        if all(source.in_blocks for source in chosen):
+            sample = [span for source in chosen[:PROBES] for span in source.spans(source.experts // 2)]
+            way = choose_way(store, sample, cache_room(placement, devices.values()), pool.stored)
+        found[pool.device] = way if way.direct else THROUGH_THE_CACHE
+    return found
+
+
+def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:
+    """Module path -> the torch device of the unit around it, else of the first unit."""
+    owners = {placed.unit: devices[placed.device].torch_device for placed in placement.units}
+    home = devices[placement.home].torch_device
+    return lambda path: owners.get(enclosing(path, owners) or "", home)
+
+
 MAX_ROWS = 4096
 """Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
 WORTH_IT = 0.9
 """Maximum time relative to dequantizing: an equally fast product is not worth different rounding."""
 _ROUNDS, _REPEATS = 3, 4
 
-Shape = tuple[str, int, int, torch.dtype]
+
+def _fused(
+    sources: Mapping[str, UnitSource],
+    experts: Sequence[ExpertSource],
+    placement: Placement,
+    devices: Mapping[str, Device],
+    weights: WeightMap,
+    store: WeightFiles,
+) -> tuple[Mapping[str, UnitSource], Sequence[ExpertSource]]:
+    """Units and experts; what GPUs would dequantize for each use is multiplied from its codes where that is faster.
+
+    Resident units were dequantized once and stay so, which serves any number of inputs at once.
+    """
+    packs = {name: fused_packs(device) for name, device in devices.items() if not device.shares_host_memory}
+    dequantized_once = (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE)
+    units = {
+        placed.unit: source_of(sources[placed.unit].unit, weights, store, packs[placed.device])
+        for placed in placement.units
+        if placed.device in packs and placed.tier not in dequantized_once
+    }
+    places = {placed.unit: placed.device for placed in placement.experts}
+    return {**sources, **units}, [packed_by(source, packs.get(places[source.name])) for source in experts]
 
 
-class FusedChoice:
-    """Caches the result of a trial for each device, shape and dtype."""
+def fused_packs(device: Device) -> Packs:
+    """The choice whether a device multiplies one input from 4bit codes or dequantizes the matrix first: both are timed.
 
-    def __init__(self) -> None:
-        self._known: dict[Shape, bool] = {}
+    The faster way depends on the GPU, the shape and the version of bitsandbytes; the trial also verifies the kernel's
+    result on this device. One trial for each shape and dtype, with random codes and inputs, when the model is loaded.
+    """
+    trial = functools.cache(functools.partial(_try, device))
 
-    def pays(self, device: Device, form: Quantized, dtype: torch.dtype) -> bool:
-        """Whether to multiply from the codes.
-
-        Args:
-            device: the device that computes.
-            form: the matrix; False at 8bit, or if a row is not a whole number of blocks.
-            dtype: of the input.
-        """
+    def packs(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
         if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return False
-        rows, columns = min(form.shape[0], MAX_ROWS), form.shape[1]
-        key = (device.name, rows, columns, dtype)
-        if key not in self._known:
-            name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first
-            self._known[key] = _try(device, Quantized("4bit", (rows, columns), name), dtype)
-        return self._known[key]
+            return None
+        shape = (min(form.shape[0], MAX_ROWS), form.shape[1])
+        name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first
+        return FusedMatrix if trial(Quantized("4bit", shape, name), dtype) else None
+
+    return packs
 
 
 def is_sooner(fused_seconds: float, dequantized_seconds: float) -> bool:
@@ -134,224 +321,3 @@ def _seconds(device: Device, work: Callable[[], torch.Tensor]) -> float:
         device.synchronise()
         best = min(best, (time.perf_counter() - begun) / _REPEATS)
     return best
-
-
-def fused_units(
-    sources: Mapping[str, UnitSource],
-    placement: Placement,
-    devices: Mapping[str, Device],
-    weights: WeightMap,
-    store: WeightFiles,
-    choice: FusedChoice,
-) -> dict[str, UnitSource]:
-    """Units that GPUs would dequantize for each use, multiplied from their codes instead where that is faster.
-
-    Resident units were dequantized once and stay so, which serves any number of inputs at once.
-    """
-    found = {}
-    for placed in placement.units:
-        device = devices[placed.device]
-        if not device.shares_host_memory and placed.tier not in (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE):
-            packs = _packs_on(device, choice)
-            found[placed.unit] = source_of(sources[placed.unit].unit, weights, store, packs)
-    return found
-
-
-def fused_experts(
-    experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], choice: FusedChoice
-) -> list[ExpertSource]:
-    """The same for experts; those on the host are unchanged."""
-    places = {placed.unit: devices[placed.device] for placed in placement.experts}
-    return [
-        source if places[source.name].shares_host_memory else packed_by(source, _packs_on(places[source.name], choice))
-        for source in experts
-    ]
-
-
-def _packs_on(device: Device, choice: FusedChoice) -> Packs:
-    def packs(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
-        return FusedMatrix if choice.pays(device, form, dtype) else None
-
-    return packs
-
-
-_MAPPED = (*READY, Tier.PACKED)
-
-
-@torch.inference_mode(False)  # else weights loaded in a caller's inference mode could never have gradients
-def load_model(
-    folder: Path | WeightFiles,
-    options: RunOptions,
-    config_folder: Path | None = None,
-    devices: Sequence[Device] | None = None,
-    share: PartChooser | None = None,
-) -> Any:
-    """A genuine transformers model whose weights are in `folder`.
-
-    Args:
-        folder: a finished split directory; or other files with weights, opened.
-        options: see `RunOptions`.
-        config_folder: the folder of config and tokenizer, if not `folder` (a directory of RabbitLLM 1.1 has none).
-        devices: the devices to compute on; by default those of `options`.
-        share: chooses the part of the model that this process computes; None for the whole.
-
-    Returns:
-        The model, with the attributes `tokenizer`, `profiler`, `placement` and `unused_tensors`.
-
-    Raises:
-        IncompleteSplitError: a tensor is missing or damaged; each is named.
-        UnknownArchitectureError: transformers does not support the model.
-        DeviceError: the device does not exist.
-        NotEnoughMemoryError: not even one layer at a time fits the memory that this process may use.
-        MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
-            quantized in a format whose package is not installed.
-    """
-    store: WeightFiles = (
-        LayerStore(folder, verify_checksums=options.verify_checksums) if isinstance(folder, Path) else folder
-    )
-    folder = store.folder
-    for scheme in {tensor.quantized.scheme for tensor in store.tensors.values() if tensor.quantized}:
-        check_compression(scheme)  # fails now rather than in the first pass
-    home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
-    chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
-    drawn = make_load_plan(store, options, home, chosen)
-    if share is not None:
-        drawn = only_a_part(drawn, share, store, chosen, options)
-    refuse_too_little_memory(drawn, chosen)
-    model, weights, sources, placement = drawn.model, drawn.weights, drawn.sources, drawn.placement
-    by_name = {device.name: device for device in chosen}
-    skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
-    profiler = Profiler(options.profiling, "Passes, by stage")
-    way = _way(sources, placement, by_name, store)
-    ways = _expert_ways(drawn.experts, placement, by_name, store)
-    placement, kept = keep_units(placement, sources, by_name, store)
-    experts: Sequence[ExpertSource] = drawn.experts
-    if not options.exact:
-        choice = FusedChoice()
-        sources = {**sources, **fused_units(sources, placement, by_name, weights, store, choice)}
-        experts = fused_experts(experts, placement, by_name, choice)
-    profiler.in_place = _in_place(model, sources, placement)
-    mapped = _mapped_units(sources, placement, by_name)
-    read = {source.unit.name: source.spans for source in mapped if not _is_looked_up(model, source)}
-    ahead = ReadAhead(read, store, store.checks)
-    with torch.no_grad():
-        pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
-        streamer = Streamer(
-            model,
-            sources,
-            placement,
-            by_name,
-            store,
-            profiler,
-            kept,
-            pools,
-            way=way,
-            prefetching=options.prefetching,
-        )
-    _compare_before_use(model, mapped, ahead, store.checks)
-    home_device = by_name[placement.home].torch_device
-    if len(chosen) > 1:  # callers expect the output on the device of their inputs
-        model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
-    if weights.unused:
-        logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
-        try:
-            check_unused(model, weights, store)
-        except IncompleteSplitError as error:
-            logger.warning("%s The config and the weights may be of different models.", error.problem)
-    published.finish(model, drawn.quantizer)
-    published.say_how(drawn.quantizer, folder, model.dtype, chosen)
-    if options.fast_bfloat16:
-        RowProducts(model)
-    streamed = adopt(model, home_device, placement)
-    streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
-    streamed.profiler = profiler
-    streamed.streamer = streamer
-    if options.show_progress and (placement.streamed_bytes or placement.uploaded_bytes):
-        units = [sources[placed.unit].unit.module for placed in placement.units]
-        streamed.pass_line = PassLine(units, streamer.waited)
-    streamed.unused_tensors = weights.unused
-    in_place = model.config.model_type in SCALES_IN_PLACE
-    streamed._origin = origin_of(streamed, store, home, weights, changes_itself=in_place)
-    streamed._held_bytes = held_bytes(placement, sources, experts)
-    streamed._show_progress = options.show_progress
-    return streamed
-
-
-def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
-    """ "device tier" -> stored bytes that each pass uses in place; an embedding does not count, since it uses rows."""
-    embedding = input_embedding(model)
-    found: dict[str, int] = {}
-    for placed in placement.units:
-        if placed.tier in _MAPPED and sources[placed.unit].unit.module is not embedding:
-            key = f"{placed.device} {placed.tier.value}"
-            found[key] = found.get(key, 0) + placed.stored
-    return found
-
-
-def _mapped_units(
-    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device]
-) -> list[UnitSource]:
-    """Resident units in mapped files, in the order of a pass."""
-    stays = (p.unit for p in placement.units if p.tier in _MAPPED and devices[p.device].shares_host_memory)
-    return [sources[unit] for unit in stays]
-
-
-def _is_looked_up(model: nn.Module, source: UnitSource) -> bool:
-    """Whether a resident unit is the input embedding in its stored form, of which a pass touches a few rows."""
-    return source.is_view and can_bring_rows(source, input_embedding(model))
-
-
-def _compare_before_use(
-    model: nn.Module, mapped: Sequence[UnitSource], ahead: ReadAhead, checks: LayerChecks | None
-) -> None:
-    """Have the bytes of each mapped unit, or the rows that are looked up, compared with checksums before its use."""
-    if checks is None:
-        return
-    for source in mapped:
-        unit = source.unit
-        if _is_looked_up(model, source):
-            check_rows_before(unit.module, next(iter(source.stored.values())), checks)
-        elif not ahead.is_checked(unit.name):
-            wait_before(unit.module, partial(ahead.wait_for, unit.name))
-
-
-def _way(
-    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
-) -> ReadMode:
-    """How streamed units are read; depends on whether they fit into host memory with all resident weights."""
-    spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
-    return choose_way(store, spans, cache_room(placement, devices.values()))
-
-
-def _expert_ways(
-    experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
-) -> dict[str, ReadMode]:
-    """Device -> how streamed experts are read.
-
-    If that is through the page cache, they are left in it after use, since many are used again.
-    """
-    found = {}
-    for pool in placement.pools:
-        own = {placed.unit for placed in placement.experts if placed.device == pool.device}
-        chosen = [source for source in experts if source.name in own]
-        way = THROUGH_THE_CACHE
-        if all(source.in_blocks for source in chosen):
-            sample = [span for source in chosen[:PROBES] for span in source.spans(source.experts // 2)]
-            way = choose_way(store, sample, cache_room(placement, devices.values()), pool.stored)
-        found[pool.device] = way if way.direct else THROUGH_THE_CACHE
-    return found
-
-
-def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:
-    """Module path -> the torch device of the unit around it, else of the first unit."""
-    owners = {placed.unit: devices[placed.device].torch_device for placed in placement.units}
-    home = devices[placement.home].torch_device
-
-    def find(path: str) -> torch.device:
-        while path:
-            if path in owners:
-                return owners[path]
-            path = path.rpartition(".")[0]
-        return home
-
-    return find

@@ -95,22 +95,6 @@ class PartChooser(Protocol):
         ...
 
 
-def with_others(placement: Placement, sources: Mapping[str, UnitSource]) -> Placement:
-    """A placement of this process's units and, in the order of a pass, those of other processes.
-
-    Args:
-        placement: of this process's units.
-        sources: all units, in the order of a pass.
-    """
-    here = {placed.unit: placed for placed in placement.units}
-    away = placement.home  # the device of their placeholders
-    units = (
-        here.get(name) or PlacedUnit(name, away, Tier.ELSEWHERE, source.stored_bytes)
-        for name, source in sources.items()
-    )
-    return replace(placement, units=tuple(units))
-
-
 def unit_costs(
     model: nn.Module, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource] = ()
 ) -> list[UnitCost]:
@@ -304,24 +288,24 @@ def accept(
         RabbitLLMError: as `make_load_plan` and `too_little` do.
         CorruptVocabularyError: the tokenizer's files are malformed.
     """
-    drawn = make_load_plan(store, options, home, devices)
+    plan = make_load_plan(store, options, home, devices)
     skeleton.check_tokenizer(home, options.trust_remote_code)
     if too_little is not None:
-        too_little(drawn, devices)
+        too_little(plan, devices)
 
 
-def too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> NotEnoughMemoryError | None:
+def too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> NotEnoughMemoryError | None:
     """The error for a model of which not even one layer at a time fits the memory that this process may use.
 
     Returns:
         The error, with the least memory of a pass and the memory that this process may use; None if that suffices.
     """
-    used = {placed.unit for placed in drawn.placement.units}
-    costs = [cost for cost in unit_costs(drawn.model, drawn.sources, drawn.experts) if cost.name in used]
+    used = {placed.unit for placed in plan.placement.units}
+    costs = [cost for cost in unit_costs(plan.model, plan.sources, plan.experts) if cost.name in used]
     for device in devices:
         if not device.shares_host_memory:  # a full GPU raises an error of its own, and the process goes on
             continue
-        (least, unit), free = least_bytes(costs, drawn.placement, device.name), device.free_bytes()
+        (least, unit), free = least_bytes(costs, plan.placement, device.name), device.free_bytes()
         if least and least + FIXED_BYTES > free:
             return NotEnoughMemoryError(
                 f"A pass takes at least {size(least + FIXED_BYTES)} of memory"
@@ -331,34 +315,39 @@ def too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> NotEnoughMe
     return None
 
 
-def refuse_too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> None:
+def refuse_too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> None:
     """Refuse to load a model that needs more memory than this process may use.
 
     Raises:
         NotEnoughMemoryError: it does; the system would kill the process in the first pass, without a message.
     """
-    if (error := too_little_memory(drawn, devices)) is not None:
+    if (error := too_little_memory(plan, devices)) is not None:
         raise error
 
 
-def warn_of_too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> None:
+def warn_of_too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> None:
     """Log as a warning what `refuse_too_little_memory` would raise."""
-    if (error := too_little_memory(drawn, devices)) is not None:
+    if (error := too_little_memory(plan, devices)) is not None:
         problem = error.problem
         logger.warning("Loading the model here would be refused: %s", problem)
 
 
 def only_a_part(
-    drawn: LoadPlan, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: RunOptions
+    plan: LoadPlan, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: RunOptions
 ) -> LoadPlan:
     """The plan of the part of the model that this process places and computes."""
     budgets = {device.name: budget_of(device, options) for device in devices}
-    part = share(drawn.model, drawn.sources, unit_costs(drawn.model, drawn.sources, drawn.experts), store, budgets)
-    own = {name: source for name, source in drawn.sources.items() if name in part.units}
-    experts = tuple(source for source in drawn.experts if source.unit in part.units)
+    part = share(plan.model, plan.sources, unit_costs(plan.model, plan.sources, plan.experts), store, budgets)
+    own = {name: source for name, source in plan.sources.items() if name in part.units}
+    experts = tuple(source for source in plan.experts if source.unit in part.units)
     limited = replace(options, max_memory={**(options.max_memory or {}), **part.budgets})
-    placement = place_units(drawn.model, own, experts, devices, limited)
-    return replace(drawn, experts=experts, placement=with_others(placement, drawn.sources))
+    placement = place_units(plan.model, own, experts, devices, limited)
+    here = {placed.unit: placed for placed in placement.units}
+    units = (
+        here.get(name) or PlacedUnit(name, placement.home, Tier.ELSEWHERE, source.stored_bytes)
+        for name, source in plan.sources.items()
+    )
+    return replace(plan, experts=experts, placement=replace(placement, units=tuple(units)))
 
 
 def _choose_dtype(wanted: str | None, config: Any, store: WeightFiles, devices: Sequence[Device]) -> torch.dtype:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -45,30 +46,13 @@ def _past(cache: Any) -> int | None:
         return None
 
 
-# The state of a generation's passes at a moment. Uses no model and no terminal; the caller passes the time.
-#
-# Shares are of the caller's time. A GPU computes asynchronously, so there the time in which the host waits for weights
-# is reported, and the rest counts as computing.
-
 Waited: TypeAlias = tuple[float, float]
 """Seconds that callers have waited in all: for the disk, and for copies to a device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Seconds of the caller: waiting for the disk, waiting for copies, dequantizing (and binding), computing."""
-
-    disk: float = 0.0
-    copies: float = 0.0
-    dequantize: float = 0.0
-    compute: float = 0.0
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Name -> part of all, from 0 to 1; empty before anything was spent."""
-        found = {"disk": self.disk, "copies": self.copies, "dequantize": self.dequantize, "compute": self.compute}
-        total = sum(found.values())
-        return {name: seconds / total for name, seconds in found.items()} if total > 0 else {}
+WORK = {"disk": 3, "copies": 7, "dequantize": 6, "compute": 5}
+"""What a caller's time goes to (waiting for the disk and for copies, dequantizing and binding, computing) -> the rank
+of its share in the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +66,7 @@ class RunningPass:
         layers: units of a pass.
         tokens: generated so far by this generation, over the whole batch.
         tokens_per_second: since the prefill; None before the first of these tokens.
-        spent: in this pass and the previous ones of its kind, of this generation.
+        spent: seconds of each kind of `WORK`, in this pass and the previous ones of its kind, of this generation.
         seconds: since this pass began.
     """
 
@@ -92,8 +76,14 @@ class RunningPass:
     layers: int
     tokens: int
     tokens_per_second: float | None
-    spent: Spent
+    spent: Mapping[str, float]
     seconds: float
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Kind of work -> part of all, from 0 to 1; empty before anything was spent."""
+        total = sum(self.spent.values())
+        return {name: self.spent.get(name, 0.0) / total for name in WORK} if total > 0 else {}
 
 
 def _reference(text: Any) -> Any:
@@ -105,7 +95,10 @@ def _reference(text: Any) -> Any:
 
 
 class PassLedger:
-    """Records the passes of one thread; another thread may call `facts`.
+    """Records the passes of one thread; another thread may call `state`. The caller passes the time.
+
+    Shares are of the caller's time. A GPU computes asynchronously, so there the time in which the host waits for
+    weights is reported, and the rest counts as computing.
 
     Args:
         layers: units of a pass.
@@ -117,7 +110,7 @@ class PassLedger:
         self._entry: PassInput | None = None
         self._text: Any = None
         self._start = self._prompt_end = 0.0
-        self._spent = Spent()
+        self._spent = Counter[str]()
 
     def begin(self, entry: PassInput, text: Any, now: float) -> bool:
         """Record the begin of a pass; return whether it is the first of a generation.
@@ -137,28 +130,28 @@ class PassLedger:
             if last.kind == PROMPT:
                 self._prompt_end = now
         if not continues or last is None or last.kind != entry.kind:
-            self._spent = Spent()
+            self._spent = Counter()
         self._entry, self._text = entry, _reference(text)
         self._number, self._done, self._start = self._number + 1, 0, now
         return not continues
 
-    def spend(self, disk: float = 0.0, copies: float = 0.0, dequantize: float = 0.0, compute: float = 0.0) -> None:
-        """Add seconds that the caller has spent."""
-        old = self._spent
-        self._spent = Spent(old.disk + disk, old.copies + copies, old.dequantize + dequantize, old.compute + compute)
+    def spend(self, **seconds: float) -> None:
+        """Add seconds that the caller has spent, by kinds of `WORK`."""
+        self._spent.update(seconds)
 
     def unit_done(self) -> None:
         """Record that a unit has computed."""
         self._done += 1
 
-    def facts(self, now: float) -> RunningPass:
+    def state(self, now: float) -> RunningPass:
         """The state of the pass."""
         entry, elapsed = self._entry, now - self._prompt_end
         prompt = entry.batch * entry.length if entry is not None and entry.kind == PROMPT else 0
         timed = self._tokens - (entry.batch if entry is not None else 0)  # the first comes from the prefill
         rate = timed / elapsed if timed > 0 and elapsed > 0 and not prompt else None
         done = min(self._done, self._layers)
-        return RunningPass(self._number, prompt, done, self._layers, self._tokens, rate, self._spent, now - self._start)
+        spent, seconds = dict(self._spent), now - self._start
+        return RunningPass(self._number, prompt, done, self._layers, self._tokens, rate, spent, seconds)
 
 
 SLOW_SECONDS = 2.0
@@ -224,14 +217,14 @@ class PassLine:
 
     def rows(self, width: int) -> Sequence[Row]:
         """The line as a row of the region."""
-        return [fitting(pieces_of(self._facts()), width)]
+        return [fitting(pieces_of(self._state()), width)]
 
     def line(self) -> str:
         """The line as plain text, for the region."""
-        return ", ".join(piece.text for piece in pieces_of(self._facts()) if piece.text)
+        return ", ".join(piece.text for piece in pieces_of(self._state()) if piece.text)
 
-    def _facts(self) -> RunningPass:
-        return self._ledger.facts(self._clock())
+    def _state(self) -> RunningPass:
+        return self._ledger.state(self._clock())
 
     def _before_weights(self, module: nn.Module, args: Any) -> None:
         if self._open:
@@ -256,23 +249,22 @@ class PassLine:
         disk_before, copies_before = self._waited_before
         waited = (disk - disk_before, copies - copies_before)
         worked = max(now - self._mark - sum(waited), 0.0)
-        self._ledger.spend(*waited, **{work: worked})
+        self._ledger.spend(disk=waited[0], copies=waited[1], **{work: worked})
         self._mark, self._waited_before = now, (disk, copies)
         return now
 
 
-def pieces_of(facts: RunningPass) -> list[LinePiece]:
+def pieces_of(state: RunningPass) -> list[LinePiece]:
     """The pieces of the line, the most important with the lowest rank."""
     found = [
-        LinePiece(f"pass {facts.number}", 0),
-        LinePiece(f"{facts.prompt:,} tokens of prompt" if facts.prompt else "", 2),
-        LinePiece(f"layer {facts.layer} of {facts.layers}", 1),
-        LinePiece(duration(facts.seconds) if facts.prompt else "", 4),
-        LinePiece(_pace_text(facts.tokens_per_second), 2, "bold"),
+        LinePiece(f"pass {state.number}", 0),
+        LinePiece(f"{state.prompt:,} tokens of prompt" if state.prompt else "", 2),
+        LinePiece(f"layer {state.layer} of {state.layers}", 1),
+        LinePiece(duration(state.seconds) if state.prompt else "", 4),
+        LinePiece(_pace_text(state.tokens_per_second), 2, "bold"),
     ]
-    ranks = {"disk": 3, "compute": 5, "dequantize": 6, "copies": 7}
-    shares = [(name, share) for name, share in facts.spent.shares.items() if share >= 0.005]
-    return found + [LinePiece(f"{name} {100 * share:.0f} %", ranks[name]) for name, share in shares]
+    shares = [(name, share) for name, share in state.shares.items() if share >= 0.005]
+    return found + [LinePiece(f"{name} {100 * share:.0f} %", WORK[name]) for name, share in shares]
 
 
 def _pace_text(rate: float | None) -> str:

@@ -7,7 +7,8 @@ fixed subset is resident, spread evenly, so that the transfers of the other unit
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -468,6 +469,13 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
     return tiers, left - slots
 
 
+def enclosing(path: str, known: Container[str]) -> str | None:
+    """The innermost known module that a module or a parameter is in, or that it is; None if there is none."""
+    while path and path not in known:
+        path = path.rpartition(".")[0]
+    return path or None
+
+
 def ready_once(costs: Iterable[UnitCost]) -> int:
     """Memory of units that are kept ready; a tensor that several share counts once."""
     total, made = 0, set[str]()
@@ -558,11 +566,9 @@ def _kept(cost: UnitCost, budget: Budget) -> Tier:
     return Tier.RESIDENT if once else Tier.PACKED
 
 
-def _stored(sized: UnitCost | PlacedUnit) -> int:
-    return sized.stored
-
-
-def _spread(costs: Sequence[Sized], room: int, size: Callable[[Sized], int] = _stored) -> list[Sized]:
+def _spread(
+    costs: Sequence[Sized], room: int, size: Callable[[Sized], int] = operator.attrgetter("stored")
+) -> list[Sized]:
     """Units of at most `room` bytes in all, evenly spread over the pass."""
     total = sum(map(size, costs))
     if room <= 0 or not total:

@@ -240,9 +240,14 @@ REFUSALS = (RuntimeError, MemoryError, OSError)
 
 
 class HostBuffers:
-    """Pinned host memory for copies to one device; released when this object is freed."""
+    """Pinned host memory for copies to one device; released when this object is freed.
+
+    Attributes:
+        units: the units that are kept in it, by name: their bytes, uint8, in the layout of their source.
+    """
 
     def __init__(self, device: Device) -> None:
+        self.units: dict[str, torch.Tensor] = {}
         self._device = device
         self._locked: list[torch.Tensor] = []
         release = weakref.finalize(self, _release, device, self._locked, ForkGuard())
@@ -275,17 +280,9 @@ def _release(device: Device, buffers: list[torch.Tensor], guard: ForkGuard) -> N
         device.free_host_buffer(buffer)
 
 
-@dataclass(frozen=True)
-class PinnedUnits:
-    """Units in host memory for one device: unit -> its bytes, and the owner of the pinned buffers."""
-
-    units: Mapping[str, torch.Tensor]
-    memory: HostBuffers
-
-
 def keep_units(
     placement: Placement, sources: Mapping[str, UnitSource], devices: Mapping[str, Device], store: WeightFiles
-) -> tuple[Placement, dict[str, PinnedUnits]]:
+) -> tuple[Placement, dict[str, HostBuffers]]:
     """Read the units of `Tier.PINNED` into pinned memory.
 
     Args:
@@ -295,7 +292,7 @@ def keep_units(
         store: the layer files.
 
     Returns:
-        The placement, where units that could not be pinned are streamed, and device name -> its pinned units, for each
+        The placement, where units that could not be pinned are streamed, and device name -> its pinned memory, for each
         device with memory of its own.
 
     Raises:
@@ -303,7 +300,6 @@ def keep_units(
         IncompleteSplitError: its checksum differs.
     """
     memories = {name: HostBuffers(device) for name, device in devices.items() if not device.shares_host_memory}
-    kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in memories}
     wanted = [placed for placed in placement.units if placed.tier is Tier.PINNED]
     # read once, so the page cache is better left to files that are read again and again
     reader = SpanReader(store, ReadMode(drop=True), store.checks)
@@ -324,8 +320,8 @@ def keep_units(
             placement = placement.changed({left.unit: Tier.STREAMED for left in refused})
             break
         reader.read(source.spans, bytes_of(buffer))
-        kept[placed.device][placed.unit] = buffer
-    return placement, {name: PinnedUnits(kept[name], memories[name]) for name in memories}
+        memories[placed.device].units[placed.unit] = buffer
+    return placement, memories
 
 
 class Uploader:
@@ -333,11 +329,10 @@ class Uploader:
 
     Args:
         sources: the units, by name.
-        kept: the bytes of units that are kept in host memory, uint8, in the layout of their source.
         disk: reads the other units.
         device: the device that they are copied to.
         profiler: records reading, copying and waiting.
-        memory: provides buffers to read into.
+        memory: keeps units in host memory, and provides buffers to read the others into.
 
     Attributes:
         waited: seconds that callers have waited for units on the disk, in all.
@@ -347,7 +342,6 @@ class Uploader:
     def __init__(
         self,
         sources: Mapping[str, UnitSource],
-        kept: Mapping[str, torch.Tensor],
         disk: SpanReader,
         device: Device,
         profiler: Profiler,
@@ -355,11 +349,11 @@ class Uploader:
     ) -> None:
         self.waited = self.waited_for_copies = 0.0
         self._sources = sources
-        self._kept = kept
+        self._kept = memory.units
         self._device = device
         self._profiler = profiler
         self._memory = memory  # kept, since its buffers are unpinned when it is freed
-        on_disk = {name: source for name, source in sources.items() if name not in kept}
+        on_disk = {name: source for name, source in sources.items() if name not in memory.units}
         staging = [memory.take_anyhow(largest(on_disk)) for _ in range(STAGING if on_disk else 0)]
         self._disk = Loader(on_disk, disk, device, profiler, staging, STAGING)
         buffers = [device.device_buffer(largest(sources)) for _ in range(SLOTS if sources else 0)]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,18 @@ def _product(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.float32) * scales.to(torch.float32)
 
 
+def _by_projection(input_dict: Mapping[str, Any]) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Projection -> the parts of each of its matrices by name, from parts by pattern (of experts a list of each)."""
+    found: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for pattern, tensors in input_dict.items():
+        projection, _, part = pattern.rpartition(".")
+        found.setdefault(projection, {})[part] = tensors if isinstance(tensors, list) else [tensors]
+    return {
+        projection: [dict(zip(parts, own, strict=True)) for own in zip(*parts.values(), strict=True)]
+        for projection, parts in found.items()
+    }
+
+
 class Dequantize(ConversionOps):  # type: ignore[misc]
     """A conversion for transformers: the parts of a matrix, or of the matrices of all experts -> the matrices."""
 
@@ -147,15 +159,9 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Parts by pattern -> the matrix under the parameter's name; for experts, lists of matrices under `…weight`."""
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
-        projections: dict[str, dict[str, Sequence[torch.Tensor]]] = {}
-        for pattern, tensors in input_dict.items():
-            projection, _, part = pattern.rpartition(".")
-            projections.setdefault(projection, {})[part] = tensors if isinstance(tensors, list) else [tensors]
         found: dict[str, Any] = {}
-        for projection, parts in projections.items():
-            matrices = [
-                self._matrix(dict(zip(parts, one, strict=True)), dtype) for one in zip(*parts.values(), strict=True)
-            ]
+        for projection, matrices_parts in _by_projection(input_dict).items():
+            matrices = [self._matrix(parts, dtype) for parts in matrices_parts]
             found[f"{projection}.weight" if projection else full_layer_name] = matrices if projection else matrices[0]
         return found
 
@@ -395,13 +401,9 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
 
         compressor = BaseCompressor.get_value_from_registry(form)
         dtype = others["model"].get_parameter(others["full_layer_name"]).dtype
-        projections: dict[str, dict[str, Any]] = {}
-        for pattern, tensors in input_dict.items():
-            projection, _, part = pattern.rpartition("weight")
-            projections.setdefault(projection, {})[f"weight{part}"] = tensors
-        made = {}
-        for projection, parts in projections.items():
-            each = [dict(zip(parts, own, strict=True)) for own in zip(*parts.values(), strict=True)]
-            matrices = [compressor.decompress(one, scheme)["weight"].to(dtype) for one in each]
-            made[f"{projection}weight"] = torch.stack(matrices)
-        return made
+        return {
+            f"{projection}.weight": torch.stack(
+                [compressor.decompress(one, scheme)["weight"].to(dtype) for one in each]
+            )
+            for projection, each in _by_projection(input_dict).items()
+        }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rabbitllm.base.options import parse_size
-from rabbitllm.engine.placement import READY, Tier
+from rabbitllm.engine.placement import READY, enclosing
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import read_json
@@ -79,20 +79,11 @@ def origin_of(
     staying = {}
     for name in names:
         recipe = weights.recipe(name)
-        if _innermost(name, tiers) in READY and recipe is not None and not recipe.wraps:
+        tier = tiers.get(enclosing(name, tiers) or "")
+        if tier in READY and recipe is not None and not recipe.wraps:
             staying[name] = recipe, name if name in recipe.targets else weights.ties[name]
     generation = model.generation_config.to_dict() if model.can_generate() else {}
     return Origin(store, home, dtypes, model.config.to_dict(), generation, names, staying)
-
-
-def _innermost(name: str, tiers: Mapping[str, Tier]) -> Tier | None:
-    """The tier of a parameter's unit, which is the one with the longest matching name.
-
-    A unit's name may be a prefix of another's: a module with weights of its own is a unit, and so are modules in it.
-    """
-    while name and name not in tiers:
-        name = name.rpartition(".")[0]
-    return tiers.get(name)
 
 
 def save(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.base.forks import Workers, direct_read
+from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.checksums import LayerChecks
 
@@ -148,6 +149,19 @@ class SpanReader:
         if self._summing is None:
             self._summing = Workers(1, "checksums")
         return self._summing
+
+
+def compare(checks: LayerChecks, runs: Iterable[FileSpan | TensorSpec]) -> None:
+    """Compare stored runs of bytes with their checksums, file by file.
+
+    Raises:
+        IncompleteSplitError: a checksum differs.
+    """
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for run in runs:
+        ranges.setdefault(run.file, []).append((run.offset, run.nbytes))
+    for file, some in ranges.items():
+        checks.stored(file, some)
 
 
 def choose_way(store: Paths, spans: Iterable[FileSpan], room: int, nbytes: int | None = None) -> ReadMode:

@@ -8,63 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.base.options import expand
-from rabbitllm.engine.expert_pool import HALF_LIVES, Values
-from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.engine.expert_pool import read_uses, write_uses
 from rabbitllm.engine.pass_line import PassLine, entry_of
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
-from rabbitllm.errors import CopyError, OptionError
-from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
-from rabbitllm.storage import durable
+from rabbitllm.errors import CopyError
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
-
-# A file with the use counts of each expert, so that the next start is warm.
-#
-# A safetensors file with one float64 tensor (half-lives, experts) for each module, named as the module.
-
-
-def write_uses(path: Path, uses: Mapping[str, Values]) -> None:
-    """Write the uses of every module, durably."""
-    header, _ = encode_header(TensorToWrite(name, "F64", found.shape) for name, found in uses.items())
-    durable.write_whole(path, header + b"".join(found.astype("<f8").tobytes() for found in uses.values()))
-
-
-def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
-    """The uses of each of these modules.
-
-    Raises:
-        CorruptShardError: it is not a safetensors file.
-        OptionError: it was written for another model, or has numbers that are no use counts.
-    """
-    file = MappedFile(path)
-    known = {spec.name: spec for spec in file.header.tensors}
-    found = {}
-    for source in sources:
-        spec = known.get(source.name)
-        shape = (len(HALF_LIVES), source.experts)
-        if spec is None or (spec.dtype, spec.shape) != ("F64", shape):
-            has = f"{spec.dtype} {spec.shape}" if spec else "nothing"
-            raise OptionError(
-                f"{path} has {has} for {source.name}; expected F64 {shape}: it was written for another model.",
-                "Give the file that save_expert_use wrote for this one.",
-            )
-        found[source.name] = np.frombuffer(file.bytes_of(spec), "<f8").reshape(shape).astype(np.float64)
-        if not (np.isfinite(found[source.name]).all() and (found[source.name] >= 0).all()):
-            raise OptionError(f"{path} has numbers for {source.name} that are no uses.", "Write it again.")
-    return found
-
 
 logger = logging.getLogger(__name__)
 

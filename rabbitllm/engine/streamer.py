@@ -34,7 +34,7 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
-from rabbitllm.engine.prefetch import FilledSlot, Loader, PinnedUnits, Uploader, largest
+from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.engine.units import Memo, PartReader, Place, UnitSource, mapped_part
 from rabbitllm.engine.weight_tensors import called_by, untrainable
@@ -131,7 +131,7 @@ class Streamer:
         devices: by name.
         store: the split directory.
         profiler: records times.
-        kept: device name -> its units in pinned host memory.
+        kept: device name -> its pinned host memory, with units.
         pools: device name -> the pool of its streamed experts.
         way: how streamed units are read.
         prefetching: read the next unit while this one computes.
@@ -148,7 +148,7 @@ class Streamer:
         devices: Mapping[str, Device],
         store: WeightFiles,
         profiler: Profiler,
-        kept: Mapping[str, PinnedUnits],
+        kept: Mapping[str, HostBuffers],
         pools: Mapping[str, ExpertPool],
         *,
         way: ReadMode = THROUGH_THE_CACHE,
@@ -187,10 +187,10 @@ class Streamer:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
         self._watch_calls(sources, placement)
 
-    def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: PinnedUnits | None) -> Loader | Uploader:
+    def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: HostBuffers | None) -> Loader | Uploader:
         disk = SpanReader(self._store, self.way, self._store.checks)
         if kept is not None:
-            return Uploader(moving, kept.units, disk, device, self._profiler, kept.memory)
+            return Uploader(moving, disk, device, self._profiler, kept)
         buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
         return Loader(moving, disk, device, self._profiler, buffers, SLOTS - 1)
 
@@ -241,18 +241,19 @@ class Streamer:
         Threads take turns; members of joint passes meet in the turn of their hub. Weights that an interrupted pass left
         are freed when it ends, and when another one begins.
         """
-        shared = getattr(self._model, "shared_passes", None)
         if _calling.get() is self:
             yield
-        elif shared is not None and shared.is_member():
-            with self._call_of_a_member():
+            return
+        shared = getattr(self._model, "shared_passes", None)
+        if shared is not None and shared.is_member():
+            token = _calling.set(self)
+            try:
                 yield
-        else:
-            with self._own_pass():
-                yield
-
-    @contextlib.contextmanager
-    def _own_pass(self) -> Iterator[None]:
+            finally:
+                _calling.reset(token)
+                if not self._has_turn:
+                    self._forget_what_was_read()
+            return
         with self.turn:
             self._come_home()
             token, inside = _calling.set(self), self._has_turn
@@ -266,16 +267,6 @@ class Streamer:
                 self._has_turn = inside
                 if not inside:
                     self._let_go()
-
-    @contextlib.contextmanager
-    def _call_of_a_member(self) -> Iterator[None]:
-        token = _calling.set(self)
-        try:
-            yield
-        finally:
-            _calling.reset(token)
-            if not self._has_turn:
-                self._forget_what_was_read()
 
     def begin(self) -> None:
         """Prepare a pass.
@@ -348,22 +339,25 @@ class Streamer:
             unit.module.register_forward_hook(rows.after, always_call=True)
         elif tier is Tier.PACKED:
             part = self._packed[unit.name] = self._part(source, device)
-            self._hook(source, device, _Packed(part), unbind)
+            self._hook(source, device, lambda: part, unbind)
         else:
-            self._hook(source, device, _Streamed(source, lane, self._prefetching), unbind)
+            streamed = _Streamed(source, lane, self._prefetching)
+
+            def let_go() -> None:
+                unbind()
+                streamed.let_go()
+
+            self._hook(source, device, streamed.bring, let_go)
 
     def _hook(
-        self, source: UnitSource, device: Device, supply: _Packed | _Streamed, unbind: Callable[[], None]
+        self, source: UnitSource, device: Device, bring: Callable[[], PartReader], let_go: Callable[[], None]
     ) -> None:
+        """Bind a unit's weights before it computes, from the stored bytes that `bring` returns; `let_go` frees them."""
         name, module = source.unit.name, source.unit.module
-
-        def let_go() -> None:
-            unbind()
-            supply.let_go()
 
         def before(module: nn.Module, args: Any) -> None:
             self._letting_go[name] = let_go
-            part = supply.bring()
+            part = bring()
             if is_plain := not source.dequantizes:
                 self._start(name)  # binding is counted with computing
             # a parameter made in a caller's inference mode does not show that it requires a gradient: see Place.bind
@@ -470,7 +464,7 @@ class Streamer:
         if host is None:
             host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
             reader = SpanReader(self._store, THROUGH_THE_CACHE, self._store.checks)
-            reader.read(source.spans, host.numpy().data.cast("B"))
+            reader.read(source.spans, bytes_of(host))
         ticket = device.upload(host, buffer, device.leave())
         device.landed(ticket)
         device.arrive(ticket)
@@ -480,19 +474,6 @@ class Streamer:
 def _around(path: str) -> Iterator[str]:
     """The paths of the modules that a module is in, without the model's own."""
     return (path[:at] for at, letter in enumerate(path) if letter == ".")
-
-
-class _Packed:
-    """Supply of a unit whose stored bytes are on its device."""
-
-    def __init__(self, part: PartReader) -> None:
-        self._part = part
-
-    def bring(self) -> PartReader:
-        return self._part
-
-    def let_go(self) -> None:
-        pass
 
 
 class _Streamed:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rabbitllm.base.terminal import unit_of
 from rabbitllm.display.pictures import blank, check_picture, unframed, write
-from rabbitllm.engine.placement import PlacedUnit, Placement, Tier
+from rabbitllm.engine.placement import PlacedUnit, Placement, Tier, enclosing
 
 READY, STORED = "on the GPU, ready", "on the GPU, as stored"
 MAPPED, CODES = "in RAM", "in RAM, as stored"
@@ -81,7 +81,7 @@ def bars(placement: Placement) -> tuple[Bar, ...]:
     experts: dict[str, list[PlacedUnit]] = {}
     units = {placed.unit for placed in placement.units}
     for placed in placement.experts:
-        experts.setdefault(_unit_of(placed.unit, units), []).append(placed)
+        experts.setdefault(enclosing(placed.unit, units) or placed.unit, []).append(placed)
     found = []
     for placed in placement.units:
         parts: Counter[str] = Counter({_word(placed, hosts): placed.counted})
@@ -92,13 +92,6 @@ def bars(placement: Placement) -> tuple[Bar, ...]:
             parts[EXPERTS_AWAY] += own.stored - round(kept * own.stored) - round(near * own.stored)
         found.append(Bar(placed.unit, placed.device, {word: n for word in COLOURS if (n := parts[word])}))
     return tuple(found)
-
-
-def _unit_of(module: str, units: set[str]) -> str:
-    """The unit that a module is in."""
-    while module not in units and "." in module:
-        module = module.rpartition(".")[0]
-    return module
 
 
 def _word(placed: PlacedUnit, hosts: set[str]) -> str:

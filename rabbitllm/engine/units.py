@@ -106,18 +106,27 @@ class Unit:
 
 def find_units(model: PreTrainedModel) -> list[Unit]:
     """The units of a model, in the order of its modules, which is nearly always the order of a pass."""
-    layers = set(_layer_paths(model))
-    # torch's own attention reads its output matrix, and uses another kernel if that is not a plain tensor
-    reading = {name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
-    whole = layers | reading
-    units = []
-    for name, module in model.named_modules():
-        if any(name.startswith(path + ".") for path in whole):
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    kinds = set(model._no_split_modules or ())
+    units: list[Unit] = []
+    lists: set[str] = set()
+    inside = ""
+    for name, module in model.named_modules():  # a module comes directly before the modules in it
+        if inside and name.startswith(inside):
             continue
-        places = tuple(_places(module, name, recurse=name in whole))
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            lists.add(name)
+        # the outermost modules in a list that transformers treats as layers
+        is_known = isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in kinds
+        is_layer = is_known and name.rpartition(".")[0] in lists
+        # torch's own attention reads its output matrix, and uses another kernel if that is not a plain tensor
+        is_whole = is_layer or isinstance(module, nn.MultiheadAttention)
+        inside = f"{name}." if is_whole else ""
+        places = tuple(_places(module, name, recurse=is_whole))
         if places:
-            holds = name not in whole and any(True for child in module.children() if _owns_weights(child))
-            units.append(Unit(name, module, places, name in layers, holds))
+            holds = not is_whole and any(True for child in module.children() if _owns_weights(child))
+            units.append(Unit(name, module, places, is_layer, holds))
     return units
 
 
@@ -128,22 +137,6 @@ def input_embedding(model: PreTrainedModel) -> nn.Module | None:
     except (NotImplementedError, AttributeError):
         return None
     return found
-
-
-def _layer_paths(model: PreTrainedModel) -> Iterator[str]:
-    """Paths of the outermost modules in a list that transformers treats as layers."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    whole = set(model._no_split_modules or ())
-    found: list[str] = []
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        if not parent or any(name.startswith(path + ".") for path in found):
-            continue
-        listed = isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict))
-        if listed and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in whole):
-            found.append(name)
-    yield from found
 
 
 def _owns_weights(module: nn.Module) -> bool:

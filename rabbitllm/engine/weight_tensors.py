@@ -285,9 +285,6 @@ def called_by(package: str) -> bool:
     return False
 
 
-_QUANTIZED = "it is there by its codes alone, at 4bit or 8bit"
-
-
 class Grouping(Protocol):
     """Groups of rows (S, K), each times a matrix of its own."""
 
@@ -330,7 +327,69 @@ class StoredMatrix(Protocol):
         ...
 
 
-class QuantizedWeight(torch.Tensor):
+class WeightStandIn(torch.Tensor):
+    """A read-only tensor that stands for a weight which is not in memory as a matrix.
+
+    Some functions of torch are answered by the subclass. Any other one gets `whole()`, made for that function only.
+    """
+
+    _why: str
+    """Why it cannot be written to, for messages."""
+    _answers: Mapping[Any, Callable[..., Any]]
+    """Function of torch -> one with the same arguments, which returns None for those that it does not answer."""
+
+    def whole(self) -> torch.Tensor:
+        """The weight as an ordinary tensor."""
+        raise NotImplementedError
+
+    def again(self) -> WeightStandIn:
+        """Another object for the same weight."""
+        raise NotImplementedError
+
+    @classmethod
+    def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
+        """The result of an operation of torch inside of others; None if it gets the whole weight."""
+        return None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        answer = cls._answers.get(func)
+        if answer is not None and (found := answer(*args, **given)) is not None:
+            return found
+        refuse_writing(func, args, kwargs, cls, cls._why)
+        if reads_memory(func, cls._why):
+            return func(args[0].whole(), *args[1:], **given)
+        with torch._C.DisableTorchFunctionSubclass():  # else its results would be of this type too
+            return func(*args, **given)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
+            return args[0].again()
+        found = cls._operation(func, args)
+        if found is not None:
+            return found
+        return func(*tree_map(_whole, args), **tree_map(_whole, dict(kwargs or {})))
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, WeightStandIn) else value
+
+
+class QuantizedWeight(WeightStandIn):
     """A quantized matrix as a tensor.
 
     Args:
@@ -339,6 +398,7 @@ class QuantizedWeight(torch.Tensor):
     """
 
     matrix: StoredMatrix
+    _why = "it is there by its codes alone, at 4bit or 8bit"
 
     @staticmethod
     def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype) -> QuantizedWeight:
@@ -349,60 +409,37 @@ class QuantizedWeight(torch.Tensor):
     def __init__(self, matrix: StoredMatrix, dtype: torch.dtype) -> None:
         self.matrix = matrix
 
-    def dequantized(self) -> torch.Tensor:
-        """The matrix as an ordinary tensor."""
+    def whole(self) -> torch.Tensor:
+        """The matrix, dequantized."""
         return self.matrix.dequantized(self.dtype)
+
+    def again(self) -> QuantizedWeight:
+        """Another object for the same codes."""
+        return QuantizedWeight(self.matrix, self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.nn.functional.linear:
-            return _linear(*args, **(kwargs or {}))
-        refuse_writing(func, args, kwargs, QuantizedWeight, _QUANTIZED)
-        if reads_memory(func, _QUANTIZED):
-            return func(args[0].dequantized(), *args[1:], **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():  # else its results would be of this type too
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:  # called by nn.Parameter
-            return QuantizedWeight(args[0].matrix, args[0].dtype)
-        if func is torch.ops.aten.clone.default:
-            old = args[0].matrix
-            copied = type(old)(old.form, old.payload.clone(), old.absmax.clone(), old.table.clone())
-            return QuantizedWeight(copied, args[0].dtype)
-        plain = tree_map(lambda value: value.dequantized() if isinstance(value, QuantizedWeight) else value, args)
-        named = tree_map(
-            lambda value: value.dequantized() if isinstance(value, QuantizedWeight) else value, kwargs or {}
+    def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
+        if func is not torch.ops.aten.clone.default:
+            return None
+        old = args[0].matrix
+        return QuantizedWeight(
+            type(old)(old.form, old.payload.clone(), old.absmax.clone(), old.table.clone()), args[0].dtype
         )
-        return func(*plain, **named)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Like `torch.nn.functional.linear`, whose arguments may be passed by name."""
     if isinstance(input, QuantizedWeight) or not isinstance(weight, QuantizedWeight):
-        plain = [
-            value.dequantized() if isinstance(value, QuantizedWeight) else value for value in (input, weight, bias)
-        ]
-        return torch.nn.functional.linear(*plain)  # type: ignore[arg-type]
+        return torch.nn.functional.linear(*map(_whole, (input, weight, bias)))
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
         return _Differentiable.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
     return weight.matrix.linear(input, bias)
+
+
+QuantizedWeight._answers = {torch.nn.functional.linear: _linear}
 
 
 class _Differentiable(torch.autograd.Function):
@@ -418,7 +455,7 @@ class _Differentiable(torch.autograd.Function):
         (gradient,) = gradients
         of_input = of_bias = None
         if context.needs_input_grad[0]:
-            of_input = gradient @ context.weight.dequantized().to(gradient.dtype)
+            of_input = gradient @ context.weight.whole().to(gradient.dtype)
         if context.needs_input_grad[2]:
             of_bias = gradient.flatten(0, -2).sum(0)
         return of_input, None, of_bias

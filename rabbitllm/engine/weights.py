@@ -98,14 +98,6 @@ class KeyRenaming:
 _DIFFERENT = "The config and the weights are of different models: check where each came from."
 
 
-@dataclass(frozen=True, slots=True)
-class WeightTarget:
-    """One parameter or persistent buffer of the model: its full name and dtype."""
-
-    name: str
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The conversion of stored tensors into one or more targets.

@@ -192,17 +192,15 @@ class Machine:
         devices: the first layer's first.
         options: as `AutoModel.from_pretrained` would get them.
         min_free: bytes of the disk to keep free.
-        prompts: whether the first token, after a prompt, is estimated; else nothing is measured for it.
         rough: for many models in little time, reuse the first measurement of each kind for all: large products of one
             form are about equally fast, whatever their shapes. The other costs of a token depend on the sizes of
-            layers; typical sizes are measured.
+            layers; typical sizes are measured. Nothing is measured for the first token after a prompt.
         files: files to measure reading with; None to choose them for each model.
     """
 
     devices: Sequence[Device]
     options: RunOptions
     min_free: int
-    prompts: bool = True
     rough: bool = False
     files: Sequence[Path] | None = None
     _known: dict[Hashable, object] = field(default_factory=dict)
@@ -245,7 +243,7 @@ def rough_machine(folder: Path, min_free: int) -> Iterator[Machine]:
     options = RunOptions(device="auto", show_progress=False)
     devices = resolve_devices("auto", None)
     with something_to_read(folder, (), min_free) as files, _quiet("transformers", "rabbitllm"):
-        yield Machine(devices, options, min_free, prompts=False, rough=True, files=files)
+        yield Machine(devices, options, min_free, rough=True, files=files)
 
 
 @contextlib.contextmanager

@@ -285,7 +285,7 @@ class PassEstimator:
             return None if experts is None else pass_seconds(steps(rates, 1, steady, decoding, experts), strain)
 
         first, prompt = None, self._of_units(lambda routed: calls[routed.kind].prompt)
-        if reads is not None and prompt is not None and self._machine.prompts:
+        if reads is not None and prompt is not None and not self._machine.rough:
             many = self._product_rates(PROMPT_TOKENS)
             computing = pass_seconds(steps(many, PROMPT_TOKENS, disk, self._work, prompt), strain)
             touched = sum(routed.touched_bytes(PROMPT_TOKENS) for routed in self._routed)
@@ -410,7 +410,7 @@ class PassEstimator:
         cached = stays_cached(pool.stored, self._room)
         way = THROUGH_THE_CACHE if cached else self._way_of_experts(sample, work.device)
         prompt = None
-        if self._machine.prompts:
+        if not self._machine.rough:
             prompt = calls.first(PROMPT_TOKENS, DIRECT if way == DIRECT else DROPPED, pool.slots)
         if work.missed and cached:
             sample.cached_rate()  # leaves it in the page cache
@@ -428,7 +428,7 @@ class PassEstimator:
     def _staying(self, calls: ExpertCalls, work: RoutedWork, sample: FileSample) -> CallTimes:
         """Return the times of resident experts in mapped files, many of which the first prompt reads from the disk."""
         for_good = work.tier is Tier.RESIDENT
-        rate = sample.mapped_rate() if self._machine.prompts else None
+        rate = None if self._machine.rough else sample.mapped_rate()
         prompt = None
         if rate is not None:
             prompt = calls.mapped(PROMPT_TOKENS, for_good=for_good) + work.touched_bytes(PROMPT_TOKENS) / rate

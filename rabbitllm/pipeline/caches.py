@@ -34,37 +34,13 @@ Event = list[Any]
 
 
 class _Noted:
-    """Mixin before a cache's own class that records the operations on it."""
+    """Mixin before a cache's own class that records the operations on it, which `_noting` adds."""
 
     _ledger: Ledger
     _number: int
 
     def _note(self, what: str, *given: Any) -> None:
         self._ledger.events.append([what, self._number, *given])
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self._note("reorder_cache", beam_idx.tolist())
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)  # type: ignore[misc]
-        self._note("crop", int(tokens_to_remove))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self._note("batch_repeat_interleave", int(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        self._note("batch_select_indices", indices.tolist())
-
-    def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
-        self._note("reset")
-
-    def activate_past_recording(self) -> None:
-        super().activate_past_recording()  # type: ignore[misc]
-        self._note("activate_past_recording")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = object.__new__(type(self))
@@ -74,6 +50,30 @@ class _Noted:
         self._ledger.enter(made)
         made._note("copy", self._number)
         return made
+
+
+_OPERATIONS = (
+    "reorder_cache",
+    "crop",
+    "batch_repeat_interleave",
+    "batch_select_indices",
+    "reset",
+    "activate_past_recording",
+)
+"""Methods of a cache, and of its layers, whose arguments are integers and tensors of integers."""
+
+
+def _noting(name: str) -> Callable[..., None]:
+    def method(self: _Noted, *given: Any, **named: Any) -> None:
+        getattr(super(_Noted, self), name)(*given, **named)
+        values = (*given, *named.values())
+        self._note(name, *(value.tolist() if isinstance(value, torch.Tensor) else int(value) for value in values))
+
+    return method
+
+
+for _name in _OPERATIONS:
+    setattr(_Noted, _name, _noting(_name))
 
 
 class Ledger:
@@ -228,8 +228,9 @@ class MirroredCaches:
                 self._caches[number] = copy.deepcopy(self._caches[given[0]])
             elif what == "drop":
                 self._caches.pop(number, None)
-            elif what in _ON_LAYERS:
-                self._on_layers(self._caches[number], what, _ON_LAYERS[what](*given))
+            elif what in _OPERATIONS:
+                arguments = [torch.tensor(value) if isinstance(value, list) else value for value in given]
+                self._on_layers(self._caches[number], what, arguments)
 
     def align(self, number: int, lengths: Iterable[Sequence[int]]) -> None:
         """Cut the layers in this process to the lengths of the caller's.
@@ -256,18 +257,8 @@ class MirroredCaches:
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = told
 
-    def _on_layers(self, cache: Any, what: str, given: tuple[Any, ...]) -> None:
+    def _on_layers(self, cache: Any, what: str, given: Sequence[Any]) -> None:
         for index in self._here:
             layer = cache.layers[index] if index < len(cache.layers) else None
             if layer is not None and hasattr(layer, what) and (_is_filled(layer) or what == "activate_past_recording"):
                 getattr(layer, what)(*given)
-
-
-_ON_LAYERS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
-    "reorder_cache": lambda rows: (torch.tensor(rows),),
-    "crop": lambda tokens: (tokens,),
-    "batch_repeat_interleave": lambda repeats: (repeats,),
-    "batch_select_indices": lambda rows: (torch.tensor(rows),),
-    "reset": lambda: (),
-    "activate_past_recording": lambda: (),
-}

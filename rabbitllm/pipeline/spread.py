@@ -62,7 +62,7 @@ class Sharing:
         store: WeightFiles,
         budgets: Mapping[str, int],
     ) -> ModelPart:
-        """See `engine.part.PartChooser`."""
+        """See `engine.load_plan.PartChooser`."""
         self.stack = find_stack(model, sources)
         meeting = Rendezvous(self._hosts)
         limited = set(self._options.max_memory or {})

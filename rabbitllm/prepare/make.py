@@ -128,8 +128,8 @@ def acceptance(
     if devices is None:
         devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
     with config_folder(source) as folder:
-        load_plan.check(folder, options, devices)
-
+        if not source.finished or too_little == "warn":  # else the model is loaded next, which checks the same
+            load_plan.check(folder, options, devices)
         judges = {"refuse": load_plan.refuse_too_little_memory, "warn": load_plan.warn_of_too_little_memory}
         judge = judges.get(too_little)
 

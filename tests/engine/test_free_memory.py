@@ -114,7 +114,7 @@ def test_the_limits_of_control_groups(tmp_path: Path, files: dict[str, str], roo
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert free_memory._rooms_of_groups(tmp_path) == rooms
+    assert [group.room for group in free_memory.group_limits(tmp_path)] == rooms
 
 
 LIMITS = """
@@ -123,12 +123,13 @@ from rabbitllm.engine import free_memory
 from pathlib import Path
 import psutil
 Path(sys.argv[1], "proc/self").mkdir(parents=True)
+rooms = lambda: [limit.room for limit in free_memory.process_limits(Path(sys.argv[1]))]
 Path(sys.argv[1], "proc/self/status").write_text("VmSize: 3 kB\\nVmData: 5 kB\\n")
-assert free_memory._rooms_of_limits(Path(sys.argv[1])) == []
+assert rooms() == []
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-assert free_memory._rooms_of_limits(Path(sys.argv[1])) == [(3 << 30) - (3 << 10)]
+assert rooms() == [(3 << 30) - (3 << 10)]
 resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
-assert free_memory._rooms_of_limits(Path(sys.argv[1])) == [(3 << 30) - (3 << 10), (2 << 30) - (5 << 10)]
+assert rooms() == [(3 << 30) - (3 << 10), (2 << 30) - (5 << 10)]
 used = psutil.Process().memory_info().vms
 assert free_memory.available_ram() <= (3 << 30) - used + (64 << 20)
 """

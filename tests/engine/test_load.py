@@ -1,20 +1,37 @@
-"""The trial of a device's 4bit kernel: what decides, what is remembered, and what makes it a no."""
+"""A load builds one skeleton. The trial of a device's 4bit kernel: what decides, and what makes it a no."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rabbitllm.engine import load
-from rabbitllm.engine.load import MAX_ROWS, FusedChoice, is_near, is_sooner
+from rabbitllm import AutoModel
+from rabbitllm.engine import load, skeleton
+from rabbitllm.engine.load import MAX_ROWS, fused_packs, is_near, is_sooner
 from rabbitllm.quant import products
 from rabbitllm.quant.schemes import Quantized
+from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 
 FORM = Quantized("4bit", (96, 128), "bfloat16")
+
+
+def test_a_load_builds_the_skeleton_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, built = build_checkpoint(tmp_path / "model", "llama"), []
+    build_skeleton = skeleton.build_skeleton
+
+    def count(*given: Any) -> Any:
+        built.append(given)
+        return build_skeleton(*given)
+
+    AutoModel.from_pretrained(str(folder), device="cpu")
+    monkeypatch.setattr(skeleton, "build_skeleton", count)
+    AutoModel.from_pretrained(str(folder), device="cpu")
+    assert len(built) == 1
 
 
 def test_codes_must_be_clearly_sooner() -> None:
@@ -46,7 +63,7 @@ def test_a_trial_decides_by_time_alone_where_the_kernel_is_right(
         return sooner
 
     monkeypatch.setattr(load, "is_sooner", decide)
-    assert FusedChoice().pays(FakeGpu(0), FORM, dtype) == sooner
+    assert (fused_packs(FakeGpu(0))(FORM, dtype) is not None) == sooner
     assert len(times) == 1
     assert all(0 < seconds < 10 for seconds in times[0])
 
@@ -74,22 +91,19 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
         return True
 
     monkeypatch.setattr(load, "_try", note)
-    choice = FusedChoice()
-    gpus = [FakeGpu(0), FakeGpu(1)]
+    packs = fused_packs(FakeGpu(0))
     for _ in range(3):
-        for gpu in gpus:
-            for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
-                assert choice.pays(gpu, Quantized("4bit", shape, "bfloat16"), torch.bfloat16)
-    shapes = [(96, 128), (128, 128), (MAX_ROWS, 64)]
-    assert tried == [(gpu.name, shape, torch.bfloat16) for gpu in gpus for shape in shapes]
+        for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
+            assert packs(Quantized("4bit", shape, "bfloat16"), torch.bfloat16) is products.FusedMatrix
+    assert tried == [("fake:0", shape, torch.bfloat16) for shape in ((96, 128), (128, 128), (MAX_ROWS, 64))]
 
 
 def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "_try", lambda *given: pytest.fail("tried"))
-    choice = FusedChoice()
-    assert not choice.pays(FakeGpu(0), Quantized("8bit", (96, 128), None), torch.bfloat16)
-    assert not choice.pays(FakeGpu(0), Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16)
-    assert not choice.pays(FakeGpu(0), FORM, torch.float64)
+    packs = fused_packs(FakeGpu(0))
+    assert packs(Quantized("8bit", (96, 128), None), torch.bfloat16) is None
+    assert packs(Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16) is None
+    assert packs(FORM, torch.float64) is None
 
 
 def test_a_kernel_that_is_wrong_here_is_not_used(
@@ -99,7 +113,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(
     monkeypatch.setattr(load, "is_sooner", lambda *times: True)
     monkeypatch.setattr(products, "multiply_4bit", lambda *given: right(*given).flip(-1))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
-        assert not FusedChoice().pays(FakeGpu(0), FORM, torch.bfloat16)
+        assert fused_packs(FakeGpu(0))(FORM, torch.bfloat16) is None
     assert "multiplies 4bit codes wrongly on fake:0" in caplog.records[0].getMessage()
 
 
@@ -110,4 +124,4 @@ def test_a_kernel_that_is_not_there_is_not_used(error: type[Exception], monkeypa
 
     monkeypatch.setattr(load, "is_sooner", lambda *times: True)
     monkeypatch.setattr(products, "multiply_4bit", fail)
-    assert not FusedChoice().pays(FakeGpu(0), FORM, torch.bfloat16)
+    assert fused_packs(FakeGpu(0))(FORM, torch.bfloat16) is None

@@ -315,14 +315,14 @@ def test_a_linear_has_it_like_any_other_weight(scheme: str) -> None:
     x = torch.randn(2, 5, 128)
     with torch.no_grad():
         for got in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
-            assert_products(got.view(10, 32), x.view(10, 128), packed.dequantized(), module.bias)
+            assert_products(got.view(10, 32), x.view(10, 128), packed.whole(), module.bias)
     assert "PackedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
 
 
 @with_vectors
 def test_whatever_else_is_asked_gets_the_matrix() -> None:
     packed = weight()
-    plain = packed.dequantized()
+    plain = packed.whole()
     assert torch.equal(packed + 1, plain + 1)
     assert torch.equal(packed[3:5], plain[3:5])
     assert torch.equal(torch.cat([packed, plain]), torch.cat([plain, plain]))
@@ -337,7 +337,7 @@ def test_whatever_else_is_asked_gets_the_matrix() -> None:
 @with_vectors
 def test_every_way_of_reading_it_gets_the_matrix() -> None:
     packed = weight(rows=128, columns=128)
-    plain = packed.dequantized()
+    plain = packed.whole()
     ids, x, projection = torch.tensor([[3, 127, 3]]), torch.randn(5, 2, 128), torch.randn(384, 128)
 
     def attention(out: torch.Tensor) -> torch.Tensor:
@@ -381,7 +381,7 @@ def test_gradients_of_inputs_and_bias_are_those_of_the_matrix() -> None:
     assert of_x is not None
     assert of_bias is not None
     x2, bias2 = x.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
-    nn.functional.linear(x2, packed.dequantized(), bias2).square().sum().backward()
+    nn.functional.linear(x2, packed.whole(), bias2).square().sum().backward()
     torch.testing.assert_close(of_x, x2.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(of_bias, bias2.grad, rtol=1e-4, atol=1e-4)
 
@@ -450,4 +450,4 @@ def test_exact_has_the_bits_of_the_dequantized_model(tmp_path: Path) -> None:
 def test_meant_is_what_dequantizing_gives() -> None:
     """The referee of these tests agrees with bitsandbytes."""
     parts = matrix("4bit", 16, 128, dtype=torch.float32)
-    assert error(weight("4bit", 16, 128).dequantized(), meant(parts)) < 1e-6
+    assert error(weight("4bit", 16, 128).whole(), meant(parts)) < 1e-6

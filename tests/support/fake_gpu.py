@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -237,6 +238,11 @@ _TRANSFERS |= {torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout, torch.o
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
 
 
+def _answers_itself(kind: type) -> bool:
+    """Whether a kind of tensor, or one that it is derived from, has a `__torch_function__` of its own."""
+    return any("__torch_function__" in vars(base) for base in takewhile(lambda base: base not in _PLAIN, kind.__mro__))
+
+
 class _DeviceOfTensors(TorchFunctionMode):
     """Tensors answer where they are, and can be fetched to the host."""
 
@@ -261,7 +267,7 @@ class _DeviceOfTensors(TorchFunctionMode):
                 result = func(args[0].clone(), *args[1:], **given)
                 _ledger.put(result, where)
                 return result
-        own = next((kind for kind in types if "__torch_function__" in vars(kind) and kind not in _PLAIN), None)
+        own = next((kind for kind in types if _answers_itself(kind)), None)
         if own is not None and func not in self._answering:  # a kind of tensor that may ask others where they are
             self._answering.append(func)
             try:
