@@ -17,6 +17,7 @@ from rabbitllm.base.options import (
     ShardPolicy,
     SplitOptions,
     expand,
+    parse_dtype,
     parse_max_memory,
     reject_unknown,
 )
@@ -174,7 +175,7 @@ class AutoModel:
         )
         run_options = RunOptions(
             device=None if device is None or device is FIRST_GPU else str(device),
-            dtype=None if dtype in (None, "auto") else str(dtype).removeprefix("torch."),
+            dtype=parse_dtype(dtype),
             attn_implementation=attn_implementation,
             prefetching=prefetching,
             pin_memory=prefetch_pin_memory,

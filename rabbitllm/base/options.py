@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rabbitllm.errors import OptionError
 
@@ -269,6 +270,11 @@ def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[st
             )
         parsed[device] = parse_size(size, f"max_memory[{key!r}]")
     return parsed
+
+
+def parse_dtype(dtype: Any) -> str | None:
+    """Return the name of a torch dtype, or of one given as text; None, for the config's own, also for "auto"."""
+    return None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
 
 
 def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) -> None:

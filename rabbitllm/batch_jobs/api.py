@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import tempfile
@@ -10,17 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.options import RunOptions, expand, parse_max_memory, parse_size
+from rabbitllm.base.options import RunOptions, expand, parse_dtype, parse_max_memory, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN, InputScan
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import system_errors_by_name
+from rabbitllm.errors import MissingPackageError, system_errors_by_name
 
 if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress
-import importlib.util
-
-from rabbitllm.errors import MissingPackageError
 
 
 def check_installed() -> None:
@@ -109,7 +107,10 @@ def batch(
 
         name = str(model)
         run = RunOptions(
-            device=device, dtype=dtype, max_memory=parse_max_memory(max_memory), trust_remote_code=trust_remote_code
+            device=device,
+            dtype=parse_dtype(dtype),
+            max_memory=parse_max_memory(max_memory),
+            trust_remote_code=trust_remote_code,
         )
         spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))
         request = LoadRequest(spec, prepare.split_options(spec.compression, shard_policy()), run)

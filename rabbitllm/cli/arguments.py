@@ -173,7 +173,7 @@ class ModelOptions:
         """
         from rabbitllm import prepare
         from rabbitllm.auto_model import LoadRequest, check_unsplit
-        from rabbitllm.base.options import RunOptions, SplitOptions, expand, parse_max_memory
+        from rabbitllm.base.options import RunOptions, SplitOptions, expand, parse_dtype, parse_max_memory
         from rabbitllm.checkpoints.hub import HubAccess
         from rabbitllm.models.library import compression_to_run
         from rabbitllm.models.pull import shard_policy
@@ -189,7 +189,7 @@ class ModelOptions:
             check_unsplit(SplitOptions(spec.compression))
         run = RunOptions(
             device=self.device,
-            dtype=self.dtype,
+            dtype=parse_dtype(self.dtype),
             max_memory=parse_max_memory(limits_of(self.max_memory)),
             profiling=profiling,
             trust_remote_code=self.trust_remote_code,

@@ -72,6 +72,11 @@ def test_the_split_that_is_here_says_how_it_is_compressed(tmp_path: Path) -> Non
     assert wish(checkpoint, folder=tmp_path / "splits", no_split=True).spec.compression is None
 
 
+@pytest.mark.parametrize(("word", "dtype"), [("auto", None), ("torch.float16", "float16"), ("bfloat16", "bfloat16")])
+def test_a_dtype_is_named_as_in_python(word: str, dtype: str | None) -> None:
+    assert wish("example/model", dtype=word).run.dtype == dtype
+
+
 def test_a_limit_of_no_device_is_refused() -> None:
     with pytest.raises(OptionError, match="--max-memory 24GiB names no device"):
         wish("example/model", max_memory=["24GiB"])
