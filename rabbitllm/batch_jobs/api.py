@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import tempfile
@@ -14,13 +15,10 @@ from rabbitllm.base.options import RunOptions, expand, parse_dtype, parse_max_me
 from rabbitllm.batch_jobs.inputs import STDIN, InputScan
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import system_errors_by_name
+from rabbitllm.errors import MissingPackageError, system_errors_by_name
 
 if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress
-import importlib.util
-
-from rabbitllm.errors import MissingPackageError
 
 
 def check_installed() -> None:

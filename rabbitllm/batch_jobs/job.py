@@ -42,7 +42,7 @@ from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory
 from rabbitllm.generation.request import Sampling
 from rabbitllm.models.pull import load, pulled
-from rabbitllm.server.loading import with_room
+from rabbitllm.server.service import with_room
 
 Groups = Generator[list[BatchAnswer]]
 """Answers, in groups that are complete at the same time."""

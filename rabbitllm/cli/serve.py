@@ -112,8 +112,8 @@ def serve_command(
     console = Console(stderr=True, highlight=False)
 
     from rabbitllm.generation.request import Limits
-    from rabbitllm.server.loading import served_name as name_of
     from rabbitllm.server.server import serve_model
+    from rabbitllm.server.service import served_name as name_of
     from rabbitllm.server.settings import Settings
 
     limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, aside_folder)

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,8 +35,7 @@ from rabbitllm.engine.tier_picture import places
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.server.app import create_app
 from rabbitllm.server.embeddings import Embedder
-from rabbitllm.server.loading import loaded
-from rabbitllm.server.service import Service, batch_of
+from rabbitllm.server.service import Service, batch_of, loaded
 from rabbitllm.server.settings import Settings, address_of, is_local, listen
 
 # A uvicorn connection with timeouts: for a request to begin, for its head, and for a peer that has vanished.
@@ -258,27 +257,6 @@ async def _tell(server: uvicorn.Server, started: Callable[[], None]) -> None:
     started()
 
 
-@contextlib.contextmanager
-def in_a_thread(service: Service, listening: socket.socket, grace: float | None = 30.0) -> Iterator[Server]:
-    """A server in a thread of its own, for as long as the context lasts."""
-    server = Server(service, grace)
-    ready = threading.Event()
-
-    async def run() -> None:
-        telling = asyncio.ensure_future(_tell(server, ready.set))
-        await server.serve(sockets=[listening])
-        telling.cancel()
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()), name="rabbitllm-serve", daemon=True)
-    thread.start()
-    ready.wait()
-    try:
-        yield server
-    finally:
-        server.end()
-        thread.join()
-
-
 def put_greeting(
     console: Console, service: Service, address: str, split: tuple[bool, Path] | None, *, is_local: bool
 ) -> None:
@@ -357,7 +335,7 @@ def serve_model(
         Whether the end was forced: then the batch's thread may still be in a pass, which cannot be interrupted.
 
     Raises:
-        RabbitLLMError: see `loading.loaded` and `serve`.
+        RabbitLLMError: see `service.loaded` and `serve`.
     """
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
         found = loaded(request, console, limits.cache_bytes)

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import rabbitllm
 from rabbitllm.cli.main import app
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.server.server import in_a_thread
 from rabbitllm.server.service import Service
 from rabbitllm.server.settings import address_of
+from tests.server.serving import in_a_thread
 from tests.support.damaged_checkpoints import ODD, places
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Limits
 from rabbitllm.server.embeddings import Embedder
-from rabbitllm.server.server import Server, in_a_thread
+from rabbitllm.server.server import Server
 from rabbitllm.server.service import EmbeddingsOnly, Service, batch_of
 from rabbitllm.server.settings import LOCAL, Settings, address_of, bound
 from tests.support.tiny_models import load
@@ -63,6 +66,22 @@ class Running:
     def post(self, path: str, body: Any) -> httpx.Response:
         with self.http as client:
             return client.post(path, json=body)
+
+
+@contextlib.contextmanager
+def in_a_thread(service: Service, listening: socket.socket, grace: float | None = 30.0) -> Iterator[Server]:
+    """A server in a thread of its own, for as long as the context lasts."""
+    server = Server(service, grace)
+    serving = server.serve(sockets=[listening])
+    thread = threading.Thread(target=lambda: asyncio.run(serving), name="rabbitllm-serve", daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    try:
+        yield server
+    finally:
+        server.end()
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -19,10 +19,10 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import default_budget
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
-from rabbitllm.server import loading, server
+from rabbitllm.server import server, service
 from rabbitllm.server.guards import name_of
-from rabbitllm.server.loading import served_name, with_room
 from rabbitllm.server.server import put_greeting
+from rabbitllm.server.service import served_name, with_room
 from rabbitllm.server.settings import bound, check_guarded, hosts_of, is_local
 from tests.server.serving import Running
 from tests.support.builders import build_checkpoint
@@ -120,7 +120,7 @@ def test_a_given_limit_holds() -> None:
 
 def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [FakeGpu(0, memory=8 << 30), FakeGpu(1, memory=8 << 30)]
-    monkeypatch.setattr(loading, "resolve_devices", lambda device, limits: gpus)
+    monkeypatch.setattr(service, "resolve_devices", lambda device, limits: gpus)
     run = RunOptions(device="auto")
     assert with_room(run, None) is None
     weights = default_budget(gpus[0])

@@ -98,13 +98,11 @@ class ScoringPlan:
         passes: the micro-batches of each pass over the weights.
         form: layout of the micro-batches.
         tokens: number of tokens of all tasks.
-        waiting_bytes: approximate bytes that the largest pass holds between turns.
     """
 
     passes: tuple[tuple[MicroBatch, ...], ...]
     form: TextLayout
     tokens: int
-    waiting_bytes: int
 
     @property
     def computed(self) -> int:
@@ -216,6 +214,5 @@ def planned(
         grouped = [chain for one in grouped for chain in chains(one, RESIDENT_BATCHES if hands_on else 1)]
     elif hands_on:
         grouped = [linked(one) for one in grouped]
-    waiting = [sum(batch.tokens for batch in one) * limits.token_bytes for one in grouped if len(one) > 1]
     tokens = sum(len(task.ids) for task in tasks)
-    return ScoringPlan(tuple(map(tuple, grouped)), form, tokens, max(waiting, default=0))
+    return ScoringPlan(tuple(map(tuple, grouped)), form, tokens)
