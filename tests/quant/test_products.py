@@ -324,6 +324,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
 _IN_A_PROCESS = """
 import sys
 import torch
+from tests.quant.test_products import assert_products, inputs, matrix, meant
 from rabbitllm.quant import kernels
 from rabbitllm.quant.products import Matrix, ProductMethod
 for key in sys.argv[1:]:
