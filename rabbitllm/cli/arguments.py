@@ -65,6 +65,8 @@ NoVerifyOption = Annotated[
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")]
 
+DequantizeOption = Annotated[bool, typer.Option("--exact", help="Dequantize on the CPU instead of using the codes.")]
+
 # sharing of passes
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Compute each text's rows separately: the bits are those of the text alone.")
@@ -103,6 +105,9 @@ VerifySourceOption = Annotated[
     bool,
     typer.Option("--verify-source", help="Read the shards and compare them with recorded checksums."),
 ]
+FitScalesOption = Annotated[
+    bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")
+]
 MaxDiskOption = Annotated[str | None, typer.Option(help="Bytes that a split may occupy, e.g. 57GiB.")]
 MinFreeDiskOption = Annotated[str, typer.Option(help="Bytes of the disk that must stay free.")]
 DiskPlotOption = Annotated[
@@ -115,7 +120,8 @@ RayOption = Annotated[
     typer.Option("--ray", metavar="ADDRESS", help="On a Ray cluster: HOST:PORT of its head, or auto for the one here."),
 ]
 
-# sampling
+# generation
+SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
 TemperatureOption = Annotated[
     float | None, typer.Option(help="Sample at this temperature; 0, the default, takes the likeliest token.")
 ]

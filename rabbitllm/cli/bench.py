@@ -9,6 +9,7 @@ import typer
 
 from rabbitllm.cli.arguments import (
     CompressionOption,
+    DequantizeOption,
     DeviceOption,
     FastOption,
     FolderOption,
@@ -33,7 +34,7 @@ def bench_command(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt, which is random.", min=1)] = 16,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
     turns: Annotated[int, typer.Option(help="Number of generations; medians are reported.", min=1)] = 3,
-    exact: Annotated[bool, typer.Option("--exact", help="Dequantize on the CPU instead of using the codes.")] = False,
+    exact: DequantizeOption = False,
     fast_bfloat16: FastOption = False,
     no_verify_checksums: NoVerifyOption = False,
     no_split: NoSplitOption = False,

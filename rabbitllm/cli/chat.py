@@ -15,6 +15,7 @@ from rabbitllm.cli.arguments import (
     ModelArgument,
     ModelOptions,
     SeedOption,
+    SystemOption,
     TemperatureOption,
     TopPOption,
     WorkersOption,
@@ -25,7 +26,7 @@ from rabbitllm.cli.arguments import (
 @with_model_options("dtype", "no_split", "verify_source", "revision", "trust_remote_code")
 def chat_command(
     model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    system: SystemOption = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer; by default until the model ends it.", min=1)
     ] = None,

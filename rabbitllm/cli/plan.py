@@ -9,6 +9,7 @@ import typer
 
 from rabbitllm.cli.arguments import (
     DeviceOption,
+    FitScalesOption,
     FolderOption,
     JsonOption,
     MaxDiskOption,
@@ -36,9 +37,7 @@ def plan_command(
     ] = None,
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
-    fit_scales: Annotated[
-        bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")
-    ] = False,
+    fit_scales: FitScalesOption = False,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw the placement of layers into this file: .png, .svg or .pdf (needs matplotlib)."),

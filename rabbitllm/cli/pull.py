@@ -12,6 +12,7 @@ from rabbitllm.cli.arguments import (
     CompressionOption,
     DeviceOption,
     DiskPlotOption,
+    FitScalesOption,
     FolderOption,
     JsonOption,
     MaxDiskOption,
@@ -60,9 +61,7 @@ def pull_command(
         int | None,
         typer.Option("--ray-tasks", help="With --ray: most shards at a time; by default as many as processors allow."),
     ] = None,
-    fit_scales: Annotated[
-        bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")
-    ] = False,
+    fit_scales: FitScalesOption = False,
     verify_source: VerifySourceOption = False,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,

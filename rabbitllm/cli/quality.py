@@ -9,6 +9,7 @@ import typer
 
 from rabbitllm.cli.arguments import (
     CompressionHereOption,
+    DequantizeOption,
     DeviceOption,
     FolderOption,
     JsonOption,
@@ -43,7 +44,7 @@ def quality_command(
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
     dtype: Annotated[str, typer.Option(help="Dtype to compute in; auto for the config's.")] = "float32",
-    exact: Annotated[bool, typer.Option("--exact", help="Dequantize on the CPU instead of using the codes.")] = False,
+    exact: DequantizeOption = False,
     folder: FolderOption = None,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,

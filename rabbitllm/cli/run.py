@@ -18,6 +18,7 @@ from rabbitllm.cli.arguments import (
     ModelArgument,
     ModelOptions,
     SeedOption,
+    SystemOption,
     TemperatureOption,
     TopPOption,
     WorkersOption,
@@ -32,7 +33,7 @@ def run_command(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; piped text comes before it.", show_default=False)
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    system: SystemOption = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Most tokens to generate; by default 512, or what the context leaves.", min=1)
     ] = None,

@@ -129,7 +129,7 @@ def draw_pass(trace: Trace, path: str | Path, title: str = "", note: str = "") -
     whole = [one for one in trace.passes if not trace.dropped or one.start >= earliest]
     chosen = median_pass(whole)
     if chosen is None:
-        raise OptionError("There is no whole pass to draw_pass.", "Trace more passes, or keep more events.")
+        raise OptionError("There is no whole pass to draw.", "Trace more passes, or keep more events.")
     write(_pass_figure(chosen, events, title, note), path)
 
 

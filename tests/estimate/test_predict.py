@@ -45,6 +45,7 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkingSet, "rate", lambda self, inputs, **given: 1e6)
     monkeypatch.setattr(FileSample, "rate", lambda self, way: 1e6)
     monkeypatch.setattr(FileSample, "cached_rate", lambda self: 1e6)
+    monkeypatch.setattr(FileSample, "mapped_rate", lambda self: 1e6)
     monkeypatch.setattr(predictions.PassEstimator, "_strain", lambda *arguments: ALONE)
 
 
