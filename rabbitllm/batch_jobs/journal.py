@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.base.options import parse_dtype
 from rabbitllm.batch_jobs.items import BatchAnswer
 from rabbitllm.errors import ResultsError
 from rabbitllm.storage import durable
@@ -255,6 +256,8 @@ def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
             f"{path} is a journal of version {version}; this version of RabbitLLM goes on with {VERSION}.",
             "Use the RabbitLLM that began it, or --overwrite (overwrite=True) to begin again.",
         )
+    if "dtype" in before:  # a journal of 2.0.0 has it as it was typed, "auto" included
+        before["dtype"] = parse_dtype(before["dtype"])
     asked = json.loads(_dumped(head))
     differing = [name for name in {**before, **asked} if before.get(name) != asked.get(name)]
     if differing:

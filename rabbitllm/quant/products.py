@@ -321,21 +321,20 @@ def _agrees(method: ProductMethod, scheme: str, width: int) -> bool:
         return Matrix(form, payload, absmax, table).times_by(method, width, x)
 
     dtype = torch.bfloat16 if width == kernels.PAIRS else torch.float32
-    shapes, problem = _TRIALS[method]
-    off = kernels.first_error(kernels.of_codes(scheme, dtype, shapes, product))
+    off = kernels.first_error(kernels.of_codes(scheme, dtype, _TRIALS[method], product))
     if off is not None:
-        logger.warning(problem, scheme, off)
+        logger.warning(
+            "The kernel for products at %s is off by %.1e here and is not used."
+            if method is ProductMethod.CODES
+            else "Products by panels at %s are off by %.1e here and are not used.",
+            scheme,
+            off,
+        )
     return off is None
 
 
 _TRIALS = {
-    ProductMethod.CODES: (
-        ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
-        "The kernel for products at %s is off by %.1e here and is not used.",
-    ),
-    ProductMethod.PANELS: (
-        ((7, 5, 192), (13, 70, 4096)),  # the last by several threads, with two panels for each row
-        "Products by panels at %s are off by %.1e here and are not used.",
-    ),
+    ProductMethod.CODES: ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
+    ProductMethod.PANELS: ((7, 5, 192), (13, 70, 4096)),  # the last by several threads, with two panels for each row
 }
-"""The products of a kernel's trial (inputs, rows, columns), and the warning where they are off."""
+"""The products of a kernel's trial: inputs, rows, columns."""

@@ -182,6 +182,17 @@ def test_other_weights_of_the_same_name_are_refused(tmp_path: Path) -> None:
     assert out.read_text() == EXPECTED
 
 
+@pytest.mark.parametrize(("typed", "parsed"), [("auto", None), ("torch.float32", "float32"), ("float16", "float16")])
+def test_a_dtype_that_was_recorded_as_typed_is_the_same(tmp_path: Path, typed: str, parsed: str | None) -> None:
+    out = tmp_path / "out.jsonl"
+    with opened(out, LINES, {**HEAD, "dtype": typed}) as journal:
+        journal.add([answer(0)])
+    with opened(out, LINES, {**HEAD, "dtype": parsed}) as journal:
+        assert journal.done == 1
+    with pytest.raises(ResultsError, match="dtype was"), opened(out, LINES, {**HEAD, "dtype": "bfloat16"}):
+        pass
+
+
 def test_while_it_is_replaced_the_old_output_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("old")
