@@ -185,8 +185,11 @@ def test_other_weights_of_the_same_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("typed", "parsed"), [("auto", None), ("torch.float32", "float32"), ("float16", "float16")])
 def test_a_dtype_that_was_recorded_as_typed_is_the_same(tmp_path: Path, typed: str, parsed: str | None) -> None:
     out = tmp_path / "out.jsonl"
-    with opened(out, LINES, {**HEAD, "dtype": typed}) as journal:
+    with opened(out, LINES, {**HEAD, "dtype": parsed}) as journal:
         journal.add([answer(0)])
+    path = tmp_path / JOURNAL
+    path.write_text(path.read_text().replace(f'"dtype":{json.dumps(parsed)}', f'"dtype":{json.dumps(typed)}', 1))
+    assert json.dumps(typed) in path.read_text()
     with opened(out, LINES, {**HEAD, "dtype": parsed}) as journal:
         assert journal.done == 1
     with pytest.raises(ResultsError, match="dtype was"), opened(out, LINES, {**HEAD, "dtype": "bfloat16"}):
