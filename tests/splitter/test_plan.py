@@ -339,7 +339,7 @@ def check_moves(plan: SplitPlan, shard: PlannedShard, chunk: int) -> None:
         if runs[0].form.scheme is None:
             assert sum(run.nbytes for run in runs) == tensor.nbytes
             continue
-        block = SCHEMES[runs[0].form.scheme]
+        block = SCHEMES[runs[0].form.scheme].block
         assert all(run.elements % block == 0 for run in runs[:-1])
         assert [run.first for run in runs] == [sum(r.elements for r in runs[:n]) for n in range(len(runs))]
         assert sum(run.elements for run in runs) == tensor.elements
