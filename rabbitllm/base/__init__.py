@@ -1,0 +1,1 @@
+"""What every room may use: options, events of a split, forks, logs, text."""

@@ -204,7 +204,7 @@ def error_line(item: Item, error: APIError) -> Mapping[str, Any]:
 
 
 def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A line of OpenAI's batch output: https://platform.openai.com/docs/api-reference/batch/request-output"""
+    """A line of OpenAI's batch output (https://platform.openai.com/docs/api-reference/batch/request-output)."""
     response = {"status_code": status, "request_id": _new("req_"), "body": body}
     return {"id": _new("batch_req_"), "custom_id": item.key, "response": response, "error": None}
 

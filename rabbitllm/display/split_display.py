@@ -1,6 +1,6 @@
 """The progress of a split, and of a check of layer files: rows or an output that change in place, or lines.
 
-Draws statistics; `base/split_stats.py` computes them, and `display/region.py` places the rows.
+Draws statistics; `base/progress.py` computes them, and `display/region.py` places the rows.
 """
 
 from __future__ import annotations

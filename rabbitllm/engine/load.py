@@ -151,7 +151,7 @@ def load_model(
 
 
 def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
-    """ "device tier" -> stored bytes that each pass uses in place; an embedding does not count, since it uses rows."""
+    """Device and tier -> stored bytes that each pass uses in place; an embedding does not count, since it uses rows."""
     embedding = input_embedding(model)
     found: dict[str, int] = {}
     for placed in placement.units:

@@ -181,20 +181,20 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
 
 
 def _rebuild_tensor(arguments: tuple[Any, ...]) -> PickledTensor:
-    """storage, first element, shape, strides"""
+    """storage, first element, shape, strides."""
     _count(arguments, 4, 4)
     return _rebuild_tensor_v2((*arguments, False, None))
 
 
 def _rebuild_tensor_v2(arguments: tuple[Any, ...]) -> PickledTensor:
-    """storage, first element, shape, strides, requires_grad, hooks, [metadata]"""
+    """storage, first element, shape, strides, requires_grad, hooks, [metadata]."""
     _count(arguments, 6, 7)
     storage = arguments[0]
     return _tensor(arguments, storage.dtype if isinstance(storage, Storage) else None, _rest(arguments, 6))
 
 
 def _rebuild_tensor_v3(arguments: tuple[Any, ...]) -> PickledTensor:
-    """storage, first element, shape, strides, requires_grad, hooks, dtype, [metadata]"""
+    """storage, first element, shape, strides, requires_grad, hooks, dtype, [metadata]."""
     _count(arguments, 7, 8)
     storage, dtype = arguments[0], arguments[6]
     if isinstance(storage, Storage) and storage.dtype is not None:
@@ -211,7 +211,7 @@ def _rest(arguments: tuple[Any, ...], at: int) -> object:
 
 
 def _rebuild_parameter(arguments: tuple[Any, ...]) -> PickledTensor:
-    """tensor, requires_grad, hooks, [state]"""
+    """tensor, requires_grad, hooks, [state]."""
     _count(arguments, 3, 4)
     if not isinstance(arguments[0], PickledTensor):
         raise RefusedValueError(f"is given {describe(arguments[0])}; expected a tensor")
@@ -226,7 +226,7 @@ def _check_requires_grad(value: object) -> None:
 
 
 def _rebuild_from_type(arguments: tuple[Any, ...]) -> object:
-    """function, class, its arguments, attributes (which are dropped)"""
+    """function, class, its arguments, attributes (which are dropped)."""
     _count(arguments, 4, 4)
     function, kind, inner, _ = arguments
     if not isinstance(function, Known) or not function.name.startswith("torch._utils.") or function.call is None:

@@ -1,0 +1,1 @@
+"""Schemes of quantization, codes, kernels and products."""

@@ -1,0 +1,1 @@
+"""The disk: durable writes, locks, few descriptors, facts about disks."""

@@ -123,6 +123,7 @@ def folder_at(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Folder
 
 
 def folder_of(uses: tuple[str, ...], path: Path, kinds: Mapping[Path, str], known: Host | None) -> Folder:
+    """Return the facts about one folder, on one of the file systems `kinds`, used for `uses`."""
     there = next(place for place in (path, *path.parents) if place.exists())
     found = shutil.disk_usage(there)
     real = there.resolve()

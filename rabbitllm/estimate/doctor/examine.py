@@ -349,7 +349,7 @@ def _of_processor(machine: MachineInfo) -> Iterator[Advice]:
     processor, gpus = machine.processor, machine.gpus
     if processor is None or gpus is None or gpus.found:
         return
-    # the names of `hardware.py`; without AVX2 there is no kernel
+    # the names of `probes.py`; without AVX2 there is no kernel
     if processor.instructions.get("AVX2") and not processor.instructions.get("AVX512-BF16"):
         text = "Models that are not compressed compute in bfloat16, for which this processor has no instructions"
         yield Advice(False, f"{text}: --fast-bfloat16 (fast_bfloat16=True) multiplies by a kernel that does without.")
