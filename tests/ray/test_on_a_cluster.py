@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
@@ -254,8 +255,12 @@ def taken(workers: int, count: int, worker: type) -> Generator[list[BatchAnswer]
 
 def pids(name: str) -> list[int]:
     """Of actors that are in a method of this name."""
-    found = (process for process in processes() if process.is_running())
-    return [process.pid for process in found if f"ray::{name}" in " ".join(process.cmdline())]
+    found = []
+    for process in processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, or is a zombie
+            if f"ray::{name}" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 @pytest.mark.long

@@ -32,9 +32,8 @@ def machines() -> Iterator[Any]:
 
     each = {"num_cpus": 4, "object_store_memory": OBJECT_STORE_BYTES}
     with contextlib.ExitStack() as stack:
-        noted = Path(
-            "/tmp/ray"
-        )  # where Ray's own stand-in for a cluster writes its address, and does not make the folder
+        # Ray's own stand-in for a cluster writes its address there, and does not make the folder
+        noted = Path(tempfile.gettempdir(), "ray")
         if not noted.exists():
             noted.mkdir()
             stack.callback(shutil.rmtree, noted, ignore_errors=True)
