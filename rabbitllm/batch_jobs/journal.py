@@ -183,7 +183,7 @@ def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
     """Number of errors in a finished output; None if it is unfinished, has another head, or was changed."""
     try:
         found = json.loads(out.with_name(out.name + DONE_SUFFIX).read_bytes())
-        if out.with_name(out.name + SUFFIX).exists() or found["head"] != json.loads(_dumped(head)):
+        if out.with_name(out.name + SUFFIX).exists() or _as_parsed(found["head"]) != json.loads(_dumped(head)):
             return None
         nbytes = checksum = 0
         with out.open("rb") as file:
@@ -246,7 +246,7 @@ def _belongs(path: Path, head: Mapping[str, Any]) -> bool:
 def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
     try:
         found = json.loads(line)
-        version, before = found["journal"], dict(found["head"])
+        version, before = found["journal"], _as_parsed(found["head"])
     except (ValueError, KeyError, TypeError):
         raise ResultsError(
             f"{path} is no journal of rabbitllm batch.", "Name another output, or move that file away."
@@ -256,8 +256,6 @@ def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
             f"{path} is a journal of version {version}; this version of RabbitLLM goes on with {VERSION}.",
             "Use the RabbitLLM that began it, or --overwrite (overwrite=True) to begin again.",
         )
-    if "dtype" in before:  # a journal of 2.0.0 has it as it was typed, "auto" included
-        before["dtype"] = parse_dtype(before["dtype"])
     asked = json.loads(_dumped(head))
     differing = [name for name in {**before, **asked} if before.get(name) != asked.get(name)]
     if differing:
@@ -266,6 +264,11 @@ def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
             f"{path} was begun with something else: {told}.",
             "Give the same as then to go on, name another output, or give --overwrite (overwrite=True) to begin again.",
         )
+
+
+def _as_parsed(head: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded head as it is written now: earlier ones have the dtype as it was typed, "auto" included."""
+    return {**head, "dtype": parse_dtype(head["dtype"])} if "dtype" in head else dict(head)
 
 
 def _short(value: Any) -> str:

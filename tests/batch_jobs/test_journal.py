@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rabbitllm.batch_jobs.items import BatchAnswer
-from rabbitllm.batch_jobs.journal import errors_of_finished, opened
+from rabbitllm.batch_jobs.journal import DONE_SUFFIX, errors_of_finished, opened
 from rabbitllm.errors import ResultsError
 from rabbitllm.storage import durable
 from rabbitllm.storage.durable import Step
@@ -194,6 +194,14 @@ def test_a_dtype_that_was_recorded_as_typed_is_the_same(tmp_path: Path, typed: s
         assert journal.done == 1
     with pytest.raises(ResultsError, match="dtype was"), opened(out, LINES, {**HEAD, "dtype": "bfloat16"}):
         pass
+    with opened(out, LINES, {**HEAD, "dtype": parsed}) as journal:
+        journal.add([answer(index) for index in journal.missing()])
+        journal.write_output(out)
+    path = tmp_path / f"out.jsonl{DONE_SUFFIX}"
+    path.write_text(path.read_text().replace(f'"dtype":{json.dumps(parsed)}', f'"dtype":{json.dumps(typed)}', 1))
+    assert json.dumps(typed) in path.read_text()
+    assert errors_of_finished(out, {**HEAD, "dtype": parsed}) is not None
+    assert errors_of_finished(out, {**HEAD, "dtype": "bfloat16"}) is None
 
 
 def test_while_it_is_replaced_the_old_output_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
