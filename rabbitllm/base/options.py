@@ -25,44 +25,40 @@ BIG_LAYER_BYTES = 10 * 1000**3
 """Layers above this size cause a warning; they are filled on disk, so splitting takes no RAM, but streaming does."""
 
 
-class ShardPolicy(enum.Enum):
-    """What a split does with the shards of its source.
+class ShardPolicy(enum.Flag):
+    """What a split does with the shards of its source: deletes none, or those that are named.
 
-    The first word says when shards are deleted; `_AND_REST` deletes what is left of the original when the split is
-    complete.
-
-    - KEEP: never. Those of a repository are all fetched into the hub cache before the split begins.
-    - DELETE_FETCHED: only those that the split fetches itself, which it takes one at a time.
+    - DELETE_FETCHED: those that the split fetches itself, one at a time. Without this and the next, those of a
+      repository are all fetched into the hub cache before the split begins.
     - DELETE_USED: each as soon as it is used up, one at a time, wherever it is.
+    - DELETE_REST: what is left of the original, when the split is complete.
     """
 
-    KEEP = "keep"
-    KEEP_AND_REST = "keep, and delete the original at the end"
-    DELETE_FETCHED = "delete fetched ones"
-    DELETE_FETCHED_AND_REST = "delete fetched ones, and the original at the end"
-    DELETE_USED = "delete used ones"
-    DELETE_USED_AND_REST = "delete used ones, and the rest of the original at the end"
+    KEEP = 0
+    DELETE_FETCHED = enum.auto()
+    DELETE_USED = enum.auto()
+    DELETE_REST = enum.auto()
 
     @classmethod
     def of(cls, *, sequential: bool, delete_original: bool, keep_fetched: bool = True) -> ShardPolicy:
         """Return the policy for the arguments of users; `keep_fetched` has no effect with `sequential`."""
-        name = "DELETE_USED" if sequential else "KEEP" if keep_fetched else "DELETE_FETCHED"
-        return cls[f"{name}_AND_REST" if delete_original else name]
+        shards = cls.DELETE_USED if sequential else cls.KEEP if keep_fetched else cls.DELETE_FETCHED
+        return shards | cls.DELETE_REST if delete_original else shards
 
     @property
     def takes_one_at_a_time(self) -> bool:
         """Whether shards of a repository are fetched one at a time, and not kept."""
-        return self not in (ShardPolicy.KEEP, ShardPolicy.KEEP_AND_REST)
+        return bool(self & (ShardPolicy.DELETE_FETCHED | ShardPolicy.DELETE_USED))
 
     @property
     def deletes_used(self) -> bool:
         """Whether each shard is deleted as soon as it is used up, wherever it is."""
-        return self in (ShardPolicy.DELETE_USED, ShardPolicy.DELETE_USED_AND_REST)
+        return ShardPolicy.DELETE_USED in self
 
     @property
     def deletes_rest(self) -> bool:
         """Whether the rest of the original is deleted when the split is complete."""
-        return self.name.endswith("_AND_REST")
+        return ShardPolicy.DELETE_REST in self
 
     @property
     def deletes_original(self) -> bool:

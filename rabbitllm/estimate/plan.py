@@ -475,8 +475,7 @@ def _route(scan: SourceScan, name: str, compression: str | None, measured: Rates
 
 def _placed(scan: SourceScan, name: str, compression: str | None) -> tuple[SplitPlan, DiskBudget]:
     """Return plan and disk state on a route; on the standard one missing shards go to the hub cache first."""
-    fetched = (ShardPolicy.DELETE_FETCHED, ShardPolicy.DELETE_FETCHED_AND_REST)
-    frees = name != STANDARD and scan.options.shards not in fetched
+    frees = name != STANDARD and ShardPolicy.DELETE_FETCHED not in scan.options.shards
     shards = ShardPolicy.DELETE_USED if frees else ShardPolicy.KEEP
     plan, request = scan.feasible[compression], scan.request(compression, shards)
     if name != STANDARD or scan.source.repository is None:

@@ -203,7 +203,7 @@ class _Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class _Reads(NamedTuple):
+class _StridedReads(NamedTuple):
     """The reads of a box: the dimensions with a read per index, those within one read, and the elements of a read."""
 
     outer: tuple[int, ...]
@@ -299,7 +299,7 @@ def _small_enough(box: _Box, tensor: Strided) -> Iterator[_Box]:
             waiting.append(_Box(tuple(starts), tuple(sizes)))
 
 
-def _reads(sizes: tuple[int, ...], tensor: Strided) -> _Reads:
+def _reads(sizes: tuple[int, ...], tensor: Strided) -> _StridedReads:
     """Dimensions of small strides are read together, as long as the gaps between their elements are small."""
     inner: list[int] = []
     extent = 1
@@ -309,7 +309,7 @@ def _reads(sizes: tuple[int, ...], tensor: Strided) -> _Reads:
             break
         inner.append(number)
         extent += (sizes[number] - 1) * tensor.strides[number]
-    return _Reads(tuple(dimensions[len(inner) :]), tuple(inner), extent)
+    return _StridedReads(tuple(dimensions[len(inner) :]), tuple(inner), extent)
 
 
 def _gather(file: PositionalFile, tensor: Strided, box: _Box, buffer: memoryview) -> bool:

@@ -238,7 +238,7 @@ class _Fetched:
             self._changed.notify_all()
 
 
-class _Stopped(Exception):
+class _FillStopped(Exception):
     """The shard that is being fetched is no longer needed."""
 
 
@@ -293,13 +293,13 @@ class ShardFetcher:
         def come(path: Path, have: int) -> None:
             nonlocal earlier
             if self._stop.is_set():
-                raise _Stopped
+                raise _FillStopped
             self._watch()
             tell(BytesFetched(shard, fetched.come(path, have), earlier))
             earlier = False
 
         if self._stop.is_set():
-            raise _Stopped
+            raise _FillStopped
         return self._checkpoint.acquire(shard, come)
 
 
