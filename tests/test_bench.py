@@ -8,6 +8,7 @@ import pytest
 
 from rabbitllm.bench import BenchRequest, Measured, as_record, measure, peak_memory, shares
 from tests.support.builders import build_checkpoint
+from tests.support.fresh_process import in_a_fresh_process
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
 
 REQUEST = BenchRequest(tokens=5, prompt_tokens=6, batch=2, turns=2)
@@ -49,6 +50,10 @@ def test_shares_of_a_pass_are_its_whole(measured: Measured) -> None:
 
 
 def test_peak_memory_grows_by_what_is_used() -> None:
+    in_a_fresh_process(check_peak_memory)
+
+
+def check_peak_memory() -> None:
     before = peak_memory()
     assert before is not None
     more = before - psutil.Process().memory_info().rss + (64 << 20)

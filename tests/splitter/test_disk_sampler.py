@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 import shutil
@@ -18,6 +17,7 @@ from rabbitllm.base.terminal import size
 from rabbitllm.errors import DiskFullError, SplitError
 from rabbitllm.splitter import disk_sampler
 from rabbitllm.splitter.disk_sampler import DISK_SHARE, DiskSampler, disk_bytes
+from tests.support.fresh_process import in_a_fresh_process
 
 MB = 1 << 20
 SHORT = 0.01
@@ -127,7 +127,10 @@ def test_disk_is_counted_in_blocks(tmp_path: Path) -> None:
 
 
 def test_peak_of_memory(tmp_path: Path) -> None:
-    gc.collect()  # what an earlier test left would go meanwhile, and hide as much of the peak
+    in_a_fresh_process(check_peak_of_memory, tmp_path)
+
+
+def check_peak_of_memory(tmp_path: Path) -> None:
     with DiskSampler(tmp_path, 0, SHORT) as watch:
         taken = bytearray(os.urandom(64 * MB))
         wait_until(lambda: watch.peaks.anonymous_bytes >= 60 * MB)
