@@ -172,11 +172,16 @@ def _pairs(pairs: Mapping[str, Any], key: str, value: str) -> _Listing[tuple[str
     )
 
 
+def searched(opcode: Opcode) -> str:
+    """The text of an opcode that names are matched against."""
+    return f"{opcode.name} {opcode.argument}"
+
+
 def _opcodes(pickle: Pickle) -> _Listing[Opcode]:
     return _Listing(
         "opcode",
         pickle.opcodes,
-        lambda o: f"{o.name} {o.argument}",
+        searched,
         [Column("byte", right=True), Column("opcode"), Column("argument")],
         lambda o: (f"{o.position:,}", "  " * min(o.depth, DEEPEST) + o.name, harmless(o.argument, VALUE)),
         lambda o: {"byte": o.position, "opcode": o.name, "argument": o.argument},
