@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -109,8 +110,9 @@ class Batch:
         disk_before, copies_before = self._waited_before
         scheduler, caches = self._scheduler, self._scheduler.caches
         with scheduler.still():
-            return BatchStats(
-                **{**vars(scheduler.totals), "ended": dict(scheduler.totals.ended)},
+            return replace(
+                scheduler.totals,
+                ended=dict(scheduler.totals.ended),
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
                 most_running=self._limits.running,

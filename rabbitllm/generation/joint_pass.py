@@ -125,17 +125,12 @@ class Left(BaseException):
 
 @dataclass(slots=True)
 class MemberCall:
-    """The call at which a member waits; `point` is None while it waits for the next pass."""
+    """The call at which a member waits; `point` is None while it waits for the next pass.
+
+    As an answer, the call that the member has to compute by itself.
+    """
 
     point: MeetingPoint | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """Answer to a member that has to compute its call by itself, with these arguments."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -430,7 +425,7 @@ class JointPasses:
             if not isinstance(member, Member) or not (brings or member.meets_inside):
                 return ordinary(*args, **kwargs)
             answer = self._wait(MemberCall(point, args, kwargs))
-            if isinstance(answer, Alone):
+            if isinstance(answer, MemberCall):
                 return point.forward(*answer.args, **answer.kwargs)
             return answer
 
@@ -515,8 +510,7 @@ class JointPasses:
 
     def _each(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         for member in members:
-            call = call_of(member)
-            self._go_on(member, Alone(call.args, call.kwargs))
+            self._go_on(member, call_of(member))
 
     def _through_a_unit(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         """Run a unit's hooks once, and between them every member's call, until all have left it."""
@@ -524,7 +518,7 @@ class JointPasses:
 
         def all_of_them(*brought: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for member, (args, kwargs) in zip(members, brought, strict=True):
-                self._go_on(member, Alone(args, kwargs))
+                self._go_on(member, MemberCall(point, args, kwargs))
             while inside := [member for member in members if member.is_inside_a_unit]:
                 self._meet(inside)
 
