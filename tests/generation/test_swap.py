@@ -173,7 +173,7 @@ def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytes
     before = content(cache)
     nbytes = bytes_in(cache)
     monkeypatch.setattr("rabbitllm.generation.swap._leaves_a_device", lambda forms: True)
-    aside = SwapSpace(LIMIT)  # without any file
+    aside = SwapSpace(LIMIT, None)  # without any file
     for free, fits in ((SHARE * nbytes, True), (SHARE * nbytes - 1, False)):
         monkeypatch.setattr("rabbitllm.generation.swap.available_ram", lambda free=free: free)
         held = aside.put(cache)
