@@ -19,7 +19,16 @@ from rabbitllm.base.forks import ForkGuard
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.memory import CacheMemory
-from rabbitllm.generation.request import BatchStats, Event, FinishReason, Limits, Request, check_generates, context_of
+from rabbitllm.generation.request import (
+    BatchStats,
+    Event,
+    FinishReason,
+    Limits,
+    Request,
+    check_generates,
+    context_of,
+    end_tokens,
+)
 from rabbitllm.generation.scheduler import Scheduler
 from rabbitllm.generation.sequence import Sequence
 
@@ -49,10 +58,7 @@ class Batch:
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
-        if model.tokenizer is None:
-            raise OptionError(
-                "The model came without a tokenizer.", "Put the tokenizer's files into the folder of its config.json."
-            )
+        end_tokens(model)  # refuses a model without a tokenizer
         self.error: BaseException | None = None
         self._model = model
         self._limits = limits

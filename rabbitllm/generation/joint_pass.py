@@ -75,23 +75,19 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
         kind: kind of the module.
         calls: positional and keyword arguments of each call.
     """
-    if kind is RowKind.EXPERTS:
-        return _routed(calls)
-    if any(kwargs or len(args) != 1 for args, kwargs in calls):
+    expected = 3 if kind is RowKind.EXPERTS else 1  # rows with the indices and weights of their experts
+    given = [args for args, kwargs in calls if not kwargs and len(args) == expected]
+    if len(given) < len(calls) or any(not isinstance(one, torch.Tensor) for args in given for one in args):
         return None
-    given = [args[0] for args, _ in calls]
     if len(given) == 1:
-        return RowBatch((given[0],), lambda result: [result])
-    first = given[0]
-    width = first.shape[-1:] if kind is RowKind.FEATURES else ()
-    if any(
-        one.dtype != first.dtype or one.device != first.device or (kind is RowKind.FEATURES and one.shape[-1:] != width)
-        for one in given
-    ):
+        return RowBatch(given[0], lambda result: [result])
+    inner = 0 if kind is RowKind.IDS else 1
+    shapes = [args[0].shape[: args[0].dim() - inner] for args in given]
+    rows = [[one.reshape(-1, *one.shape[one.dim() - inner :]) for one in args] for args in given]
+    lengths = [len(own[0]) for own in rows]
+    forms = {tuple((one.dtype, one.device, one.shape[1:]) for one in own) for own in rows}
+    if len(forms) > 1 or any(len(one) != length for own, length in zip(rows, lengths, strict=True) for one in own):
         return None
-    rows = [one.reshape(-1, *width) for one in given]
-    lengths = [len(one) for one in rows]
-    shapes = [one.shape[: one.dim() - len(width)] for one in given]
 
     def parts(result: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -99,24 +95,7 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
             for part, shape in zip(torch.split(result, lengths), shapes, strict=True)
         ]
 
-    return RowBatch((torch.cat(rows),), parts)
-
-
-def _routed(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> RowBatch | None:
-    """Join rows with the indices and weights of their experts, so that each expert is loaded once for all calls."""
-    first = calls[0][0]
-    for args, kwargs in calls:
-        if kwargs or len(args) != 3 or any(not isinstance(one, torch.Tensor) or one.dim() != 2 for one in args):
-            return None
-        if any(
-            (one.dtype, one.device, one.shape[1]) != (other.dtype, other.device, other.shape[1])
-            or len(one) != len(args[0])
-            for one, other in zip(args, first, strict=True)
-        ):
-            return None
-    lengths = [len(args[0]) for args, _ in calls]
-    together = tuple(torch.cat(tensors) for tensors in zip(*(args for args, _ in calls), strict=True))
-    return RowBatch(together, lambda result: list(torch.split(result, lengths)))
+    return RowBatch(tuple(map(torch.cat, zip(*rows, strict=True))), parts)
 
 
 class Left(BaseException):
