@@ -8,10 +8,12 @@ configs, such as rotary frequencies, equal its values bit for bit. Independent o
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.forks import own_lock
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings
 from rabbitllm.errors import (
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
+_BUILDING = own_lock(threading.RLock())
+"""While it builds and initialises a model, transformers changes torch's default dtype and the functions of
+`torch.nn.init` for the whole process; two threads that did so at the same time would leave them changed."""
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -195,7 +200,7 @@ def build_skeleton(
         options["attn_implementation"] = attn_implementation
     chosen = model_class(config)
     try:
-        with torch.device("meta"):
+        with _BUILDING, torch.device("meta"):
             if hasattr(chosen, "_from_config"):
                 model = chosen._from_config(config, **options)
             else:
@@ -343,7 +348,8 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
             module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device_of(path))
     for module in model.modules():
         module._is_hf_initialized = False  # set when the module was made, on the meta device
-    model.initialize_weights()
+    with _BUILDING:
+        model.initialize_weights()
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache
@@ -34,6 +34,7 @@ from rabbitllm.pipeline.rendezvous import Link
 from rabbitllm.pipeline.stack import Span, Stack, hidden_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 ALIVE_SECONDS = 2.0
@@ -53,7 +54,7 @@ class _Pass:
 
 
 class Driver:
-    """Runs a model with layers on other hosts.
+    """Runs a model with layers on other hosts; the workers end when the model is garbage collected.
 
     Args:
         model: the model, with this process's part of the weights.
@@ -64,39 +65,31 @@ class Driver:
     Attributes:
         spans: see above.
         names: names of the processes.
-        error: the error that ended it early; None otherwise.
     """
 
     def __init__(self, model: Any, stack: Stack, spans: tuple[Span, ...], link: Link) -> None:
         self._stack = stack
-        self._link = link
         self.spans = spans
         self.names = tuple(link.names)
-        self.error: HostGoneError | None = None
         self._first = spans[0].end
         away = [index for cached in stack.cached[self._first :] for index in cached]
         self._ledger = Ledger(away)
         self._pass: _Pass | None = None
-        self._number = 0
-        self._home = ForkGuard()
-        self._errands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._exchange = _Exchange(spans, link, self._ledger)
         for number, unit in enumerate(stack.units):
             if number >= self._first:
                 unit.module.forward = self._standing_for(number)
         model.register_forward_pre_hook(_refuse_what_is_not_here, with_kwargs=True)
-        self._thread = threading.Thread(target=self._run_errands, name="rabbitllm-hosts", daemon=True)
-        self._thread.start()
-        weakref.finalize(model, self.close)
-        atexit.register(self.close)
+        weakref.finalize(model, self._exchange.close)  # not a method of this object, which refers to the model
+
+    @property
+    def error(self) -> HostGoneError | None:
+        """The error that ended it early; None otherwise."""
+        return self._exchange.error
 
     def close(self) -> None:
         """End the workers; later calls do nothing."""
-        atexit.unregister(self.close)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._errands.put(None)
-            self._thread.join(ALIVE_SECONDS * 2)
-
-    # stand-ins -------------------------------------------------------------------------------------------------------
+        self._exchange.close()
 
     def _standing_for(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -120,8 +113,7 @@ class Driver:
             noted.flowing = torch.full((), float("nan"), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
             return noted.flowing
         self._pass = None
-        answer: torch.Tensor = self._errand(lambda: self._go_through(noted))
-        return answer.to(noted.hidden.device)
+        return self._exchange.run(noted).to(noted.hidden.device)
 
     def _stand_in_caches(self, number: int, noted: _Pass, given: tuple[Any, ...]) -> None:
         batch, tokens = noted.hidden.shape[-3], noted.hidden.shape[-2]
@@ -131,35 +123,63 @@ class Driver:
             for index in own:
                 stand_in(cache, index, batch, tokens, noted.hidden.device)
 
-    # in the thread ---------------------------------------------------------------------------------------------------
 
-    def _errand(self, do: Callable[[], Any]) -> Any:
+class _Exchange:
+    """Exchanges frames with the workers in a thread of its own. Does not refer to the model."""
+
+    def __init__(self, spans: tuple[Span, ...], link: Link, ledger: Ledger) -> None:
+        self._spans = spans
+        self._link = link
+        self._ledger = ledger
+        self._number = 0
+        self._home = ForkGuard()
+        self._passes: queue.SimpleQueue[tuple[_Pass, Future[torch.Tensor]] | None] = queue.SimpleQueue()
+        self.error: HostGoneError | None = None
+        self._thread = threading.Thread(target=self._work, name="rabbitllm-hosts", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the workers; later calls do nothing."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._passes.put(None)
+            self._thread.join(ALIVE_SECONDS * 2)
+
+    def run(self, noted: _Pass) -> torch.Tensor:
+        """The hidden states that the last worker computes.
+
+        Raises:
+            HostGoneError: a worker is gone.
+            HostsError: a worker could not compute its layers.
+        """
         self._home.refuse("A model whose layers are on several hosts", "Call it in that process.")
         if self.error is not None:
             raise HostGoneError(self.error.problem, self.error.remedy)
-        done: Future[Any] = Future()
-        self._errands.put((do, done))
+        done: Future[torch.Tensor] = Future()
+        self._passes.put((noted, done))
         return done.result()
 
-    def _run_errands(self) -> None:
+    def _work(self) -> None:
         while True:
             try:
-                errand = self._errands.get(timeout=ALIVE_SECONDS)
+                job = self._passes.get(timeout=ALIVE_SECONDS)
             except queue.Empty:
                 if self.error is None:
                     with contextlib.suppress(HostsError):
                         self._guarded(self._say_alive)
                 continue
-            if errand is None:
+            if job is None:
                 self._stop()
                 return
-            do, done = errand
+            noted, done = job
             try:
-                done.set_result(self._guarded(do))
+                done.set_result(self._guarded(lambda noted=noted: self._go_through(noted)))
             except BaseException as error:
                 done.set_exception(error)
+            del job, noted, done  # the next job may come much later
 
-    def _guarded(self, do: Callable[[], Any]) -> Any:
+    def _guarded(self, do: Callable[[], T]) -> T:
         """The result of an exchange with the workers; if one of them is gone, stop all."""
         if self.error is not None:
             raise HostGoneError(self.error.problem, self.error.remedy)
@@ -175,7 +195,7 @@ class Driver:
         """Send a pass through the workers; returns the hidden states from the last one."""
         self._number += 1
         events = self._ledger.take()
-        for rank, span in enumerate(self.spans[1:], 1):
+        for rank, span in enumerate(self._spans[1:], 1):
             calls = {number: noted.calls[number] for number in range(span.begin, span.end)}
             content = {"events": events, "calls": calls, "lengths": noted.lengths}
             self._link.send(rank, Frame(Word.PASS, self._number, content, tuple(noted.packer.tensors)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,22 @@ def test_a_model_with_code_of_its_own_runs_only_when_trusted(tmp_path: Path, mon
     model = load(split(folder), 0, trust_remote_code=True)
     assert type(model).__name__ == "OwnForCausalLM"
     assert_same(run(model), expected)
+
+
+def test_threads_that_load_at_the_same_time_leave_torch_as_it_was(tmp_path: Path) -> None:
+    """transformers changes torch's default dtype and `torch.nn.init` while it builds and initialises a model."""
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16))
+    load(directory)
+    functions, dtype, interval = dict(vars(torch.nn.init)), torch.get_default_dtype(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            models = list(threads.map(lambda _: load(directory), range(12)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert vars(torch.nn.init) == functions
+    assert torch.get_default_dtype() == dtype
+    assert {model.dtype for model in models} == {torch.bfloat16}
 
 
 def test_an_attention_the_model_does_not_have(tmp_path: Path) -> None:

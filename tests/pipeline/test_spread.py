@@ -7,7 +7,9 @@ import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from rabbitllm.generation.batch import Batch
 from rabbitllm.pipeline.stack import Span
 from tests.support.builders import build_checkpoint
 from tests.support.forked import in_a_fork
-from tests.support.spread_models import Crew, load_part, spread
-from tests.support.tiny_models import INPUT, load, plain_model, split
+from tests.support.spread_models import HERE, Crew, load_part, spread
+from tests.support.tiny_models import ALL, INPUT, load, plain_model, split
 
 PADDED = {
     "input_ids": torch.tensor([[0, 0, 0, 40, 81, 7], [5, 92, 11, 64, 33, 8]]),
@@ -191,6 +193,19 @@ def test_workers_let_go_of_caches_that_were_garbage_collected(spread_model: tupl
     gc.collect()
     model(INPUT[:, :2], use_cache=False)
     assert [len(worker.caches) for worker in crew.workers] == before
+
+
+def test_a_model_that_is_let_go_is_freed_and_its_worker_ends(folder: Path) -> None:
+    hosts = Hosts(HERE, 1, timeout=60, patience=60)
+    crew = Crew([split(folder)], hosts, [ALL])
+    model = load_part(split(folder), replace(hosts, announce=crew.come))
+    model(INPUT)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    crew.join()
+    assert not crew.errors
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,12 @@ import torch
 
 from rabbitllm.base.options import Hosts, RunOptions
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.load_plan import ModelPart, PartChooser
 from rabbitllm.pipeline.driver import Worker
 from rabbitllm.pipeline.spread import load_spread
 from tests.support.one_thread import THREADS
 from tests.support.tiny_models import ALL
 
 HERE = "127.0.0.1:0"
-_BUILDING = threading.Lock()
-"""transformers changes torch's default dtype, which all threads have in common, while it builds a skeleton."""
 
 
 def load_part(folder: Path, hosts: Hosts, budget: int = ALL, **options: Any) -> Any:
@@ -33,17 +30,7 @@ def load_part(folder: Path, hosts: Hosts, budget: int = ALL, **options: Any) -> 
     settings = {"device": "cpu", "max_memory": {"cpu": budget}, "show_progress": False, "exact": True, **options}
     chosen = RunOptions(**settings)
 
-    def load(share: PartChooser) -> Any:
-        with ExitStack() as building:
-
-            def built(*given: Any) -> ModelPart:
-                building.close()
-                return share(*given)
-
-            building.enter_context(_BUILDING)
-            return load_model(folder, chosen, share=built)
-
-    return load_spread(hosts, chosen, load)
+    return load_spread(hosts, chosen, lambda share: load_model(folder, chosen, share=share))
 
 
 class Crew:
