@@ -69,23 +69,6 @@ TAIL_READ_BYTES = 256 << 10
 """Bytes fetched first from the end of a torch zip, where its directory is; that of 2,000 tensors is shorter."""
 
 
-def read_remote_header(file: fetch.RemoteFile, shard: str) -> Header:
-    """Read and check the header of a shard.
-
-    The bytes between the storages of a torch file are not requested: offsets follow without them. They are checked
-    once the shard is here.
-
-    Args:
-        file: the remote file.
-        shard: name for the specs and for messages.
-
-    Raises:
-        CorruptShardError, UnsafePickleError, UnreadableFormatError: see `read_shard_header`.
-        HubError: see `fetch.read_range`.
-    """
-    return parse_shard_header(_Ranges(file).read_at, file.size, shard, scattered=False)
-
-
 class _Ranges:
     """Reads a remote file by range requests, and keeps what it has requested of the start and the end."""
 
@@ -275,7 +258,9 @@ class HubRepository:
 
     def _remote_header(self, shard: str, listed: HubFile) -> Header:
         with translated(self.repo_id):
-            return read_remote_header(self._remote(shard, listed), shard)
+            # offsets follow without the bytes between the storages of a torch file, which are checked once it is here
+            ranges = _Ranges(self._remote(shard, listed))
+            return parse_shard_header(ranges.read_at, listed.size, shard, scattered=False)
 
     def _remote(self, shard: str, listed: HubFile) -> fetch.RemoteFile:
         from huggingface_hub import hf_hub_url

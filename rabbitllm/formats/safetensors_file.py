@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.formats.bounded import decode_json
+from rabbitllm.formats.bounded import decode_json, no_constant
 from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, torch_dtype
 from rabbitllm.storage.files import CAN_MAP_PRIVATELY, PositionalFile
 
@@ -132,15 +132,11 @@ def _decode(raw: bytes, file: str) -> dict[str, Any]:
     if not raw.startswith(b"{"):
         raise _corrupt(file, f"its header starts with {raw[:1]!r}; a safetensors header starts with '{{'")
     try:
-        decoded = decode_json(raw, _no_constant, _no_minus_zero if b"-0" in raw else None)
+        decoded = decode_json(raw, no_constant, _no_minus_zero if b"-0" in raw else None)
     except ValueError as error:
         raise _corrupt(file, f"its header is not valid JSON ({error})") from None
     assert isinstance(decoded, dict)
     return decoded
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
 
 
 def _no_minus_zero(text: str) -> int:

@@ -444,19 +444,14 @@ _TRAINER, _NORMALIZER, _SAMPLE = schema_of(TrainerSpec), schema_of(NormalizerSpe
 _SAMPLES = {1: SchemaField("samples", FieldKind.SPAN, repeated=True)}
 
 
-def read_model(path: Path, file: str | None = None) -> SentencePieceModel:
+def read_model(path: Path) -> SentencePieceModel:
     """Read and check a local `tokenizer.model`.
-
-    Args:
-        path: the file.
-        file: the name for error messages; the file's own by default.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
         CorruptVocabularyError: see `parse_model`; or it is not a regular file, or has more than 64 MiB.
     """
-    name = file or path.name
-    return parse_model(read_bytes(path, lambda what: _corrupt(name, what)), name)
+    return parse_model(read_bytes(path, lambda what: _corrupt(path.name, what)), path.name)
 
 
 def parse_model(data: bytes, file: str) -> SentencePieceModel:

@@ -134,19 +134,15 @@ _RECORDS = {"version", "byteorder", ".format_version", ".storage_alignment", ".d
 """Names of torch's other entries: small texts, of which only the byte order matters for the tensors."""
 
 
-def read_torch_zip(path: Path, file: str | None = None) -> TorchFile:
+def read_torch_zip(path: Path) -> TorchFile:
     """Read and check all of a local torch zip but its data.
-
-    Args:
-        path: the file.
-        file: the name for the records; the file's own name by default.
 
     Raises:
         CorruptShardError: the zip or the pickle is malformed, or a tensor exceeds its storage.
         UnsafePickleError: the pickle contains more than tensors and plain values.
     """
     with PositionalFile(path) as opened:
-        return parse_torch_zip(opened.read_at, opened.size(), file or path.name)
+        return parse_torch_zip(opened.read_at, opened.size(), path.name)
 
 
 def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool = True) -> TorchFile:
@@ -271,19 +267,15 @@ def begins_pickle(head: bytes) -> bool:
     return len(head) >= 2 and head[0] == 0x80 and head[1] <= 5
 
 
-def read_legacy_torch(path: Path, file: str | None = None) -> TorchFile:
+def read_legacy_torch(path: Path) -> TorchFile:
     """Read and check all of a local file but its data.
-
-    Args:
-        path: the file.
-        file: the name for the records; the file's own name by default.
 
     Raises:
         CorruptShardError: a pickle is malformed, or the storages are incomplete or not those that it names.
         UnsafePickleError: a pickle contains more than tensors and plain values.
     """
     with PositionalFile(path) as opened:
-        return parse_legacy_torch(opened.read_at, opened.size(), file or path.name)
+        return parse_legacy_torch(opened.read_at, opened.size(), path.name)
 
 
 def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = True) -> TorchFile:

@@ -234,12 +234,12 @@ _WORDS = ir.VectorType(I16, 32)
 class _Floats:
     """Multiplies segments in float32; even and odd inputs are in separate arrays."""
 
-    codes_a_step: int
+    codes_a_byte: int
     has_factor = False
 
-    def __init__(self, emit: Emitter, scheme: str) -> None:
+    def __init__(self, emit: Emitter) -> None:
         self._emit = emit
-        self._codes_a_byte = 2 if scheme == "4bit" else 1
+        self.codes_a_step = 2 * emit.width
 
     def weights(self, address: Any) -> tuple[Any, Any]:
         """Even and odd weights of the codes at an address."""
@@ -256,7 +256,7 @@ class _Floats:
         emit = self._emit
         parts: list[Any] = [emit.zero] * len(inputs)
         for step in range(SEGMENT // self.codes_a_step):
-            both = self.weights(emit.add(address, step * self.codes_a_step // self._codes_a_byte))
+            both = self.weights(emit.add(address, step * self.codes_a_step // self.codes_a_byte))
             for t, vectors in enumerate(inputs):
                 for weight, value in zip(both, vectors[2 * step :], strict=False):
                     parts[t] = emit.fma(weight, value, parts[t])
@@ -266,9 +266,10 @@ class _Floats:
 class _Nibbles(_Floats):
     """Looks up 4bit codes: `width` bytes give `width` even and `width` odd weights."""
 
+    codes_a_byte = 2
+
     def __init__(self, emit: Emitter, table: Any) -> None:
-        super().__init__(emit, "4bit")
-        self.codes_a_step = 2 * emit.width
+        super().__init__(emit)
         self._tables = [
             emit.load(emit.add(table, 32 * half), emit.floats, 4) for half in range(1 if emit.width == 16 else 2)
         ]
@@ -303,9 +304,10 @@ def _of_256(emit: Emitter, vectors: list[Any], index: Any) -> Any:
 class _Bytes(_Floats):
     """Computes the values of 8bit codes: `width` words give `width` even and `width` odd weights."""
 
+    codes_a_byte = 1
+
     def __init__(self, emit: Emitter, table: Any) -> None:
-        super().__init__(emit, "8bit")
-        self.codes_a_step = 2 * emit.width
+        super().__init__(emit)
         self._slopes, self._starts = (emit.load(emit.add(table, at), emit.floats, 4) for at in (0, RAMP_BYTES))
 
     def weights(self, address: Any) -> tuple[Any, Any]:
