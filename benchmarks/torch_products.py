@@ -65,9 +65,8 @@ def ways(rows: int, columns: int, seed: int) -> dict[str, tuple[int, Multiply, t
             codes, scales = (bytearray(part) for part in quantize_blocks(scheme, data, "BF16", "cpu"))
             payload = torch.frombuffer(codes, dtype=torch.uint8)
             ours = Matrix(form, payload, torch.frombuffer(scales, dtype=torch.float32), code_values(scheme))
-            size = matrix.numel() // SCHEMES[scheme].codes_a_byte
             found[f"ours, {scheme}"] = (
-                size,
+                len(codes),
                 functools.partial(ours.linear, bias=None),
                 ours.dequantized(torch.float32),
             )

@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InvalidIndexError: the file is not a regular file, not one JSON object, not UTF-8, repeats a key, or exceeds
             `MAX_BYTES` or the limits of `decode_json`.
     """
-    raw = _small(path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} {what}; expected JSON.", _REMEDY))
+    raw = _small(path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is no JSON file: it {what}.", _REMEDY))
     try:
         decoded = decode_json(raw)
     except ValueError as error:
