@@ -42,7 +42,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.safetensors_file import view_bytes
 from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.formats.tensor_spec import DTYPES, Header, Strided, TensorSpec, read_row_major, torch_dtype
+from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, read_run, torch_dtype
 from rabbitllm.storage.files import CAN_MAP_PRIVATELY, OpenFiles, PositionalFile, identity_of
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore
@@ -171,12 +171,7 @@ class ShardFile:
 
     def _read_into(self, spec: TensorSpec, buffer: memoryview) -> None:
         with self._open() as file:
-            if spec.strides is None:
-                got = file.read_into(buffer, spec.offset)
-            else:
-                place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.shape, spec.strides)
-                got = read_row_major(file, place, 0, buffer)
-            if got != len(buffer) or file.identity() != self._file.identity:
+            if read_run(file, spec, 0, buffer) != len(buffer) or file.identity() != self._file.identity:
                 raise _changed(self.path)
         if self._checks is not None:
             self._checks.read(self._name, spec.offset, buffer)

@@ -64,9 +64,7 @@ def test_large_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
     with path.open("wb") as stream:
         stream.truncate(bounded.MAX_BYTES + 1)  # a hole: it takes no disk
-    with pytest.raises(
-        InvalidIndexError, match=r"no JSON file: it has 41,943,041 bytes; at most 41,943,040 are read"
-    ):
+    with pytest.raises(InvalidIndexError, match=r"no JSON file: it has 41,943,041 bytes; at most 41,943,040 are read"):
         read_json(path)
 
 
