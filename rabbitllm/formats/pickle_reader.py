@@ -315,33 +315,26 @@ def read_pickle(
             byte position.
         CorruptShardError: the bytes are truncated, or not a pickle.
     """
-    value, _ = _read(data, 0, known, persistent, file, alone=True)
+    value, end = read_leading_pickle(data, 0, known, persistent, file)
+    if end != len(data):
+        raise UnsafePickleError(
+            f"The pickle of {file} is refused at byte {end - 1:,}: STOP is followed by {len(data) - end:,} bytes.",
+            _REMEDY,
+        )
     return value
 
 
 def read_leading_pickle(
     data: bytes,
-    begin: int,
-    known: Mapping[tuple[str, str], Known],
-    persistent: Callable[[object], object],
-    file: str,
-) -> tuple[object, int]:
-    """The value of a pickle that begins at byte `begin`, and the offset of the bytes after it.
-
-    Args and errors: see `read_pickle`. A pickle that continues beyond the end of `data` is a CorruptShardError.
-    """
-    return _read(data, begin, known, persistent, file, alone=False)
-
-
-def _read(
-    data: bytes,
     at: int,
     known: Mapping[tuple[str, str], Known],
     persistent: Callable[[object], object],
     file: str,
-    *,
-    alone: bool,
 ) -> tuple[object, int]:
+    """The value of a pickle that begins at byte `at`, and the offset of the bytes after it.
+
+    Args and errors: see `read_pickle`. A pickle that continues beyond the end of `data` is a CorruptShardError.
+    """
     _check_size(data, file)
     stream = io.BytesIO(data)
     stream.seek(at)
@@ -358,7 +351,7 @@ def _read(
             code = stream.read(1)
             name = _opcode_name(code)
             if code == _STOP:
-                return _finish(machine, alone=alone), stream.tell()
+                return _finish(machine), stream.tell()
             if not code:
                 raise ValueError("wants 1 bytes, and 0 are left")
             if code[0] not in STEPS:
@@ -431,10 +424,8 @@ def _opcode_name(code: bytes) -> str:
     return _OPCODES[code[0]].name if code and code[0] in _OPCODES else f"opcode 0x{code.hex()}" if code else "its end"
 
 
-def _finish(machine: PickleMachine, *, alone: bool) -> object:
+def _finish(machine: PickleMachine) -> object:
     value = machine.pop()
     if machine.stack or machine.marks:
         raise RefusedValueError(f"leaves {len(machine.stack):,} values on the stack")
-    if alone and machine.left():
-        raise RefusedValueError(f"is followed by {machine.left():,} bytes")
     return value
