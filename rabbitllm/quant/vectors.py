@@ -157,17 +157,13 @@ class Emitter:
         return functools.reduce(self.b.add, (number(term) for term in terms))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        return self.of_floats("fma", a, b, c)
+        function = self.function(f"llvm.fma.v{self.width}f32", *[self.floats] * 4)
+        return self.b.call(function, [a, b, c])
 
     def look_up(self, table: Any, index: Any) -> Any:
         """Floats of a vector by indices, of which only the lowest 4 bits (16 lanes) or 3 (8 lanes) count."""
         name = "llvm.x86.avx512.permvar.sf.512" if self.width == 16 else "llvm.x86.avx2.permps"
         return self.b.call(self.function(name, self.floats, self.floats, self.ints), [table, index])
-
-    def of_floats(self, name: str, *operands: Any) -> Any:
-        """Call an LLVM function of vectors of floats that returns such a vector."""
-        function = self.function(f"llvm.{name}.v{self.width}f32", self.floats, *[self.floats] * len(operands))
-        return self.b.call(function, operands)
 
     def every(self, value: int) -> Any:
         return ir.Constant(self.ints, [value] * self.width)
