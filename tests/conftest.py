@@ -45,9 +45,9 @@ if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
     # without fused multiply-add, bitsandbytes' 8bit table has other last bits than everywhere else (`int8_code`)
     import bitsandbytes.functional
 
-    from rabbitllm.quant.library import int8_table
+    from rabbitllm.quant.schemes import code_values
 
-    bitsandbytes.functional.name2qmap["dynamic"] = int8_table(torch.device("cpu"))
+    bitsandbytes.functional.name2qmap["dynamic"] = code_values("8bit")
 
 BITS = frozenset(
     [

@@ -187,12 +187,12 @@ class HubRepository:
 
         return self.access.cache_dir or Path(constants.HF_HUB_CACHE)
 
-    def download(self, name: str, *, told: bool = False) -> Path:
+    def download(self, name: str, *, is_reported: bool = False) -> Path:
         """A file in the user's own hub cache, downloaded by huggingface_hub if it is missing.
 
         Args:
             name: of the file.
-            told: whether its bytes are reported as events, as of large files.
+            is_reported: whether its bytes are reported as events, as of large files.
         """
         from huggingface_hub import hf_hub_download
 
@@ -205,7 +205,7 @@ class HubRepository:
                     revision=self.commit,
                     token=access.token,
                     cache_dir=access.cache_dir,
-                    tqdm_class=_silent_bar(name if told else None),
+                    tqdm_class=_silent_bar(name if is_reported else None),
                 )
             )
 
@@ -397,11 +397,11 @@ def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:
     if missing:
         tell(DownloadStarted(repository.label, len(missing), sum(file.size for file in missing)))
 
-    first, *_ = side_by_side(lambda name: repository.download(name, told=True), sorted(wanted), DOWNLOAD_THREADS)
+    first, *_ = side_by_side(lambda name: repository.download(name, is_reported=True), sorted(wanted), DOWNLOAD_THREADS)
     return first.parents[min(wanted).count("/")]
 
 
-def _silent_bar(told: str | None = None) -> type[Any]:
+def _silent_bar(reported: str | None = None) -> type[Any]:
     """A tqdm class that shows nothing; it reports the bytes of a file of this name as events."""
     from tqdm import tqdm
 
@@ -410,12 +410,12 @@ def _silent_bar(told: str | None = None) -> type[Any]:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
-            if told is not None and (left := int(options.get("initial", 0))):
-                tell(BytesFetched(told, left, earlier=True))
+            if reported is not None and (left := int(options.get("initial", 0))):
+                tell(BytesFetched(reported, left, earlier=True))
 
         def update(self, n: float | None = 1) -> None:
-            if told is not None:
-                tell(BytesFetched(told, int(n or 0)))
+            if reported is not None:
+                tell(BytesFetched(reported, int(n or 0)))
 
     return SilentBar
 
