@@ -49,7 +49,9 @@ def multiplies(form: Quantized) -> bool:
     """Whether there is a kernel for this matrix on this machine: 2-D, each row a whole number of segments."""
     if len(form.shape) != 2 or not all(form.shape) or form.shape[1] % SEGMENT:
         return False
-    width = _lanes()
+    from rabbitllm.quant import vectors  # numba comes with it
+
+    width = vectors.lanes()
     return bool(width) and _agrees(CODES, form.scheme, width)
 
 
@@ -124,7 +126,7 @@ class Matrix(QuantizedMatrix):
         return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and self.table_for(width) else None
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
-        """`x @ W.T` in float32 by the kernel of a method and of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
+        """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
         import torch
 
         make = torch.zeros if method == PANELS else torch.empty
@@ -262,12 +264,6 @@ def kernel_for(scheme: str, dtype: torch.dtype) -> int:
 
     if dtype == torch.bfloat16 and vectors.multiplies_pairs() and _agrees(CODES, scheme, kernels.PAIRS):
         return kernels.PAIRS
-    return vectors.lanes()
-
-
-def _lanes() -> int:
-    from rabbitllm.quant import vectors  # numba comes with it
-
     return vectors.lanes()
 
 
