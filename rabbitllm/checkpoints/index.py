@@ -164,7 +164,7 @@ def read_index(path: Path) -> CheckpointIndex:
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
             raise InvalidIndexError(
-                f"{path} puts tensor {tensor[:80]!r} into {short(shard)}; expected the name of a shard.", _REMEDY
+                f"{path} puts tensor {tensor[:80]!r} into {short(shard, 120)}; expected the name of a shard.", _REMEDY
             )
         check_shard_name(shard, path.name)
     index = index_of(weight_map)
@@ -182,7 +182,8 @@ def check_shard_name(shard: str, source: str) -> None:
     segments = shard.split("/")
     if len(segments) > 2 or not all(_SEGMENT.fullmatch(part) and not _DEVICE.fullmatch(part) for part in segments):
         raise UnsafePathError(
-            f"{source} names the shard {short(shard)}; expected a plain file name inside the checkpoint's own folder.",
+            f"{source} names the shard {short(shard, 120)}; expected a plain file name inside the checkpoint's own "
+            "folder.",
             _HOSTILE,
         )
 
@@ -195,8 +196,8 @@ def _check_distinct(shards: Iterable[str], source: str) -> None:
         other = seen.setdefault(shard.casefold().replace("/", "--"), shard)
         if other != shard:
             raise UnsafePathError(
-                f"{source} names the shards {short(other)} and {short(shard)}, which can become one file; expected "
-                "names that differ in more than case and slashes.",
+                f"{source} names the shards {short(other, 120)} and {short(shard, 120)}, which can become one file; "
+                "expected names that differ in more than case and slashes.",
                 _HOSTILE,
             )
 
