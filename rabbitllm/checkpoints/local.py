@@ -175,7 +175,7 @@ class LocalCheckpoint(Checkpoint):
             self._fetched.add(shard)
             return self._missing_from.acquire(shard, on_have)
         raise MissingShardError(
-            f"{path} is missing; the index says it holds {self._count(shard)} tensors.",
+            f"{path} is missing; the index says it holds {[*self.index.weight_map.values()].count(shard)} tensors.",
             "Put the shard at that path, or give the id of the repository it came from.",
         )
 
@@ -183,9 +183,6 @@ class LocalCheckpoint(Checkpoint):
         assert self._missing_from is not None, "only a shard that would be staged can be streamed"
         self._fetched.add(shard)
         return self._missing_from.stream(shard)
-
-    def _count(self, shard: str) -> int:
-        return sum(name == shard for name in self.index.weight_map.values())
 
     def release(self, shard: str) -> Release:
         path = self.folder / shard

@@ -92,6 +92,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
+def short(value: object, most: int = 80) -> str:
+    """The beginning of a value's text for messages, at most so many characters."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def text_of(value: object) -> str:
     """A decoded value that must be a string.
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rabbitllm.errors import CorruptShardError, UnsafePickleError
+from rabbitllm.formats.bounded import short
 
 MAX_MEMO = 500_000
 """Limit of memo entries. A tensor takes about 12."""
@@ -409,8 +410,9 @@ def _shortened(argument: object) -> str:
         return ""
     if isinstance(argument, int) and argument.bit_length() > 8 * MAX_NUMBER_BYTES:
         return f"a number of {argument.bit_length():,} bits"
-    text = repr(argument[: MAX_ARGUMENT + 1] if isinstance(argument, str | bytes | bytearray) else argument)
-    return text if len(text) <= MAX_ARGUMENT else text[: MAX_ARGUMENT - 3] + "..."
+    return short(
+        argument[: MAX_ARGUMENT + 1] if isinstance(argument, str | bytes | bytearray) else argument, MAX_ARGUMENT
+    )
 
 
 def _check_size(data: bytes, file: str) -> None:
