@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
@@ -38,7 +38,7 @@ from rabbitllm.server.metrics import CONTENT_TYPE, written
 from rabbitllm.server.requests import CheckedCall, checked_chat, checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
-from rabbitllm.server.streaming import EventStream, Inbox, Submission, frames, left, whole
+from rabbitllm.server.streaming import EventStream, Inbox, Submission, frames, unless_left, whole
 
 GONE = 499
 """Status of a request whose client left; it appears only in the log."""
@@ -134,7 +134,7 @@ def _routes(service: Service) -> list[BaseRoute]:
             lambda: checked_embedding(body, service.tokenizer, service.model, settings, embedder)
         )
         work = asyncio.ensure_future(embedder.embed(asked.inputs))
-        found = await _unless_gone(request, work, work.cancel)
+        found = await unless_left(work, request.receive, work.cancel)
         return JsonResponse(embedding_object(asked, found, settings.name))
 
     async def health(_: Request) -> Response:
@@ -185,7 +185,7 @@ async def _generated(
     if not body.stream:
         work = asyncio.ensure_future(whole(submission, envelope, choices))
         try:
-            return JsonResponse(await _unless_gone(request, work, submission.cancel))
+            return JsonResponse(await unless_left(work, request.receive, submission.cancel))
         finally:
             over(True)
 
@@ -198,25 +198,6 @@ async def _generated(
     return EventStream(
         noted(), over, heartbeat_seconds=settings.heartbeat_seconds, stall_seconds=settings.stall_seconds
     )
-
-
-async def _unless_gone(request: Request, work: asyncio.Future[Any], cancel: Callable[[], object]) -> Any:
-    """The result of the work, unless the client disconnects first.
-
-    Raises:
-        ClientDisconnect: the client has disconnected.
-    """
-    leaving = asyncio.ensure_future(left(request.receive))
-    try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        raise ClientDisconnect
-    finally:
-        cancel()
-        leaving.cancel()
-        work.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
 
 
 def _record(request: Request) -> Record:
