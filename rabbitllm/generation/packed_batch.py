@@ -418,6 +418,12 @@ def depends_on_longest(config: Any) -> bool:
     return any(rope in kind for kind in _rope_types(config) for rope in _BY_LONGEST)
 
 
+def attending_configs(model: Any) -> list[Any]:
+    """The configs of a model and its modules that name an attention implementation, each once."""
+    seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
+    return [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
+
+
 def shares_keys(model: Any) -> bool:
     """Whether layers use the KV cache of others."""
     return any(is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
@@ -476,8 +482,7 @@ class PackedForward:
         self._model = model
         self._file = file
         config = model.config.get_text_config(decoder=True)
-        seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
-        self._configs = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
+        self._configs = attending_configs(model)
         self._layers = [type(layer) for layer in DynamicCache(config=config).layers]
         self._windows = [number for number, kind in enumerate(self._layers) if kind is DynamicSlidingWindowLayer]
         self._shares = shares_keys(model)
