@@ -59,20 +59,19 @@ def held(frame: FrameType | None, waits_with: object, least_bytes: int) -> HeldT
         waits_with: arguments of its call, which it needs when it continues.
         least_bytes: minimum size of a storage that counts.
     """
-    needed, idle = _Found(least_bytes), _Found(least_bytes)
-    needed.look_at([waits_with])
+    read, left = [waits_with], list[Any]()
     while frame is not None:
         # functions of this package hold long lists and no large tensors
         if frame.f_code.co_flags & CO_OPTIMIZED and not frame.f_globals.get("__name__", "").startswith(OUR_OWN):
             names = read_again(frame.f_code, frame.f_lasti)
             found = frame.f_locals
-            needed.look_at([value for name, value in found.items() if name in names])
-            idle.look_at([value for name, value in found.items() if name not in names])
+            for name, value in found.items():
+                (read if name in names else left).append(value)
             if type(found) is dict:  # before Python 3.13 a copy, which the frame would keep together with its values
                 found.clear()
         frame = frame.f_back
-    unneeded = (one for key, one in idle.storages.items() if key not in needed.storages)
-    return HeldTensors(tuple(needed.storages.values()), tuple(unneeded))
+    needed, idle = _storages(read, least_bytes), _storages(left, least_bytes)
+    return HeldTensors(tuple(needed.values()), tuple(one for key, one in idle.items() if key not in needed))
 
 
 @lru_cache(maxsize=1024)
@@ -120,30 +119,21 @@ def _loaded(instruction: dis.Instruction) -> Iterator[str]:
         yield from names if isinstance(names, tuple) else (names,)
 
 
-class _Found:
-    """Storages of tensors, also of those in containers; each container is searched once.
-
-    Args:
-        least_bytes: minimum size of a storage that counts.
-    """
-
-    def __init__(self, least_bytes: int) -> None:
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self._least_bytes = least_bytes
-        self._seen: set[int] = set()
-
-    def look_at(self, values: list[Any]) -> None:
-        """Add the storages in values, which must not change while this object is used."""
-        waiting = list(values)
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                if storage.nbytes() >= self._least_bytes and storage.resizable():
-                    self.storages[storage._cdata] = storage
-            elif isinstance(value, tuple | list | dict) and id(value) not in self._seen:
-                self._seen.add(id(value))
-                waiting += value.values() if isinstance(value, dict) else value
+def _storages(values: list[Any], least_bytes: int) -> dict[int, torch.UntypedStorage]:
+    """Storages of tensors, also of those in containers; each container is searched once."""
+    found: dict[int, torch.UntypedStorage] = {}
+    seen: set[int] = set()
+    waiting = [*values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            if storage.nbytes() >= least_bytes and storage.resizable():
+                found[storage._cdata] = storage
+        elif isinstance(value, tuple | list | dict) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+    return found
 
 
 BLOCK = 1 << 12
