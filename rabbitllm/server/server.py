@@ -202,7 +202,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
         await super().startup(sockets)
-        self._on_start()
+        with contextlib.suppress(OSError):  # the greeting has no reader
+            self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn; first accept clients that have connected already, whose connections would be reset otherwise."""
