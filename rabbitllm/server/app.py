@@ -216,18 +216,16 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
+_OF_HEALTH = ("running", "waiting", "most_running", "most_waiting", "cache_bytes", "cache_limit_bytes")
+
+
 def _health(service: Service) -> dict[str, Any]:
     facts = service.batch.facts
     status = "ok" if service.is_alive else "shutting down" if service.is_closing else "failed"
     return {
         "status": status,
         "model": service.settings.name,
-        "running": facts.running,
-        "waiting": facts.waiting,
-        "most_running": facts.most_running,
-        "most_waiting": facts.most_waiting,
-        "cache_bytes": facts.cache_bytes,
-        "cache_limit_bytes": facts.cache_limit_bytes,
+        **{name: getattr(facts, name) for name in _OF_HEALTH},
         "embeddings": service.embedder is not None,
     }
 
