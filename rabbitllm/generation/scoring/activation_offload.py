@@ -198,7 +198,7 @@ class ActivationOffload:
         self._slots = FileSlots(disk)
         self._near = self._host = 0
         self._file: NamelessFile | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "rabbitllm-scoring")
         self.written = self.read = self.max_near = 0
 
     def __enter__(self) -> ActivationOffload:
@@ -206,8 +206,7 @@ class ActivationOffload:
 
     def __exit__(self, *error: object) -> None:
         """Release everything; offloaded storages are lost."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=True, cancel_futures=True)
         self._owners.clear()
         self._holders.clear()
         if self._file is not None:
@@ -262,23 +261,18 @@ class ActivationOffload:
             return
         for key, offloaded in known.offloaded.items():
             if key not in known.idle and offloaded.offset is not None and offloaded.coming is None:
-                if self._thread is None:
-                    self._thread = ThreadPoolExecutor(1, "rabbitllm-scoring")
                 offloaded.coming = self._thread.submit(self._read, offloaded.offset, offloaded.nbytes)
 
     def take(self, owner: Hashable) -> None:
         """Fill the storages that the turn of an owner needs, and read those that were not prefetched."""
+        self.expect(owner)
         known = self._owners.get(owner)
         if known is None:
             return
         known.spare = {}
         for key in [key for key in known.offloaded if key not in known.idle]:
             offloaded = known.offloaded.pop(key)
-            bytes_there = offloaded.memory
-            if offloaded.coming is not None:
-                bytes_there, offloaded.coming = offloaded.coming.result(), None
-            elif offloaded.offset is not None:
-                bytes_there = self._read(offloaded.offset, offloaded.nbytes)
+            bytes_there = offloaded.memory if offloaded.coming is None else offloaded.coming.result()
             assert bytes_there is not None
             offloaded.storage.resize_(offloaded.nbytes)
             _bytes_of(offloaded.storage).copy_(bytes_there)
