@@ -94,7 +94,7 @@ def _nearest_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32
     return ((words + 0x7FFF + ((words >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-FOR_A_THREAD: Any = types.void(types.CPointer(types.int64))
+FOR_A_THREAD: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
 """The signature of the function for a thread of a team; see `kernels.py`."""
 
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
