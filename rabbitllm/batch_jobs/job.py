@@ -143,78 +143,46 @@ def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], objec
     Raises:
         RabbitLLMError, OSError, MemoryError: see `answers.answers` and `BatchJournal.add`; earlier answers are kept.
     """
-    writer = _Writer(journal, tell)
+    start, tokens, failed = time.monotonic(), [0, 0], list[BaseException]()
+    waiting: queue.SimpleQueue[list[BatchAnswer] | None] = queue.SimpleQueue()
+
+    def progress() -> Progress:
+        counts = len(journal), journal.done, journal.errors, journal.resumed
+        return Progress(*counts, *tokens, time.monotonic() - start)
+
+    def write() -> None:
+        tell(progress())
+        taken: list[list[BatchAnswer] | None] = []
+        try:
+            while None not in taken:
+                taken = [waiting.get()]
+                while not waiting.empty():
+                    taken.append(waiting.get())
+                answers = [one for group in taken for one in group or ()]
+                if answers:
+                    journal.add(answers)
+                    tokens[0] += sum(one.prompt_tokens for one in answers)
+                    tokens[1] += sum(one.new_tokens for one in answers)
+                    tell(progress())
+        except BaseException as error:
+            failed.append(error)
+
+    def check() -> None:
+        if failed:
+            raise failed[0]
+
+    writer = threading.Thread(target=write, name="rabbitllm-journal", daemon=True)
+    writer.start()
     try:
         with contextlib.closing(groups):
             for group in groups:
-                writer.put(group)
+                check()
+                waiting.put(group)
     finally:
-        writer.close()
-    writer.check()
-    return writer.progress
-
-
-class _Writer:
-    """Appends answers to a journal in a thread; see `keep`."""
-
-    def __init__(self, journal: BatchJournal, tell: Callable[[Progress], object]) -> None:
-        self._journal = journal
-        self._tell = tell
-        self._start = time.monotonic()
-        self._tokens = [0, 0]
-        self._queue: queue.SimpleQueue[list[BatchAnswer] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="rabbitllm-journal", daemon=True)
-        self._thread.start()
-
-    @property
-    def progress(self) -> Progress:
-        """The current progress."""
-        journal = self._journal
-        seconds = time.monotonic() - self._start
-        read, made = self._tokens
-        return Progress(len(journal), journal.done, journal.errors, journal.resumed, read, made, seconds)
-
-    def put(self, answers: list[BatchAnswer]) -> None:
-        """Queue answers for writing.
-
-        Raises:
-            RabbitLLMError: earlier answers could not be written.
-        """
-        self.check()
-        self._queue.put(answers)
-
-    def check(self) -> None:
-        """Raise the error of a failed write."""
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Write the queued answers, and end the thread."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        over = False
-        self._tell(self.progress)
-        while not over:
-            groups = [self._queue.get()]
-            try:
-                while True:
-                    groups.append(self._queue.get_nowait())
-            except queue.Empty:
-                pass
-            over = None in groups
-            answers = [one for group in groups if group is not None for one in group]
-            if answers and self._error is None:
-                try:
-                    self._journal.add(answers)
-                except BaseException as error:
-                    self._error = error
-                    continue
-                self._tokens[0] += sum(one.prompt_tokens for one in answers)
-                self._tokens[1] += sum(one.new_tokens for one in answers)
-                self._tell(self.progress)
+        waiting.put(None)
+        writer.join()
+    check()
+    return progress()
 
 
 SPARE_TOKENS = 256

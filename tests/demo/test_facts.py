@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import calendar
 
-from rabbitllm.demo.facts import RELATIONS
+from rabbitllm.demo.tasks import RELATIONS
 
 
 def test_tables_agree_with_the_calendar_and_themselves() -> None:
