@@ -133,13 +133,13 @@ def test_kernels_are_what_quantizes(scheme: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def asked_anew() -> object:
+def asked_again() -> object:
     _compiled_kernels_agree.cache_clear()
     yield
     _compiled_kernels_agree.cache_clear()
 
 
-@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.usefixtures("asked_again")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_without_numba_bitsandbytes_quantizes(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = memoryview(bytearray(np.random.default_rng(0).bytes(4096 * 4)))
@@ -149,7 +149,7 @@ def test_without_numba_bitsandbytes_quantizes(scheme: str, monkeypatch: pytest.M
     assert quantize_blocks(scheme, data, "BF16", "cpu") == with_kernels
 
 
-@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.usefixtures("asked_again")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bitsandbytes_with_other_rules_is_the_one_that_counts(
     scheme: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
