@@ -52,7 +52,7 @@ def run(folder: Path) -> dict[str, Any]:
         "further_seconds": further,
         "further_read": read_from_disk() - read_by_pass,
         "repeats": same,
-        "way": _in_words(model.streamer.way),
+        "way": _in_words(model.streamer.lanes[model.placement.home].way),
         "streamed": model.placement.streamed_bytes,
         "finite": bool(torch.isfinite(logits).all()),
         "shape": list(logits.shape),

@@ -33,14 +33,8 @@ from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
 from rabbitllm.storage import durable
-from rabbitllm.telemetry.profiler import (
-    EXPERTS_IN_HOST_MEMORY,
-    EXPERTS_ON_DEVICE,
-    EXPERTS_READ,
-    READ,
-    READ_WAIT,
-    Profiler,
-)
+from rabbitllm.telemetry.passes import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ, READ_WAIT
+from rabbitllm.telemetry.profiler import Profiler
 
 HALF_LIVES = (3.0, 512.0)
 """Tokens after which a use counts half, in the recent average and in the long one."""

@@ -57,6 +57,7 @@ class ExpertStack(WeightStandIn):
     supply: Supply
     leaf: str
     turned: bool
+    _whole_shape: torch.Size
     _why = "experts are read from the disk, or by their codes"
 
     @staticmethod
@@ -71,22 +72,8 @@ class ExpertStack(WeightStandIn):
     ) -> ExpertStack:
         seen = torch.Size((*shape[:-2], shape[-1], shape[-2])) if turned else shape
         made: ExpertStack = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device=device)
+        made.supply, made.leaf, made.turned, made._whole_shape = supply, leaf, turned, shape
         return made
-
-    def __init__(
-        self,
-        supply: Supply,
-        leaf: str,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        turned: bool = False,
-    ) -> None:
-        self.supply = supply
-        self.leaf = leaf
-        self.turned = turned
-        self._whole_shape = shape
-        self._where = device
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ExpertStack({tuple(self.shape)}, {self.dtype}, by expert)"
@@ -100,13 +87,10 @@ class ExpertStack(WeightStandIn):
             "model.save_pretrained(folder) writes the whole model.",
         )
 
-    def turn(self) -> ExpertStack:
-        """A stack with the last two dimensions exchanged."""
-        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self._where, not self.turned)
-
-    def again(self) -> ExpertStack:
-        """Another object for the same stack."""
-        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self._where, self.turned)
+    def again(self, turned: bool = False) -> ExpertStack:
+        """Another object for the same stack; `turned`: with the last two dimensions exchanged."""
+        kind = self.dtype, self.device, self.turned != turned
+        return ExpertStack(self.supply, self.leaf, self._whole_shape, *kind)
 
     def whole(self) -> torch.Tensor:
         """Copies of all experts' matrices."""
@@ -119,7 +103,7 @@ class ExpertStack(WeightStandIn):
 
     def copied(self, experts: Sequence[int]) -> torch.Tensor:
         """Copies of these experts' matrices, (len(experts), ...)."""
-        made = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype, device=self._where)
+        made = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype, device=self.device)
         distinct = sorted(set(experts))
         places = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
         for expert, weight in zip(distinct, self.each(distinct), strict=True):
@@ -206,7 +190,7 @@ def _one(stack: ExpertStack, expert: int) -> torch.Tensor:
 
 
 def _transpose(stack: Any, first: int, second: int) -> Any:
-    return stack.turn() if {first % 3, second % 3} == {1, 2} and stack.dim() == 3 else None
+    return stack.again(turned=True) if {first % 3, second % 3} == {1, 2} and stack.dim() == 3 else None
 
 
 ExpertStack._answers = {

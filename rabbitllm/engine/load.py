@@ -36,7 +36,7 @@ from rabbitllm.engine.prefetch import keep_units
 from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_way
 from rabbitllm.engine.streamed_model import adopt
-from rabbitllm.engine.streamer import Streamer
+from rabbitllm.engine.streamer import Streamer, device_executors
 from rabbitllm.engine.units import Packs, UnitSource, input_embedding, source_of
 from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused
@@ -109,18 +109,8 @@ def load_model(
     ahead = ReadAhead(read, store, store.checks)
     with torch.no_grad():
         pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
-        streamer = Streamer(
-            model,
-            sources,
-            placement,
-            by_name,
-            store,
-            profiler,
-            kept,
-            pools,
-            way=way,
-            prefetching=options.prefetching,
-        )
+        lanes = device_executors(sources, placement, by_name, store, profiler, kept, way)
+        streamer = Streamer(model, sources, placement, lanes, store, profiler, pools, options.prefetching)
     _compare_before_use(model, mapped, ahead, store.checks)
     home_device = by_name[placement.home].torch_device
     if len(chosen) > 1:  # callers expect the output on the device of their inputs

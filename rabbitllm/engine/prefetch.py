@@ -29,7 +29,8 @@ from rabbitllm.engine.placement import SLOTS, STAGING, Placement, Tier
 from rabbitllm.engine.span_reader import ReadMode, SpanReader
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.store.layer_store import WeightFiles
-from rabbitllm.telemetry.profiler import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT, Profiler
+from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT
+from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,8 @@ from rabbitllm.engine.units import Memo, PartReader, Place, UnitSource, mapped_p
 from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_store import WeightFiles
-from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTIZE, Profiler
+from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE
+from rabbitllm.telemetry.profiler import Profiler
 
 
 class Boundary:
@@ -99,11 +100,18 @@ _calling: ContextVar[object] = ContextVar("whose model is being called", default
 
 @dataclass
 class DeviceExecutor:
-    """One device with the loader of its units, and the order in which these followed each other."""
+    """One device with the loader of its units, and the order in which these followed each other.
+
+    Attributes:
+        kept: its pinned host memory, with units; None if it shares host memory.
+        way: how streamed units are read.
+    """
 
     device: Device
     loader: Loader | Uploader
     boundary: Boundary
+    kept: HostBuffers | None
+    way: ReadMode
     follower: dict[str, str] = field(default_factory=dict)
     previous: str | None = None
 
@@ -121,6 +129,46 @@ class DeviceExecutor:
             yield unit
 
 
+def device_executors(
+    sources: Mapping[str, UnitSource],
+    placement: Placement,
+    devices: Mapping[str, Device],
+    store: WeightFiles,
+    profiler: Profiler,
+    kept: Mapping[str, HostBuffers],
+    way: ReadMode = THROUGH_THE_CACHE,
+) -> dict[str, DeviceExecutor]:
+    """An executor for each device, with the buffers of its streamed units.
+
+    Args:
+        sources: every unit.
+        placement: the device and tier of each.
+        devices: by name.
+        store: the split directory.
+        profiler: records times.
+        kept: device name -> its pinned host memory, with units.
+        way: how streamed units are read.
+    """
+    made = {}
+    for name, device in devices.items():
+        moving = {
+            placed.unit: sources[placed.unit]
+            for placed in placement.units
+            if placed.device == name and placed.tier in (Tier.STREAMED, Tier.PINNED)
+        }
+        order = list(moving)
+        disk = SpanReader(store, way, store.checks)
+        loader: Loader | Uploader
+        if name in kept:
+            loader = Uploader(moving, disk, device, profiler, kept[name])
+        else:
+            buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
+            loader = Loader(moving, disk, device, profiler, buffers, SLOTS - 1)
+        follower = dict(zip(order, order[1:] + order[:1], strict=True))
+        made[name] = DeviceExecutor(device, loader, Boundary(device.torch_device), kept.get(name), way, follower)
+    return made
+
+
 class Streamer:
     """Installs the hooks of a model and owns the loaders and buffers that they use.
 
@@ -128,12 +176,10 @@ class Streamer:
         model: the skeleton, with its buffers.
         sources: every unit, in the order of a pass.
         placement: the device and tier of each.
-        devices: by name.
+        lanes: device name -> its executor.
         store: the split directory.
         profiler: records times.
-        kept: device name -> its pinned host memory, with units.
         pools: device name -> the pool of its streamed experts.
-        way: how streamed units are read.
         prefetching: read the next unit while this one computes.
 
     Attributes:
@@ -145,54 +191,32 @@ class Streamer:
         model: PreTrainedModel,
         sources: Mapping[str, UnitSource],
         placement: Placement,
-        devices: Mapping[str, Device],
+        lanes: Mapping[str, DeviceExecutor],
         store: WeightFiles,
         profiler: Profiler,
-        kept: Mapping[str, HostBuffers],
         pools: Mapping[str, ExpertPool],
-        *,
-        way: ReadMode = THROUGH_THE_CACHE,
         prefetching: bool = True,
     ) -> None:
         self._model = model
         self._store = store
-        self.way = way
         self._profiler = profiler
         self._prefetching = prefetching
         self.pools = pools
+        self.lanes = lanes
         self._mapped = mapped_part(store)
-        self._kept = kept
         self._packed: dict[str, PartReader] = {}
-        self._memos: dict[str, Memo] = {name: {} for name in devices}
+        self._memos: dict[str, Memo] = {name: {} for name in lanes}
         self._started: dict[str, float] = {}
         self.turn = own_lock(threading.RLock())
         self._home = ForkGuard()
         self._has_turn = False
         self._brought: dict[str, dict[str, torch.Tensor]] = {}
-        self._brought_memos: dict[str, Memo] = {name: {} for name in devices}
+        self._brought_memos: dict[str, Memo] = {name: {} for name in lanes}
         self.embedding_rows: EmbeddingRows | None = None
         self._letting_go: dict[str, Callable[[], None]] = {}
-        self.lanes: dict[str, DeviceExecutor] = {}
-        for name, device in devices.items():
-            moving = {
-                placed.unit: sources[placed.unit]
-                for placed in placement.units
-                if placed.device == name and placed.tier in (Tier.STREAMED, Tier.PINNED)
-            }
-            order = list(moving)
-            follower = dict(zip(order, order[1:] + order[:1], strict=True))
-            loader = self._loader(moving, device, kept.get(name))
-            self.lanes[name] = DeviceExecutor(device, loader, Boundary(device.torch_device), follower)
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
         self._watch_calls(sources, placement)
-
-    def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: HostBuffers | None) -> Loader | Uploader:
-        disk = SpanReader(self._store, self.way, self._store.checks)
-        if kept is not None:
-            return Uploader(moving, disk, device, self._profiler, kept)
-        buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
-        return Loader(moving, disk, device, self._profiler, buffers, SLOTS - 1)
 
     @property
     def bound(self) -> set[str]:
@@ -341,13 +365,26 @@ class Streamer:
             part = self._packed[unit.name] = self._part(source, device)
             self._hook(source, device, lambda: part, unbind)
         else:
-            streamed = _Streamed(source, lane, self._prefetching)
+            self._stream(source, lane, unbind)
 
-            def let_go() -> None:
-                unbind()
-                streamed.let_go()
+    def _stream(self, source: UnitSource, lane: DeviceExecutor, unbind: Callable[[], None]) -> None:
+        """Bind a unit whose stored bytes are read or copied for each pass."""
+        name, loaded = source.unit.name, list[FilledSlot]()
 
-            self._hook(source, device, streamed.bring, let_go)
+        def bring() -> PartReader:
+            lane.came_to(name)
+            loaded.append(lane.loader.take(name))
+            if self._prefetching:
+                lane.loader.expect(lane.following(name))
+            return source.part_of(loaded[-1].slot.buffer)
+
+        def let_go() -> None:
+            unbind()
+            if loaded:
+                lane.loader.give_back(loaded[-1])
+                loaded.clear()
+
+        self._hook(source, lane.device, bring, let_go)
 
     def _hook(
         self, source: UnitSource, device: Device, bring: Callable[[], PartReader], let_go: Callable[[], None]
@@ -459,7 +496,7 @@ class Streamer:
     def _uploaded(self, source: UnitSource, device: Device) -> PartReader:
         """A reader of a unit's stored bytes, after they are copied to its device."""
         buffer = device.device_buffer(source.buffer_bytes)
-        kept = self._kept.get(device.name)
+        kept = self.lanes[device.name].kept
         host = kept.units.get(source.unit.name) if kept is not None else None
         if host is None:
             host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
@@ -474,26 +511,3 @@ class Streamer:
 def _around(path: str) -> Iterator[str]:
     """The paths of the modules that a module is in, without the model's own."""
     return (path[:at] for at, letter in enumerate(path) if letter == ".")
-
-
-class _Streamed:
-    """Supply of a unit whose stored bytes are read or copied for each pass."""
-
-    def __init__(self, source: UnitSource, lane: DeviceExecutor, prefetching: bool) -> None:
-        self._source = source
-        self._lane = lane
-        self._prefetching = prefetching
-        self._loaded: FilledSlot | None = None
-
-    def bring(self) -> PartReader:
-        lane, name = self._lane, self._source.unit.name
-        lane.came_to(name)
-        self._loaded = lane.loader.take(name)
-        if self._prefetching:
-            lane.loader.expect(lane.following(name))
-        return self._source.part_of(self._loaded.slot.buffer)
-
-    def let_go(self) -> None:
-        if self._loaded is not None:
-            self._lane.loader.give_back(self._loaded)
-            self._loaded = None

@@ -57,60 +57,94 @@ def _writes_to_the_first(func: Callable[..., Any]) -> bool:
 
 
 _BY_MEMORY = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
+"""Functions that read a tensor's memory directly; all others read it through operations."""
 _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage})
 
 
-def reads_memory(func: Callable[..., Any], why: str) -> bool:
-    """Whether a function of torch reads a tensor's memory directly; all others read it through operations.
+class WeightStandIn(torch.Tensor):
+    """A read-only tensor that stands for a weight which is not in memory as a matrix.
 
-    Args:
-        func: from `__torch_function__`.
-        why: the reason why the tensor has no memory, for the message.
-
-    Raises:
-        AbsentWeightError: it returns the address or the storage.
-    """
-    if func in _ADDRESSES:
-        raise AbsentWeightError(
-            f"The memory of a weight was asked for, and the weight is not in memory as a matrix: {why}.",
-            "weight * 1 is an ordinary tensor; model.save_pretrained(folder) writes all weights.",
-        )
-    return func in _BY_MEMORY
-
-
-_ABSENT = "it is read from the disk when its layer computes"
-
-_METADATA = frozenset(
-    {
-        *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "_version", "output_nr"),
-        *("requires_grad", "requires_grad_", "grad", "_grad", "grad_fn", "retains_grad", "retain_grad"),
-        *("_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "register_post_accumulate_grad_hook"),
-        *("size", "dim", "ndimension", "numel", "element_size", "stride", "storage_offset", "dim_order", "get_device"),
-        *("has_names", "untyped_storage", "result_type", "detach_", "rename_", "__len__", "__dir__"),
-        *("__dlpack_device__",),
-    }
-)
-"""Attributes, methods and functions of torch that need no values, by name; all `is_…` except `_VALUES` count too."""
-_VALUES = frozenset({"is_nonzero", "is_set_to"})
-"""Functions `is_…` that need values."""
-_CONVERSIONS = frozenset(
-    {"to", "type", "cpu", "cuda", "contiguous", "float", "double", "half", "bfloat16", "int", "long", "bool"}
-)
-"""Methods that return the tensor itself if there is no change."""
-_OTHERS_FORM = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
-"""Methods of another tensor that take the dtype, the device or the shape of this one."""
-_THE_SAME = frozenset({"data", "detach"})
-"""Attributes and methods that return another object for the same weight."""
-
-
-class AbsentWeight(torch.Tensor):
-    """A placeholder of a weight that is not in memory: its shape, strides, dtype and device, and no values.
-
-    These are available without reading. An operation that needs the values calls `bring` for the weight and computes
-    with it; the result is an ordinary tensor. There is no storage, so no kernel can use other memory as the values.
+    Shape, strides, dtype, device and all that follows from them are available without reading. Some functions of torch
+    are answered by the subclass. Any other one gets `whole()`, for that function only. There is no storage, so no
+    kernel can use other memory as the values.
 
     A meta tensor would not work: code that moves inputs to `weight.device` would move them to meta, and an embedding of
     meta ids returns garbage without an error.
+    """
+
+    _why: str
+    """Why it cannot be written to, for messages."""
+    _answers: Mapping[Any, Callable[..., Any]]
+    """Function of torch -> one with the same arguments, which returns None for those that it does not answer."""
+    _by_memory = _BY_MEMORY
+    """Functions that get `whole()` although they are no operations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def whole(self) -> torch.Tensor:
+        """The weight as an ordinary tensor."""
+        raise NotImplementedError
+
+    def again(self) -> WeightStandIn:
+        """Another object for the same weight."""
+        raise NotImplementedError
+
+    @classmethod
+    def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
+        """The result of an operation of torch inside of others; None if it gets the whole weight."""
+        return None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        answer = cls._answers.get(func)
+        if answer is not None and (found := answer(*args, **given)) is not None:
+            return found
+        refuse_writing(func, args, kwargs, cls, cls._why)
+        if func in cls._by_memory:
+            return func(args[0].whole(), *args[1:], **given)
+        if func in _ADDRESSES:
+            raise AbsentWeightError(
+                f"The memory of a weight was asked for, and the weight is not in memory as a matrix: {cls._why}.",
+                "weight * 1 is an ordinary tensor; model.save_pretrained(folder) writes all weights.",
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # else its results would be of this type too
+            return func(*args, **given)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        own, given = args[0] if args else None, dict(kwargs or {})
+        if isinstance(own, WeightStandIn):
+            if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
+                return own.again()
+            if func is torch.ops.aten.is_pinned.default:
+                return False
+            if func.__name__.startswith("new_") or func.__name__.partition(".")[0].endswith("_like"):
+                form = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
+                return func(form, *args[1:], **{**given, "device": given.get("device") or own.device})
+        found = cls._operation(func, args)
+        return found if found is not None else func(*tree_map(_whole, args), **tree_map(_whole, given))
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, WeightStandIn) else value
+
+
+class AbsentWeight(WeightStandIn):
+    """A placeholder of a weight that is not in memory: its shape, strides, dtype and device, and no values.
 
     Args:
         bring: returns the weight itself, or raises if it cannot be read now.
@@ -121,6 +155,8 @@ class AbsentWeight(torch.Tensor):
 
     _is_hf_initialized = True  # transformers checks it before it initialises
     _bring: Callable[[], torch.Tensor]
+    _why = "it is read from the disk when its layer computes"
+    _by_memory = _BY_MEMORY | _ADDRESSES
 
     @staticmethod
     def __new__(
@@ -142,17 +178,11 @@ class AbsentWeight(torch.Tensor):
         made._is_param = is_parameter  # makes isinstance(made, nn.Parameter) true
         return made
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"AbsentWeight({tuple(self.shape)}, {self.dtype}, {self.device}, not in memory)"
 
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
-        copied = self._again()
+        copied = self.again()
         copied.__dict__.update(vars(self))
         copied.requires_grad_(self.requires_grad)
         return copied
@@ -163,62 +193,30 @@ class AbsentWeight(torch.Tensor):
             "model.save_pretrained(folder) writes the whole model.",
         )
 
-    def _again(self) -> AbsentWeight:
+    def whole(self) -> torch.Tensor:
+        """The weight itself."""
+        return self._bring()
+
+    def again(self) -> AbsentWeight:
         """Another object for the same weight, not a parameter, as from `detach`."""
         return AbsentWeight(self._bring, self.shape, self.dtype, self.device, is_parameter=False)
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
-        name = _name_of(func)
-        refuse_writing(func, args, named, AbsentWeight, _ABSENT)
-        if name == "clone" and called_by("peft"):  # it clones the weights that it will merge into
-            refuse_writing(torch.Tensor.copy_, args, None, AbsentWeight, _ABSENT)
-        own = args[0] if args and isinstance(args[0], AbsentWeight) else None
-        if (
-            name in _METADATA
-            or (name.startswith("is_") and name not in _VALUES)
-            or (own is None and name in _OTHERS_FORM)
-        ):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **named)
-        if own is not None and not any(isinstance(value, AbsentWeight) for value in (*args[1:], *named.values())):
-            if name in _THE_SAME:
-                return own._again()
-            if name == "share_memory_":
-                return own
-            if name in _CONVERSIONS:
-                empty = torch.empty(0, dtype=own.dtype, device=own.device)
-                converted = func(empty, *args[1:], **named)
-                if converted is empty:
-                    return own
-                if isinstance(converted, str):  # `type` names the dtype
-                    return converted
-            if name.endswith("_like") or name.startswith("new_"):
-                form = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
-                return func(form, *args[1:], **{**named, "device": named.get("device") or own.device})
-        return func(*tree_map(_brought, args), **tree_map(_brought, named))
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Handle operations that did not go through `__torch_function__`: those inside of others."""
-        if func is torch.ops.aten.detach.default or func is torch.ops.aten.alias.default:
-            return args[0]._again()
-        if func is torch.ops.aten.is_pinned.default:
-            return False
-        return func(*tree_map(_brought, args), **tree_map(_brought, dict(kwargs or {})))
+def _clone(*args: Any, **others: Any) -> None:
+    if called_by("peft"):  # it clones the weights that it will merge into
+        refuse_writing(torch.Tensor.copy_, args, None, AbsentWeight, AbsentWeight._why)
+
+
+def _new_tensor(form: torch.Tensor, data: Any, **others: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=form.dtype, device=form.device).new_tensor(_whole(data), **others)
+
+
+AbsentWeight._answers = {
+    torch.clone: _clone,
+    torch.Tensor.clone: _clone,
+    torch.Tensor.new_tensor: _new_tensor,
+    torch.Tensor.share_memory_: lambda weight: weight,
+}
 
 
 class _Untrainable(torch.autograd.Function):
@@ -260,18 +258,6 @@ def untrainable(output: Any, *, training: bool) -> Any:
     elif training and isinstance(output, tuple):
         return tuple(map(refusing, output))
     return output
-
-
-def _brought(value: Any) -> Any:
-    return value._bring() if isinstance(value, AbsentWeight) else value
-
-
-def _name_of(func: Callable[..., Any]) -> str:
-    """The name of a function or a method, or of the attribute that it gets or sets."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    return str(name)
 
 
 def called_by(package: str) -> bool:
@@ -327,68 +313,6 @@ class StoredMatrix(Protocol):
         ...
 
 
-class WeightStandIn(torch.Tensor):
-    """A read-only tensor that stands for a weight which is not in memory as a matrix.
-
-    Some functions of torch are answered by the subclass. Any other one gets `whole()`, made for that function only.
-    """
-
-    _why: str
-    """Why it cannot be written to, for messages."""
-    _answers: Mapping[Any, Callable[..., Any]]
-    """Function of torch -> one with the same arguments, which returns None for those that it does not answer."""
-
-    def whole(self) -> torch.Tensor:
-        """The weight as an ordinary tensor."""
-        raise NotImplementedError
-
-    def again(self) -> WeightStandIn:
-        """Another object for the same weight."""
-        raise NotImplementedError
-
-    @classmethod
-    def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
-        """The result of an operation of torch inside of others; None if it gets the whole weight."""
-        return None
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = dict(kwargs or {})
-        answer = cls._answers.get(func)
-        if answer is not None and (found := answer(*args, **given)) is not None:
-            return found
-        refuse_writing(func, args, kwargs, cls, cls._why)
-        if reads_memory(func, cls._why):
-            return func(args[0].whole(), *args[1:], **given)
-        with torch._C.DisableTorchFunctionSubclass():  # else its results would be of this type too
-            return func(*args, **given)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
-            return args[0].again()
-        found = cls._operation(func, args)
-        if found is not None:
-            return found
-        return func(*tree_map(_whole, args), **tree_map(_whole, dict(kwargs or {})))
-
-
-def _whole(value: Any) -> Any:
-    return value.whole() if isinstance(value, WeightStandIn) else value
-
-
 class QuantizedWeight(WeightStandIn):
     """A quantized matrix as a tensor.
 
@@ -404,10 +328,8 @@ class QuantizedWeight(WeightStandIn):
     def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype) -> QuantizedWeight:
         where = matrix.payload.device
         made: QuantizedWeight = torch.Tensor._make_wrapper_subclass(cls, matrix.form.shape, dtype=dtype, device=where)
+        made.matrix = matrix
         return made
-
-    def __init__(self, matrix: StoredMatrix, dtype: torch.dtype) -> None:
-        self.matrix = matrix
 
     def whole(self) -> torch.Tensor:
         """The matrix, dequantized."""

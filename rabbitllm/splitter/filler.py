@@ -33,7 +33,8 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.files import OpenFiles
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.store.manifest import is_fitted
-from rabbitllm.telemetry.profiler import FETCH, Profiler
+from rabbitllm.telemetry.passes import FETCH
+from rabbitllm.telemetry.profiler import Profiler
 
 ROOM: Mapping[ShardTransfer, int] = {ShardTransfer.FILE_AHEAD: 2, ShardTransfer.FILE: 1, ShardTransfer.STREAM: 0}
 """Fetched shards that may be on the disk at a time."""

@@ -30,7 +30,8 @@ from rabbitllm.splitter.sums import Sums
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import DIRECT_ALIGNMENT, PositionalFile, page_aligned
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT, LayerLayout
-from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SYNC, WRITE, Profiler
+from rabbitllm.telemetry.passes import FETCH, QUANTIZE, READ, SYNC, WRITE
+from rabbitllm.telemetry.profiler import Profiler
 
 
 class ByteStream:

@@ -36,7 +36,8 @@ from rabbitllm.splitter.source_check import require_unmodified, source_crc32
 from rabbitllm.splitter.sums import PartSums, ShardChecksums, TensorSums
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
-from rabbitllm.telemetry.profiler import SHARD_WAIT, Profiler
+from rabbitllm.telemetry.passes import SHARD_WAIT
+from rabbitllm.telemetry.profiler import Profiler
 
 # Completes filled layer files, and gives them their final names.
 #

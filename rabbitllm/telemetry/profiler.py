@@ -21,32 +21,7 @@ from typing import Any
 from rabbitllm.base.forks import own_lock
 from rabbitllm.errors import OptionError
 from rabbitllm.storage.durable import write_whole
-from rabbitllm.telemetry.passes import (
-    COMPUTE,
-    DEQUANTIZE,
-    EXPERTS_IN_HOST_MEMORY,
-    EXPERTS_ON_DEVICE,
-    EXPERTS_READ,
-    FETCH,
-    HIDDEN_STAGES,
-    NOTHING,
-    OVERLAPPED_STAGES,
-    PINNED_UPLOAD,
-    QUANTIZE,
-    READ,
-    READ_WAIT,
-    SHARD_WAIT,
-    SYNC,
-    UPLOAD,
-    UPLOAD_WAIT,
-    WRITE,
-    Pass,
-    PassInput,
-    PassSums,
-    Total,
-    limit_of,
-    sums_of,
-)
+from rabbitllm.telemetry.passes import NOTHING, Pass, PassInput, PassSums, Total, limit_of, sums_of
 from rabbitllm.telemetry.report import as_record, expert_table, pass_table, slowest_layers, stage_table
 
 # Every single event of some passes, and a trace file for Perfetto and Chrome's tracing page.
@@ -143,80 +118,36 @@ def chrome_trace(events: Sequence[Event], passes: Sequence[tuple[Pass, str]], dr
     """
     begin = min([event.start for event in events] + [one.start for one, _ in passes], default=0.0)
     threads: dict[str, int] = {}
-    found = []
+    found: list[dict[str, Any]] = []
+
+    def add(name: str, category: str, start: float, seconds: float, thread: str, arguments: dict[str, Any]) -> None:
+        # both ends in whole nanoseconds, so that rounding keeps events inside their parents
+        ts, end = round((start - begin) * 1e9), round((start - begin + seconds) * 1e9)
+        times = {"ts": ts / 1e3, "dur": (end - ts) / 1e3}
+        own = {"pid": _PROCESS, "tid": threads.setdefault(thread, len(threads) + 1), "args": arguments}
+        found.append({"name": name, "cat": category, "ph": "X", **times, **own})
+
     for one, thread in passes:
         arguments = {"kind": one.kind, "tokens_in": one.tokens, "tokens_made": one.made, "limit": one.bottleneck}
-        found.append(_complete(f"pass {one.number}", "pass", one.start - begin, one.wall, thread, threads, arguments))
+        add(f"pass {one.number}", "pass", one.start, one.wall, thread, arguments)
     for event in events:
-        name, arguments = f"{event.stage} {event.layer}", {"layer": event.layer, "bytes": event.nbytes}
-        started = event.start - begin
-        found.append(_complete(name, event.stage, started, event.seconds, event.thread, threads, arguments))
+        arguments = {"layer": event.layer, "bytes": event.nbytes}
+        add(f"{event.stage} {event.layer}", event.stage, event.start, event.seconds, event.thread, arguments)
     # parents before their children, as viewers that read in order expect
     found.sort(key=lambda entry: (entry["ts"], -entry["dur"]))
-    names = [_metadata("process_name", 0, "rabbitllm")]
-    names += [_metadata("thread_name", number, name) for name, number in threads.items()]
+    known = [("process_name", 0, "rabbitllm"), *(("thread_name", number, name) for name, number in threads.items())]
+    names = [
+        {"name": kind, "ph": "M", "pid": _PROCESS, "tid": tid, "args": {"name": name}} for kind, tid, name in known
+    ]
     return {"traceEvents": names + found, "displayTimeUnit": "ms", "otherData": {"dropped_events": dropped}}
-
-
-def _complete(
-    name: str, category: str, start: float, seconds: float, thread: str, threads: dict[str, int], arguments: Any
-) -> dict[str, Any]:
-    number = threads.setdefault(thread, len(threads) + 1)
-    # both ends in whole nanoseconds, so that rounding keeps events inside their parents
-    ts, end = round(start * 1e9), round((start + seconds) * 1e9)
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "ts": ts / 1e3,
-        "dur": (end - ts) / 1e3,
-        "pid": _PROCESS,
-        "tid": number,
-        "args": arguments,
-    }
-
-
-def _metadata(name: str, thread: int, value: str) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": _PROCESS, "tid": thread, "args": {"name": value}}
 
 
 # The profiler
 
 
-__all__ = [
-    "COMPUTE",
-    "DEQUANTIZE",
-    "EXPERTS_IN_HOST_MEMORY",
-    "EXPERTS_ON_DEVICE",
-    "EXPERTS_READ",
-    "FETCH",
-    "HIDDEN_STAGES",
-    "OVERLAPPED_STAGES",
-    "PINNED_UPLOAD",
-    "QUANTIZE",
-    "READ",
-    "READ_WAIT",
-    "SHARD_WAIT",
-    "SYNC",
-    "UPLOAD",
-    "UPLOAD_WAIT",
-    "WRITE",
-    "Profiler",
-    "Total",
-]
-
 KEPT_PASSES = 1_000
 """Limit of passes that are kept individually, in about a megabyte; older ones are summed."""
 _OFF = contextlib.nullcontext()
-
-
-@dataclass
-class _Open:
-    """A pass in progress; `text` refers to an object that shows whether the next one continues it."""
-
-    entry: PassInput
-    start: float
-    text: Any
 
 
 class Profiler:
@@ -238,7 +169,7 @@ class Profiler:
         self._lock = own_lock(threading.Lock())
         self._kept_passes = kept_passes
         self._trace: Trace | None = None
-        self._open: _Open | None = None
+        self._is_open = False
         self._begin()
 
     def _begin(self) -> None:
@@ -290,33 +221,30 @@ class Profiler:
                 tokens that this pass made follows from it.
         """
         with self._lock:
-            first = self._open is None and self.enabled
+            first = self.enabled and not self._is_open
             if first:
-                self._open = opened = _Open(entry, time.perf_counter(), text)
-                self._settle(entry, text)
+                self._is_open = True
+                if text is not None and self._passes and self._last_text is not None and self._last_text() is text:
+                    last = self._passes[-1]
+                    self._passes[-1] = replace(last, made=last.entry.made(entry))
+        start = time.perf_counter()
         try:
             yield
         finally:
             if first:
-                self._close(opened)
+                self._close(entry, start, text)
 
-    def _settle(self, entry: PassInput, text: Any) -> None:
-        """Complete the record of the last pass, whose number of tokens is known when the next one begins."""
-        last = self._passes[-1] if self._passes else None
-        if last is not None and text is not None and self._last_text is not None and self._last_text() is text:
-            self._passes[-1] = replace(last, made=last.entry.made(entry))
-
-    def _close(self, opened: _Open) -> None:
-        wall = time.perf_counter() - opened.start
+    def _close(self, entry: PassInput, start: float, text: Any) -> None:
+        wall = time.perf_counter() - start
         with self._lock:
             threads = self._since_threads
             stages = {stage: replace(total, threads=len(threads[stage])) for stage, total in self._since.items()}
             self._since, self._since_threads = {}, {}
-            self._open = None
+            self._is_open = False
             self._count += 1
-            done = Pass(self._count, opened.start, wall, opened.entry, None, stages)
+            done = Pass(self._count, start, wall, entry, None, stages)
             self._passes.append(done)
-            self._last_text = weakref.ref(opened.text) if opened.text is not None else None
+            self._last_text = weakref.ref(text) if text is not None else None
             while len(self._passes) > self._kept_passes:
                 self._earlier = sums_of([self._passes.popleft()], self._earlier)
         if self._trace is not None:
@@ -382,11 +310,7 @@ class Profiler:
         """A report as text: the stages with the bottleneck marked, the passes, and their slowest layers."""
         stages = self.stages
         if not stages:
-            return (
-                f"{self.title}: nothing was recorded (pass profiling_mode=True)."
-                if self.title
-                else "(no profiling data)"
-            )
+            return f"{self.title or 'Profile'}: nothing was recorded (pass profiling_mode=True)."
         lines = stage_table(stages, self.title)
         if self.sums:
             experts = expert_table(self.sums)

@@ -25,8 +25,8 @@ from rabbitllm.display.pictures import (
     thinned,
 )
 from rabbitllm.errors import MissingPackageError, OptionError
-from rabbitllm.telemetry.passes import Pass, PassInput
-from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTIZE, READ, READ_WAIT, Event, Trace
+from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE, READ, READ_WAIT, Pass, PassInput
+from rabbitllm.telemetry.profiler import Event, Trace
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.splitting import Call, names_in
 from tests.support.tiny_models import INPUT, load, split

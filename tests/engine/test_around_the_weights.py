@@ -14,7 +14,7 @@ import torch
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from rabbitllm.engine.placement import Tier
-from rabbitllm.telemetry.profiler import READ
+from rabbitllm.telemetry.passes import READ
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import ALL, bytes_when_made, dequantized, load, plain_model, split, tiers
 

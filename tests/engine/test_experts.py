@@ -26,7 +26,7 @@ from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.errors import AbsentWeightError, CorruptShardError, OptionError
-from rabbitllm.telemetry.profiler import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
+from rabbitllm.telemetry.passes import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import (

@@ -14,15 +14,21 @@ import torch
 import transformers
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine import expert_pool, streamer
+from rabbitllm.engine import expert_pool
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
 from rabbitllm.quant import products
-from rabbitllm.telemetry.passes import EXPERT_TIERS
-from rabbitllm.telemetry.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, PINNED_UPLOAD, READ, UPLOAD
+from rabbitllm.telemetry.passes import (
+    EXPERT_TIERS,
+    EXPERTS_IN_HOST_MEMORY,
+    EXPERTS_ON_DEVICE,
+    PINNED_UPLOAD,
+    READ,
+    UPLOAD,
+)
 from tests.engine.test_prefetch import until
 from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
@@ -634,15 +640,15 @@ def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest
 
 def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    take = Uploader.take
+    take, give_back = Uploader.take, Uploader.give_back
 
     def and_give_back(self: Uploader, unit: str) -> FilledSlot:
         loaded = take(self, unit)
-        self.give_back(loaded)
+        give_back(self, loaded)
         return loaded
 
     monkeypatch.setattr(Uploader, "take", and_give_back)
-    monkeypatch.setattr(streamer._Streamed, "let_go", lambda self: None)
+    monkeypatch.setattr(Uploader, "give_back", lambda self, loaded: None)
     with pytest.raises(Race):
         run_on([FakeGpu(0)], directory)
 

@@ -17,7 +17,7 @@ from rabbitllm.engine.forwards import route_llama4
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.quant import bfloat_products
-from rabbitllm.telemetry.profiler import EXPERTS_READ
+from rabbitllm.telemetry.passes import EXPERTS_READ
 from tests.engine.test_experts import Given
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS

@@ -40,7 +40,8 @@ from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.engine.units import UnitSource, find_units, source_of
 from rabbitllm.engine.weights import map_weights
 from rabbitllm.store.layer_store import LayerStore
-from rabbitllm.telemetry.profiler import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT, Profiler
+from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT
+from rabbitllm.telemetry.profiler import Profiler
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import split

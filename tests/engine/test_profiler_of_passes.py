@@ -13,8 +13,7 @@ import torch
 
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.telemetry.passes import copies_of
-from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTIZE, READ, READ_WAIT, UPLOAD
+from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE, READ, READ_WAIT, UPLOAD, copies_of
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import ALL, INPUT, NEW_TOKENS, load, run, split, tiers

@@ -17,7 +17,7 @@ from torch import nn
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.streamer import Boundary
 from rabbitllm.engine.weight_tensors import AbsentWeight
-from rabbitllm.telemetry.profiler import READ
+from rabbitllm.telemetry.passes import READ
 from tests.support.builders import Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.one_thread import THREADS

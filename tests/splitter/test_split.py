@@ -35,7 +35,7 @@ from rabbitllm.splitter import split as split_module
 from rabbitllm.splitter.disk_budget import ShardTransfer
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.layer_store import LayerStore
-from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SHARD_WAIT, WRITE
+from rabbitllm.telemetry.passes import FETCH, QUANTIZE, READ, SHARD_WAIT, WRITE
 from tests.support.builders import (
     INDEX_NAME,
     SINGLE_NAME,

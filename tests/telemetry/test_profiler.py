@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from rabbitllm.errors import OptionError
-from rabbitllm.telemetry.passes import PassInput
-from rabbitllm.telemetry.profiler import (
+from rabbitllm.telemetry.passes import (
     COMPUTE,
     FETCH,
     QUANTIZE,
@@ -26,11 +25,10 @@ from rabbitllm.telemetry.profiler import (
     SHARD_WAIT,
     UPLOAD,
     WRITE,
-    Event,
-    Profiler,
+    PassInput,
     Total,
-    Trace,
 )
+from rabbitllm.telemetry.profiler import Event, Profiler, Trace
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, load, split
 
@@ -154,7 +152,7 @@ def test_report_has_core_seconds_where_they_were_measured() -> None:
 
 def test_report_of_nothing_says_how_to_get_one() -> None:
     assert Profiler(title="Passes").report() == "Passes: nothing was recorded (pass profiling_mode=True)."
-    assert Profiler().report() == "(no profiling data)"
+    assert Profiler().report() == "Profile: nothing was recorded (pass profiling_mode=True)."
 
 
 # Passes
