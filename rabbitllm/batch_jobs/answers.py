@@ -36,7 +36,17 @@ from rabbitllm.batch_jobs.asking import (
     unreadable_answer,
 )
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of, ordered
-from rabbitllm.batch_jobs.items import MAX_ANSWERS, BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, ScoreItem
+from rabbitllm.batch_jobs.items import (
+    MAX_ANSWERS,
+    BatchAnswer,
+    BatchCall,
+    Choose,
+    Embed,
+    Item,
+    JobLimits,
+    Key,
+    ScoreItem,
+)
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import BatchStats, Delta, Event, Failed, FinishReason
@@ -269,6 +279,9 @@ MAX_TOKENS = 1 << 22
 MAX_TEXTS = 1 << 16
 
 
+Line = Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class _OpenScores:
     """An item with texts that are not scored yet.
@@ -276,14 +289,26 @@ class _OpenScores:
     Attributes:
         item: the item.
         texts: the texts to score.
+        line_of: makes the output line from their results.
         found: results so far, by text.
-        embedding: the request, for an embedding in OpenAI's form.
     """
 
     item: Item
     texts: Sequence[ScoredText]
-    embedding: Any = None
+    line_of: Callable[[Sequence[Scored]], Line]
     found: dict[int, Scored] = field(default_factory=dict)
+
+    def answer(self) -> BatchAnswer:
+        """The answer to the item."""
+        found = [self.found[text.index] for text in self.texts]
+        if (error := next((one.error for one in found if one.error is not None), None)) is not None:
+            return refused_answer(self.item, bad(error.problem))
+        return BatchAnswer(self.item.index, self.item.key, self.line_of(found), False, self.tokens, 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(len(text.context) + len(text.continuation) for text in self.texts)
 
 
 def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> Iterator[list[BatchAnswer]]:
@@ -313,7 +338,7 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
             except APIError as error:
                 refused.append(refused_answer(item, error))
                 continue
-            tokens += sum(len(text.context) + len(text.continuation) for text in one.texts)
+            tokens += one.tokens
             by_text += [one] * len(one.texts)
             texts += one.texts
         if refused:
@@ -323,7 +348,7 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
                 one = by_text[result.index]
                 one.found[result.index] = result
                 if len(one.found) == len(one.texts):
-                    yield [_answer(builder, one)]
+                    yield [one.answer()]
 
 
 def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores:
@@ -336,19 +361,27 @@ def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores
     Raises:
         APIError: it cannot be answered.
     """
-    asked = item.asked
-    if isinstance(asked, ScoreItem | Choose):
-        wanted = asked.continuations if isinstance(asked, ScoreItem) else asked.choices
-        pairs = [_pair(builder, asked.context, text) for text in wanted]
-        return _OpenScores(item, [ScoredText(first + at, *pair) for at, pair in enumerate(pairs)])
-    if isinstance(asked, Embed):
-        ids = [builder.ids_of(text) for text in asked.texts]
-        return _OpenScores(item, [ScoredText(first + at, one, (), asked.pooling) for at, one in enumerate(ids)])
-    assert isinstance(asked, BatchCall)
-    wanted_call = _embedding_call(asked, builder)
-    pooling = asked.defaults.pooling
-    texts = [ScoredText(first + at, one, (), pooling) for at, one in enumerate(wanted_call.inputs)]
-    return _OpenScores(item, texts, wanted_call)
+    match item.asked:
+        case ScoreItem(context, texts) | Choose(context, texts):
+            pairs = [_pair(builder, context, text) for text in texts]
+            scored = [ScoredText(first + at, *pair) for at, pair in enumerate(pairs)]
+            return _OpenScores(item, scored, partial(_likelihoods, item.key, item.asked))
+        case Embed(texts, _, pooling):
+            inputs = [builder.ids_of(text) for text in texts]
+            line_of: Callable[[Sequence[Scored]], Line] = partial(_embeddings, item.key, item.asked)
+        case BatchCall(_, _, defaults) as asked:
+            checked, pooling = _embedding_call(asked, builder), defaults.pooling
+            inputs = checked.inputs
+
+            def line_of(found: Sequence[Scored]) -> Line:
+                from rabbitllm.server.embeddings import embedding_object
+
+                vectors = [_vector(each, normalise=defaults.normalise) for each in found]
+                return call_line(item, 200, embedding_object(checked, vectors, builder.name))
+
+        case _:
+            raise AssertionError(f"{item.asked} asks for no likelihoods and no embeddings")
+    return _OpenScores(item, [ScoredText(first + at, one, (), pooling) for at, one in enumerate(inputs)], line_of)
 
 
 def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -387,40 +420,24 @@ def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> Any:
     return CheckedEmbedding(inputs, body.encoding_format == "base64", body.dimensions)
 
 
-def _answer(builder: RequestBuilder, one: _OpenScores) -> BatchAnswer:
-    found = [one.found[text.index] for text in one.texts]
-    item = one.item
-    for result in found:
-        if result.error is not None:
-            return refused_answer(item, bad(result.error.problem))
-    line = _line(builder, one, found)
-    prompt = sum(len(text.context) + len(text.continuation) for text in one.texts)
-    return BatchAnswer(item.index, item.key, line, False, prompt, 0)
-
-
-def _line(builder: RequestBuilder, one: _OpenScores, found: Sequence[Scored]) -> Mapping[str, Any]:
-    item, asked = one.item, one.item.asked
+def _likelihoods(key: Key, asked: ScoreItem | Choose, found: Sequence[Scored]) -> Line:
     if isinstance(asked, ScoreItem):
         scores = [{"logprob": each.logprob, "tokens": each.tokens, "greedy": each.greedy} for each in found]
-        return {"id": item.key, "scores": scores} if asked.is_listed else {"id": item.key, **scores[0]}
-    if isinstance(asked, Choose):
-        logprobs = [each.logprob for each in found if each.logprob is not None]
-        by_length = [value / len(text) for value, text in zip(logprobs, asked.choices, strict=True)]
-        return {
-            "id": item.key,
-            "choice": logprobs.index(max(logprobs)),
-            "choice_by_length": by_length.index(max(by_length)),
-            "logprobs": logprobs,
-            "tokens": [each.tokens for each in found],
-        }
-    if isinstance(asked, Embed):
-        vectors = [_vector(each, normalise=asked.normalise) for each in found]
-        return {"id": item.key, "embeddings": vectors} if asked.is_listed else {"id": item.key, "embedding": vectors[0]}
-    from rabbitllm.server.embeddings import embedding_object
+        return {"id": key, "scores": scores} if asked.is_listed else {"id": key, **scores[0]}
+    logprobs = [each.logprob for each in found if each.logprob is not None]
+    by_length = [value / len(text) for value, text in zip(logprobs, asked.choices, strict=True)]
+    return {
+        "id": key,
+        "choice": logprobs.index(max(logprobs)),
+        "choice_by_length": by_length.index(max(by_length)),
+        "logprobs": logprobs,
+        "tokens": [each.tokens for each in found],
+    }
 
-    assert isinstance(asked, BatchCall)
-    vectors = [_vector(each, normalise=asked.defaults.normalise) for each in found]
-    return call_line(item, 200, embedding_object(one.embedding, vectors, builder.name))
+
+def _embeddings(key: Key, asked: Embed, found: Sequence[Scored]) -> Line:
+    vectors = [_vector(each, normalise=asked.normalise) for each in found]
+    return {"id": key, "embeddings": vectors} if asked.is_listed else {"id": key, "embedding": vectors[0]}
 
 
 def _vector(found: Scored, *, normalise: bool) -> list[float]:

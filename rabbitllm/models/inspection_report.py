@@ -308,7 +308,7 @@ def runs(layers: Iterable[str]) -> list[str]:
     def key(one: tuple[int, str]) -> tuple[str, object]:
         at, layer = one
         numbered = _NUMBERED.fullmatch(layer)
-        return (layer, None) if numbered is None else (numbered[1], int(numbered[2]) - at)
+        return (layer, (at,)) if numbered is None else (numbered[1], int(numbered[2]) - at)
 
     found = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key)]
     return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found]

@@ -21,7 +21,7 @@ from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import expand
-from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
+from rabbitllm.errors import ClusterError, MissingPackageError, OptionError, RabbitLLMError
 from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 
@@ -307,3 +307,19 @@ def _looker() -> Callable[[str, str, list[str]], dict[str, Any]]:
         return {"version": version, "quantizer": quantizer, "lease": reads, "unseen": unseen}
 
     return look
+
+
+def error_of(error: Any, what: str) -> BaseException:
+    """The error of a task (a `RayTaskError`): as it was raised there, if it is one for users.
+
+    Args:
+        error: the error as Ray raised it.
+        what: what the worker worked on.
+    """
+    cause = error.cause
+    if isinstance(cause, RabbitLLMError | OSError | MemoryError):
+        return cause
+    return ClusterError(
+        f"A worker failed at {what}: {type(cause).__name__}: {cause}.",
+        "The same call goes on where it stopped; without --ray it says more.",
+    )
