@@ -373,11 +373,13 @@ def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores
             checked, pooling = _embedding_call(asked, builder), defaults.pooling
             inputs = checked.inputs
 
-            def line_of(found: Sequence[Scored]) -> Line:
+            def in_openai_form(found: Sequence[Scored]) -> Line:
                 from rabbitllm.server.embeddings import embedding_object
 
                 vectors = [_vector(each, normalise=defaults.normalise) for each in found]
                 return call_line(item, 200, embedding_object(checked, vectors, builder.name))
+
+            line_of = in_openai_form
 
         case _:
             raise AssertionError(f"{item.asked} asks for no likelihoods and no embeddings")

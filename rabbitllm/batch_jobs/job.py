@@ -148,7 +148,7 @@ def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], objec
 
     def progress() -> Progress:
         counts = len(journal), journal.done, journal.errors, journal.resumed
-        return Progress(*counts, *tokens, time.monotonic() - start)
+        return Progress(*counts, tokens[0], tokens[1], time.monotonic() - start)
 
     def write() -> None:
         tell(progress())

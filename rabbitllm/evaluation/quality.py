@@ -247,6 +247,7 @@ class Quality:
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain values: sizes in bytes, divergences in nats."""
+        names = {"error": "standard_error", "percentile": "percentile_99"}
         divergence = asdict(self.summary.divergence)
         return {
             "model": _side(self.model, self.summary.perplexity),
@@ -255,13 +256,7 @@ class Quality:
             "windows": self.windows,
             "positions": self.summary.positions,
             "dtype": self.dtype,
-            "divergence": {
-                "mean": divergence["mean"],
-                "standard_error": divergence["error"],
-                "median": divergence["median"],
-                "percentile_99": divergence["percentile"],
-                "largest": divergence["largest"],
-            },
+            "divergence": {names.get(name, name): value for name, value in divergence.items()},
             "agreement": self.summary.agreement,
             "problems": self.problems,
         }
