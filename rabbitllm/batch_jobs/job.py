@@ -55,11 +55,9 @@ class BatchJob:
     Attributes:
         source: the input; see `inputs.opened`.
         out: the output.
-        name: the model's name as the user gave it.
-        load: loads the model for a scanned input.
+        model: the request for the model; or a model from `AutoModel.from_pretrained`.
         defaults: for values that lines omit.
         limits: limits of the batch.
-        settings: other settings that change answers; compression, dtype, revision.
         columns: see `inputs.opened`.
         overwrite: see `journal.opened`.
         elsewhere: provides the missing answers, if no model is loaded in this process.
@@ -67,14 +65,25 @@ class BatchJob:
 
     source: Any
     out: Path
-    name: str
-    load: Callable[[InputScan], BatchModel]
+    model: LoadRequest | Any
     defaults: Defaults
     limits: JobLimits
-    settings: Mapping[str, Any]
     columns: Mapping[str, str] | None = None
     overwrite: bool = False
     elsewhere: Callable[[InputScan, BatchJournal], Groups] | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name as the user gave it."""
+        return str(self.model.spec.name if isinstance(self.model, LoadRequest) else self.model.name_or_path)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the model that change answers."""
+        if not isinstance(self.model, LoadRequest):
+            return {"dtype": str(self.model.dtype).removeprefix("torch.")}
+        spec = self.model.spec
+        return {"compression": spec.compression, "revision": spec.access.revision, "dtype": self.model.run.dtype}
 
 
 def work(batch: BatchJob) -> Progress:
@@ -108,7 +117,8 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
     if batch.elsewhere is not None:
         with _displayed(shown):
             return keep(batch.elsewhere(scan, journal), journal, shown.told)
-    ready = batch.load(scan)
+    is_loaded = not isinstance(batch.model, LoadRequest)
+    ready = BatchModel(batch.model) if is_loaded else loaded(batch.model, scan, batch.limits)
     if ready.weights is not None:
         journal.check_weights(ready.weights)
     limits = batch.limits
@@ -243,12 +253,6 @@ def loaded(request: LoadRequest, scan: InputScan, limits: JobLimits) -> BatchMod
     if found is None:
         return BatchModel(model, cache_bytes)
     return BatchModel(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
-
-
-def settings_of(request: LoadRequest) -> dict[str, Any]:
-    """The settings of a model that change answers, without its name."""
-    spec = request.spec
-    return {"compression": spec.compression, "revision": spec.access.revision, "dtype": request.run.dtype}
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:

@@ -28,14 +28,13 @@ from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, eve
 
 
 def answering_on(
-    address: str, request: LoadRequest, name: str, limits: JobLimits, workers: int | None = None
+    address: str, request: LoadRequest, limits: JobLimits, workers: int | None = None
 ) -> Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]]:
     """A function that provides the answers missing in a journal.
 
     Args:
         address: see `cluster.connected`.
         request: the model, its split and its run.
-        name: the model's name as the user gave it.
         limits: limits of the batch of one worker.
         workers: see `worker_pool`.
 
@@ -50,7 +49,9 @@ def answering_on(
             pool = worker_pool(nodes, workers)
             check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
             say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; they get the model ready …")
-            job = WorkerJob(everywhere(request), name, limits, _longest(scan, limits.sequences), pool.share)
+            job = WorkerJob(
+                everywhere(request), request.spec.name, limits, _longest(scan, limits.sequences), pool.share
+            )
             chunks = in_chunks(order, pool.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:
