@@ -348,15 +348,19 @@ def _blocks_of(file: BinaryIO) -> Iterator[bytes]:
         yield block
 
 
-def _joined(records: Iterable[Any], columns: Mapping[str, str] | None) -> Iterator[bytes]:
-    """Records as lines, in blocks of some MB."""
+def in_blocks(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines in blocks of some MB."""
     out = io.BytesIO()
-    for number, record in enumerate(records, 1):
-        out.write(_line_of(record, columns or {}, number))
+    for line in lines:
+        out.write(line)
         if out.tell() >= BLOCK_BYTES:
             yield out.getvalue()
             out = io.BytesIO()
     yield out.getvalue()
+
+
+def _joined(records: Iterable[Any], columns: Mapping[str, str] | None) -> Iterator[bytes]:
+    return in_blocks(_line_of(record, columns or {}, number) for number, record in enumerate(records, 1))
 
 
 def _line_of(record: Any, columns: Mapping[str, str], number: int) -> bytes:

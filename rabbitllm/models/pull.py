@@ -322,17 +322,13 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
 
 
 def _of_the_original(pulled: Pulled) -> str | None:
-    match pulled.shards:
-        case Shards.KEPT:
-            return f"kept, in {pulled.shards_at}"
-        case Shards.FETCHED:
-            return "on the hub; the shards that were fetched for this are not kept"
-        case Shards.DELETED:
-            return "its shards are gone: these layer files are the only copy"
-        case Shards.PARTLY:
-            return f"some of its shards are in {pulled.shards_at}"
-        case None:
-            return None
+    known = {
+        Shards.KEPT: f"kept, in {pulled.shards_at}",
+        Shards.FETCHED: "on the hub; the shards that were fetched for this are not kept",
+        Shards.DELETED: "its shards are gone: these layer files are the only copy",
+        Shards.PARTLY: f"some of its shards are in {pulled.shards_at}",
+    }
+    return None if pulled.shards is None else known[pulled.shards]
 
 
 def next_command(pulled: Pulled, request: LoadRequest) -> str:
