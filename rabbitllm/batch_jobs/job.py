@@ -30,7 +30,7 @@ from rich.console import Console
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.display import JobDisplay, Progress
-from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, GENERATIONS, InputScan, scanned
+from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, InputScan, scanned
 from rabbitllm.batch_jobs.inputs import opened as opened_input
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opened
@@ -117,8 +117,10 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
     if batch.elsewhere is not None:
         with _displayed(shown):
             return keep(batch.elsewhere(scan, journal), journal, shown.told)
-    is_loaded = not isinstance(batch.model, LoadRequest)
-    ready = BatchModel(batch.model) if is_loaded else loaded(batch.model, scan, batch.limits)
+    if isinstance(batch.model, LoadRequest):
+        ready = loaded(batch.model, scan.longest(batch.limits.sequences), batch.limits)
+    else:
+        ready = BatchModel(batch.model)
     if ready.weights is not None:
         journal.check_weights(ready.weights)
     limits = batch.limits
@@ -221,12 +223,12 @@ class BatchModel:
     weights: str | None = None
 
 
-def loaded(request: LoadRequest, scan: InputScan, limits: JobLimits) -> BatchModel:
+def loaded(request: LoadRequest, lengths: Sequence[int], limits: JobLimits) -> BatchModel:
     """Load the model.
 
     Args:
         request: the model, its split and its run.
-        scan: the scan of the input.
+        lengths: estimated tokens of the longest lines that ask for a generation.
         limits: limits of the batch; without one of the KV cache it gets the need of the lines, up to half of the free
             memory.
 
@@ -237,7 +239,6 @@ def loaded(request: LoadRequest, scan: InputScan, limits: JobLimits) -> BatchMod
         run, found = request.run, pulled(request)
         cache_bytes, pass_bytes = limits.cache_bytes, 0
         if found is not None and run.max_memory is None:
-            lengths = [length for length, kind in zip(scan.lengths, scan.kinds, strict=True) if kind == GENERATIONS]
             free = sum(device.free_bytes() for device in resolve_devices(run.device, None))
             config = read_config(found.config_folder, run.trust_remote_code)
             if cache_bytes is None:

@@ -49,9 +49,7 @@ def answering_on(
             pool = worker_pool(nodes, workers)
             check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
             say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; they get the model ready …")
-            job = WorkerJob(
-                everywhere(request), request.spec.name, limits, _longest(scan, limits.sequences), pool.share
-            )
+            job = WorkerJob(everywhere(request), request.spec.name, limits, scan.longest(limits.sequences), pool.share)
             chunks = in_chunks(order, pool.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:
@@ -61,11 +59,6 @@ def answering_on(
             yield from RayAnswers(pool, job, check=check).answered(chunks, scan.item)
 
     return elsewhere
-
-
-def _longest(scan: InputScan, count: int) -> tuple[tuple[int, int], ...]:
-    found = sorted(zip(scan.lengths, scan.kinds, strict=True), reverse=True)
-    return tuple((int(length), int(kind)) for length, kind in found[:count])
 
 
 PASSFULS = 4
