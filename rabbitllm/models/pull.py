@@ -21,7 +21,6 @@ from rabbitllm import auto_model, prepare
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base import progress
 from rabbitllm.base.options import (
-    RunOptions,
     ShardPolicy,
     SplitOptions,
 )
@@ -131,10 +130,12 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
     Raises:
         RabbitLLMError: see `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
     """
+    from rabbitllm.engine.devices import resolve_devices  # with torch
+
     start = time.perf_counter()
     assert request.split is not None
-    source = prepare.find(request.spec)
-    before = source.finished
+    source, run = prepare.find(request.spec), request.run
+    before, options = source.finished, prepare.with_memory(request.split, run)
     done: list[progress.SplitDone] = []
 
     def note(event: progress.Event) -> None:
@@ -142,8 +143,14 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
             done.append(event)
 
     with progress.listening(note, shows=False):
-        too_little = _too_little(request, loads=loads) if executor is None else "ignore"
-        _split(source, prepare.with_memory(request.split, request.run), request.run, executor, too_little)
+        if before:
+            prepare.ensure_split(source, options)
+        else:
+            devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
+            where = "cpu" if executor is not None else prepare.quantize_on(devices)
+            too_little = _too_little(request, loads=loads) if executor is None else "ignore"
+            with prepare.acceptance(source, run, devices, too_little=too_little) as accept:
+                prepare.ensure_split(source, options, where, executor=executor, accept=accept)
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
@@ -151,24 +158,6 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
     own_config = source.split_folder if (source.split_folder / "config.json").exists() else source.config_folder
     peak = done[-1].peak_disk_bytes if done else 0
     return Pulled(source.name, entry, own_config, before, time.perf_counter() - start, shards, at, peak)
-
-
-def _split(
-    source: prepare.Source,
-    options: SplitOptions,
-    run: RunOptions,
-    executor: ShardExecutor | None,
-    too_little: TooLittle,
-) -> None:
-    from rabbitllm.engine.devices import resolve_devices  # with torch
-
-    if source.finished:
-        prepare.ensure_split(source, options)
-        return
-    devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
-    where = "cpu" if executor is not None else prepare.quantize_on(devices)
-    with prepare.acceptance(source, run, devices, too_little=too_little) as accept:
-        prepare.ensure_split(source, options, where, executor=executor, accept=accept)
 
 
 def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, Path | None]:
