@@ -100,12 +100,8 @@ class EmbeddingRows:
         renumbered = renumbered.to(ids.device)
         return ((renumbered, *args[1:]), kwargs) if args else (args, kwargs | {first: renumbered})
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free the rows."""
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Free the rows after an interrupt that kept torch from calling `after`."""
+    def let_go(self, *hook: Any) -> None:
+        """Free the rows: as a forward hook, or after an interrupt that kept torch from calling it."""
         self._unbind()
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:

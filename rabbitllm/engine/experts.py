@@ -24,8 +24,9 @@ from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import ReadMode, SpanReader
-from rabbitllm.engine.weight_tensors import Grouping, QuantizedWeight, WeightStandIn
+from rabbitllm.engine.weight_tensors import QuantizedWeight, WeightStandIn
 from rabbitllm.errors import AbsentWeightError
+from rabbitllm.quant.products import GroupedProduct, Matrix
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
@@ -137,7 +138,8 @@ class ExpertStack(WeightStandIn):
         first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
         product = self._grouped(rows, first)
         if product is not None:
-            matrices = (weight.matrix for weight in chain([first], weights) if isinstance(weight, QuantizedWeight))
+            found = (getattr(weight, "matrix", None) for weight in chain([first], weights))
+            matrices = (matrix for matrix in found if isinstance(matrix, Matrix))
             at_once = list(islice(matrices, max(len(here), 1)))
             product.multiply(at_once, spans[: len(at_once)])
             for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
@@ -148,7 +150,7 @@ class ExpertStack(WeightStandIn):
             out[begin:end] = self._product(rows[begin:end], weight)
         return out
 
-    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> Grouping | None:
+    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> GroupedProduct | None:
         """A grouped product for weights like this one; None if they are multiplied one by one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
         if not self.turned or not isinstance(weight, QuantizedWeight) or needs_gradient:

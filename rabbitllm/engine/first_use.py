@@ -68,11 +68,6 @@ class ReadAhead:
         for thread in work:
             thread.start()
 
-    def is_checked(self, unit: str) -> bool:
-        """Whether a unit's bytes were compared and are undamaged, or are not compared at all."""
-        found = self._checked.get(unit)
-        return found is None or (found.done() and found.exception() is None)
-
     def wait_for(self, unit: str) -> None:
         """Wait until a unit's bytes are compared with their checksums.
 

@@ -7,8 +7,10 @@ A process may compute a part of the model; the units of the others have a name a
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,11 +133,8 @@ def _shared(sources: Iterable[UnitSource]) -> set[str]:
 
     In a plan of a large model one source stands for many layers, which share no tensors.
     """
-    users: dict[str, set[int]] = {}
-    for source in sources:
-        for job in source.jobs:
-            users.setdefault(job.recipe.key, set()).add(id(source))
-    return {key for key, own in users.items() if len(own) > 1}
+    distinct = {id(source): {job.recipe.key for job in source.jobs} for source in sources}
+    return {key for key, count in Counter(chain.from_iterable(distinct.values())).items() if count > 1}
 
 
 def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource]) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rabbitllm.base.terminal import size
+from rabbitllm.telemetry.report import aligned
 
 SLOTS = 2
 """Buffers of a device for streamed units: one in use and one that is being filled."""
@@ -254,17 +255,7 @@ class Placement:
                     if chosen:
                         nbytes = sum(p.counted for p in chosen)
                         rows.append((budget.device, what + tier.value, str(len(chosen)), size(nbytes)))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = []
-        for row in rows:
-            columns = (
-                row[0].ljust(widths[0]),
-                row[1].ljust(widths[1]),
-                row[2].rjust(widths[2]),
-                row[3].rjust(widths[3]),
-            )
-            lines.append("  ".join(columns))
-        return "\n".join([*lines, *map(_in_words, self.pools), *self._traffic()])
+        return "\n".join([*aligned(rows, left=(0, 1)), *map(_in_words, self.pools), *self._traffic()])
 
     def _traffic(self) -> list[str]:
         """The line about the bytes that each pass copies and reads; empty if there are none."""

@@ -49,13 +49,8 @@ _SCALED_ACTIVATIONS = ("starcoder2", "falcon", "mpt", "gptj", "gpt_neox", "gpt_b
 
 def awq_weight(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix (N, K) of AWQ's parts."""
-    if qweight.device == _CPU:
-        zeros = _awq_integers(qzeros)
-        group = torch.arange(len(qweight)) // (len(qweight) // len(scales))
-        return _by_kernel(qweight, 4, zeros, scales, group, torch.tensor(_AWQ_ORDER), dtype)
-    codes = _awq_integers(qweight)  # (K, N)
-    grouped = codes.view(scales.shape[0], -1, scales.shape[1]) - _awq_integers(qzeros)[:, None]
-    return _product(grouped, scales[:, None]).flatten(0, 1).t().contiguous().to(dtype)
+    group = torch.arange(len(qweight), device=qweight.device) // (len(qweight) // len(scales))
+    return _weight(qweight, 4, _awq_integers(qzeros), scales, group, torch.tensor(_AWQ_ORDER), dtype)
 
 
 def gptq_weight(
@@ -80,14 +75,10 @@ def gptq_weight(
     if g_idx is None:
         inputs = qweight.shape[0] * 32 // bits
         g_idx = torch.arange(inputs, device=qweight.device) // -(-inputs // scales.shape[0])
-    group = g_idx.to(torch.int64)
-    if qweight.device == _CPU:
-        return _by_kernel(qweight, bits, zeros, scales, group, None, dtype)
-    codes = _integers(qweight, bits, 1).flatten(0, 1)  # (K, N)
-    return _product(codes - zeros[group], scales[group]).t().contiguous().to(dtype)
+    return _weight(qweight, bits, zeros, scales, g_idx.to(torch.int64), None, dtype)
 
 
-def _by_kernel(
+def _weight(
     packed: torch.Tensor,
     bits: int,
     zeros: torch.Tensor,
@@ -96,11 +87,14 @@ def _by_kernel(
     order: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The matrix (N, K), by a compiled kernel; see `published_kernels.integers`.
+    """The matrix (N, K), on a CPU by a compiled kernel; see `published_kernels.integers`.
 
     Raises:
         ValueError: the sizes of the parts do not match, or a group does not exist.
     """
+    if packed.device != _CPU:
+        codes = _integers(packed, bits, 1).flatten(0, 1) if order is None else _awq_integers(packed)  # (K, N)
+        return ((codes - zeros[group]).float() * scales[group].float()).t().contiguous().to(dtype)
     inputs, outputs = len(group), scales.shape[1]
     wanted = (inputs, outputs * bits // 32) if order is not None else (inputs * bits // 32, outputs)
     if (
@@ -130,10 +124,6 @@ def _integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     shape[dim] = len(shifts)
     found: torch.Tensor = (packed.unsqueeze(dim) >> shifts.view(shape)) & (2**bits - 1)
     return found
-
-
-def _product(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return codes.to(torch.float32) * scales.to(torch.float32)
 
 
 def _by_projection(input_dict: Mapping[str, Any]) -> dict[str, list[dict[str, torch.Tensor]]]:

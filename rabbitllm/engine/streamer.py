@@ -360,7 +360,7 @@ class Streamer:
             rows = EmbeddingRows(source, self._mapped, device.torch_device, unbind, checks)
             self.embedding_rows = rows
             unit.module.register_forward_pre_hook(rows.before, with_kwargs=True)
-            unit.module.register_forward_hook(rows.after, always_call=True)
+            unit.module.register_forward_hook(rows.let_go, always_call=True)
         elif tier is Tier.PACKED:
             part = self._packed[unit.name] = self._part(source, device)
             self._hook(source, device, lambda: part, unbind)

@@ -189,11 +189,6 @@ class UnitJob:
     places: tuple[tuple[str, Place], ...]
     packed: tuple[tuple[type[StoredMatrix], Place], ...] = ()
 
-    def alone(self, target: str) -> UnitJob:
-        """The same job for one target only."""
-        places = tuple(entry for entry in self.places if entry[1].target == target)
-        return UnitJob(self.recipe, places, tuple(entry for entry in self.packed if entry[1].target == target))
-
 
 @dataclass(frozen=True)
 class UnitSource:
@@ -284,17 +279,19 @@ class UnitSource:
             apart: copy tensors that would be views of stored parts, so that these can be freed.
             only: the only target to make; None for all.
         """
-        for job in self.jobs if only is None else [job.alone(only) for job in self.jobs]:
+        for job in self.jobs:
             for kind, place in job.packed:
-                yield place, self._packed(kind, job.recipe, part)
-            if not job.places:
+                if only in (None, place.target):
+                    yield place, self._packed(kind, job.recipe, part)
+            wanted = [(target, place) for target, place in job.places if only in (None, place.target)]
+            if not wanted:
                 continue
             made = memo.get(job.recipe.key) if memo is not None else None
             if made is None:
                 made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, apart))
                 if memo is not None:
                     memo[job.recipe.key] = made
-            for target, place in job.places:
+            for target, place in wanted:
                 yield place, made[target]
 
     def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:

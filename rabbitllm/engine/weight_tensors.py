@@ -11,14 +11,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map
 
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
-from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant.products import FusedMatrix, Matrix
 
+StoredMatrix: TypeAlias = Matrix | FusedMatrix
+"""A quantized matrix (N, K) as its stored parts, on the device that multiplies it."""
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad"})
 """In-place methods that do not change the values."""
 
@@ -269,48 +271,6 @@ def called_by(package: str) -> bool:
             return name == package
         frame = frame.f_back
     return False
-
-
-class Grouping(Protocol):
-    """Groups of rows (S, K), each times a matrix of its own."""
-
-    def multiply(self, matrices: Sequence[Any], groups: Sequence[tuple[int, int]]) -> None:
-        """Add the product `x[begin:end] @ W.T` for each of these matrices and its group (begin, end)."""
-        ...
-
-    def result(self) -> torch.Tensor:
-        """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
-        ...
-
-
-class StoredMatrix(Protocol):
-    """A matrix (N, K) as its stored parts, on the device that multiplies it."""
-
-    def __init__(self, form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> None: ...
-
-    @property
-    def form(self) -> Quantized: ...
-
-    @property
-    def payload(self) -> torch.Tensor: ...
-
-    @property
-    def absmax(self) -> torch.Tensor: ...
-
-    @property
-    def table(self) -> torch.Tensor: ...
-
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The dequantized matrix."""
-        ...
-
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ W.T + bias`, (..., K) -> (..., N)."""
-        ...
-
-    def grouped(self, x: torch.Tensor) -> Grouping | None:
-        """Products of groups of these rows (S, K) with matrices like this one; None if one by one is as fast."""
-        ...
 
 
 class QuantizedWeight(WeightStandIn):
