@@ -109,15 +109,10 @@ class SavedChat:
 
 def encode(saved: SavedChat) -> bytes:
     """The bytes of a file, UTF-8."""
-    conversation = saved.conversation
-    messages: list[dict[str, Any]] = []
-    if conversation.system is not None:
-        messages.append({"role": SYSTEM, "content": conversation.system})
-    for exchange in conversation.exchanges:
-        messages.append({"role": USER, "content": exchange.question})
-        messages.append({"role": ASSISTANT, "content": exchange.answer})
-        if exchange.stopped:
-            messages[-1]["stopped"] = True
+    messages: list[dict[str, Any]] = [*saved.conversation.messages()]
+    answers = [message for message in messages if message["role"] == ASSISTANT]
+    for message, exchange in zip(answers, saved.conversation.exchanges, strict=True):
+        message |= {"stopped": True} if exchange.stopped else {}
     table = {"format": FORMAT, "version": VERSION, "model": saved.model, "messages": messages}
     return (json.dumps(table, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
 

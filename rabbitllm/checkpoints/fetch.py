@@ -4,19 +4,11 @@ huggingface_hub restarts a download in each new process and leaves an orphan beh
 the size (https://github.com/huggingface/huggingface_hub/pull/4306). With shards of 4 GB and machines that may be
 preempted, this module keeps one file, requests the rest of it, and checks the hub's own sha256 on the way.
 Sessions, headers, tokens, proxies and error types are huggingface_hub's. Independent of shards.
-
-A body of known length needs no parsing after the headers, yet httpx passes every 64 KiB of it through its parser,
-which costs about as much as the digest does. So it is read from its connection, the `network_stream` that httpx
-documents (https://www.python-httpx.org/advanced/extensions/#network_stream), if nothing of it has been read before: the
-`trace` that httpx documents there too tells when the client's connection received the headers, and when it begins with
-the body. The parser buffers nothing beyond the first piece that it yields; this is tested once per process, on the mock
-network of the client's own library. If anything is unexpected, the client reads the body.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib
 import logging
@@ -24,11 +16,10 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 from rabbitllm.errors import HubError
@@ -81,121 +72,6 @@ def side_by_side(call: Callable[[Item], Result], items: Iterable[Item], threads:
     finally:
         for future in futures:
             future.cancel()
-
-
-LEAST_BYTES = 64 << 10
-MAX_BYTES = 1 << 20
-"""A read requests twice the bytes that the last one returned, within these limits. Memory is allocated for the whole
-request, so a large request where little arrives (a TLS record holds 16 KiB) costs more than it saves."""
-
-
-_HEADERS_CAME, _BODY_BEGAN = "http11.receive_response_headers.complete", "http11.receive_response_body.started"
-"""Events of a trace."""
-
-
-@contextlib.contextmanager
-def streamed(client: Any, url: str, **options: Any) -> Iterator[tuple[Any, Iterator[bytes]]]:
-    """The response to a GET and the bytes of its body, as they arrive, in pieces of at most `MAX_BYTES`.
-
-    A piece is not modified after it is yielded. The connection is closed after a read past the client's parser, since
-    the client regards it as still within a response. A caller that stops early closes the response.
-
-    Args:
-        client: an httpx (or httpx2) client.
-        url: the address.
-        options: of the client's `stream`.
-
-    Raises:
-        TransportError: the client's own, if the connection breaks or is silent for longer than the client's timeout. A
-            body that ends early raises it or just ends.
-    """
-    events: list[str] = []
-    trace = {"trace": lambda event, info: events.append(event)}
-    with client.stream("GET", url, extensions=trace, **options) as response:
-        yield response, _body(client, response, events)
-
-
-def _body(client: Any, response: Any, events: Sequence[str]) -> Iterator[bytes]:
-    length = _plain_length(response)
-    core = _network_library(client, response.extensions.get("network_stream"))
-    if length is None or core is None or events[-1:] != [_HEADERS_CAME]:
-        yield from response.iter_bytes()
-        return
-    pieces = response.iter_raw()  # keep a reference: it closes the connection when dropped
-    first = next(pieces, b"")
-    yield first
-    if (left := length - len(first)) and events[-1] == _BODY_BEGAN:
-        yield from _rest(response, core, client_library(client), left)
-    else:
-        yield from pieces  # to the end, so that the client finishes the response
-
-
-def client_library(client: Any) -> ModuleType:
-    """The package of a client: httpx or httpx2."""
-    return importlib.import_module(type(client).__module__.partition(".")[0])
-
-
-def _rest(response: Any, core: ModuleType, library: ModuleType, left: int) -> Iterator[bytes]:
-    """The next `left` bytes of the connection, or fewer if it ends; closes it."""
-    stream = response.extensions["network_stream"]
-    timeout = response.request.extensions.get("timeout", {}).get("read")
-    most = LEAST_BYTES
-    try:
-        while left and (piece := stream.read(min(most, left), timeout=timeout)):
-            left -= len(piece)
-            most = min(max(2 * len(piece), LEAST_BYTES), MAX_BYTES)
-            yield piece
-    except core.TimeoutException as error:
-        raise library.ReadTimeout(str(error), request=response.request) from error
-    except (core.NetworkError, OSError) as error:
-        raise library.ReadError(str(error), request=response.request) from error
-    finally:
-        stream.close()
-
-
-def _plain_length(response: Any) -> int | None:
-    """The length of a body sent without any encoding, None for any other (RFC 9112, 6)."""
-    headers = response.headers
-    length = headers.get("content-length", "")
-    as_it_is = headers.get("content-encoding", "identity") == "identity" and "transfer-encoding" not in headers
-    if response.http_version != "HTTP/1.1" or response.status_code not in (200, 206) or not as_it_is:
-        return None
-    return int(length) if length.isascii() and length.isdigit() else None
-
-
-def _network_library(client: Any, stream: Any) -> ModuleType | None:
-    """The package of a client's connections, if bodies may be read from them directly.
-
-    A client of another class may have its own way to read a response.
-    """
-    try:
-        core = importlib.import_module(type(stream).__module__.partition(".")[0])
-        is_usual = type(client) is client_library(client).Client and isinstance(stream, core.NetworkStream)
-        return core if is_usual and keeps_nothing_back(core) else None
-    except (AttributeError, ImportError) as error:
-        logger.debug("Bodies are left to the HTTP client: %s", error)
-        return None
-
-
-@functools.cache
-def keeps_nothing_back(core: ModuleType) -> bool:
-    """Whether the rest of a body is on the connection after its first piece is yielded; tested in memory."""
-    first, rest = bytes(100_000), b"rest"
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(first + rest)
-    return all(_hands_out(core, sent, first, rest) for sent in ([head + first, rest], [head, first, rest]))
-
-
-def _hands_out(core: ModuleType, sent: list[bytes], first: bytes, rest: bytes) -> bool:
-    try:
-        with (
-            core.ConnectionPool(network_backend=core.MockBackend(sent)) as pool,
-            pool.stream("GET", "http://localhost/") as response,
-        ):
-            pieces = response.iter_stream()
-            return bool(next(pieces) == first and response.extensions["network_stream"].read(len(rest)) == rest)
-    except Exception as error:  # any error means that the client has changed
-        logger.debug("Bodies are left to the HTTP client, which failed the trial: %s", error)
-        return False
 
 
 CHUNK_BYTES = 4 << 20
@@ -332,8 +208,8 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
     while at < stop:
         before, wanted_pause = at, 0.0
         try:
-            with _request(file, at, stop) as (response, content):
-                for chunk in _wanted(content, response.status_code, at, stop):
+            with _request(file, at, stop) as response:
+                for chunk in _wanted(response.iter_bytes(), response.status_code, at, stop):
                     at += len(chunk)
                     yield chunk
         except transport_errors() as error:
@@ -381,15 +257,14 @@ def _wanted(body: Iterator[bytes], status: int, at: int, stop: int) -> Iterator[
 
 
 @contextlib.contextmanager
-def _request(file: RemoteFile, at: int, stop: int) -> Iterator[tuple[Any, Iterator[bytes]]]:
-    """The response for these bytes, and its body."""
+def _request(file: RemoteFile, at: int, stop: int) -> Iterator[Any]:
+    """The response for these bytes, whose body is not read yet."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers(token=file.token) | {"Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
     silence = constants.HF_HUB_DOWNLOAD_TIMEOUT  # seconds; the session has no timeout of its own
-    opened = streamed(get_session(), file.url, headers=headers, timeout=silence, follow_redirects=True)
-    with opened as (response, content):
+    with get_session().stream("GET", file.url, headers=headers, timeout=silence, follow_redirects=True) as response:
         if response.status_code in _RETRIED_STATUS:
             raise _RetryLater(response.status_code, response.headers.get("retry-after"))
         if response.status_code in (401, 403) and response.history:  # an expired signed URL
@@ -397,14 +272,14 @@ def _request(file: RemoteFile, at: int, stop: int) -> Iterator[tuple[Any, Iterat
         if response.status_code >= 400:
             response.read()
             hf_raise_for_status(response)
-        yield response, content
+        yield response
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
     """The connection errors of the HTTP library of this huggingface_hub version (httpx or httpx2)."""
     from huggingface_hub.utils import get_session
 
-    return (client_library(get_session()).TransportError,)
+    return (importlib.import_module(type(get_session()).__module__.partition(".")[0]).TransportError,)
 
 
 def _pause(failures: int) -> float:

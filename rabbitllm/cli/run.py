@@ -66,7 +66,7 @@ def run_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.generation.request import FinishReason, Sampling, most_new_tokens
+    from rabbitllm.generation.request import FinishReason, Sampling, context_of, most_new_tokens
     from rabbitllm.generation.session import answer
     from rabbitllm.generation.streams import print_text
     from rabbitllm.generation.template import has_template
@@ -87,7 +87,7 @@ def run_command(
         loaded = loaded_model(request, errors)
     load_seconds = time.perf_counter() - start
     ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
-    most = most_new_tokens(loaded, ids.shape[-1], max_new_tokens)
+    most = most_new_tokens(context_of(loaded), ids.shape[-1], max_new_tokens)
     write = (lambda piece: None) if as_json else print_text
     with errors.status("reading the prompt …") as status:
         found = answer(loaded, ids, most, sampling, write, status.stop)

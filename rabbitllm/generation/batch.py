@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,16 @@ from rabbitllm.base.forks import ForkGuard
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.memory import CacheMemory
-from rabbitllm.generation.request import BatchStats, Event, FinishReason, Limits, Request, check_generates, context_of
+from rabbitllm.generation.request import (
+    BatchStats,
+    Event,
+    FinishReason,
+    Limits,
+    Request,
+    check_generates,
+    context_of,
+    end_tokens,
+)
 from rabbitllm.generation.scheduler import Scheduler
 from rabbitllm.generation.sequence import Sequence
 
@@ -48,10 +58,7 @@ class Batch:
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
-        if model.tokenizer is None:
-            raise OptionError(
-                "The model came without a tokenizer.", "Put the tokenizer's files into the folder of its config.json."
-            )
+        end_tokens(model)  # refuses a model without a tokenizer
         self.error: BaseException | None = None
         self._model = model
         self._limits = limits
@@ -109,8 +116,9 @@ class Batch:
         disk_before, copies_before = self._waited_before
         scheduler, caches = self._scheduler, self._scheduler.caches
         with scheduler.still():
-            return BatchStats(
-                **{**vars(scheduler.totals), "ended": dict(scheduler.totals.ended)},
+            return replace(
+                scheduler.totals,
+                ended=dict(scheduler.totals.ended),
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
                 most_running=self._limits.running,

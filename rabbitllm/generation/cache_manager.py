@@ -18,7 +18,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import itemgetter
@@ -164,7 +164,6 @@ class CacheManager:
         self._gives_back = trimming() if limits.in_bulk else None
         self._gave_back = time.monotonic()
         self._config = model.config.get_text_config(decoder=True)
-        self._exact = limits.exact
         self._keeps = keeps(model)
         self._shares = self._keeps and not limits.exact
         self.prompt_chunk = self.chunk if self._shares else None
@@ -294,21 +293,17 @@ class CacheManager:
         """The KV cache to continue a sequence from, see `Sequence.resumable_cache`; None if it is in the file."""
         return None if self.file.holds(sequence.cache) else sequence.resumable_cache(continues=self._shares)
 
-    def swap_out(self, sequence: Sequence, cache: Any, recompute_seconds: Callable[[int, int], float | None]) -> None:
-        """Swap out the KV cache of a preempted sequence, if that is faster than recomputing it.
+    def swap_out(self, sequence: Sequence, cache: Any) -> None:
+        """Swap out the KV cache of a preempted sequence.
 
         Args:
             sequence: the preempted sequence.
             cache: KV cache of all its computed tokens; None if there is none to continue from.
-            recompute_seconds: estimates the time from a number of tokens, and those of one pass.
         """
         self.drop(sequence)
         sequence.cache = None
         if cache is not None:
-            tokens = cache.get_seq_length()
-            # recomputed values could differ in their bits
-            seconds = None if self._exact else recompute_seconds(tokens, self.prompt_chunk or tokens)
-            sequence.swapped_out = self.swap.put(cache, seconds)
+            sequence.swapped_out = self.swap.put(cache)
 
     def keep(self, sequence: Sequence) -> None:
         """Put the KV cache of a finished sequence into the prefix cache."""

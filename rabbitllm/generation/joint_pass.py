@@ -75,23 +75,19 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
         kind: kind of the module.
         calls: positional and keyword arguments of each call.
     """
-    if kind is RowKind.EXPERTS:
-        return _routed(calls)
-    if any(kwargs or len(args) != 1 for args, kwargs in calls):
+    expected = 3 if kind is RowKind.EXPERTS else 1  # rows with the indices and weights of their experts
+    given = [args for args, kwargs in calls if not kwargs and len(args) == expected]
+    if len(given) < len(calls) or any(not isinstance(one, torch.Tensor) for args in given for one in args):
         return None
-    given = [args[0] for args, _ in calls]
     if len(given) == 1:
-        return RowBatch((given[0],), lambda result: [result])
-    first = given[0]
-    width = first.shape[-1:] if kind is RowKind.FEATURES else ()
-    if any(
-        one.dtype != first.dtype or one.device != first.device or (kind is RowKind.FEATURES and one.shape[-1:] != width)
-        for one in given
-    ):
+        return RowBatch(given[0], lambda result: [result])
+    inner = 0 if kind is RowKind.IDS else 1
+    shapes = [args[0].shape[: args[0].dim() - inner] for args in given]
+    rows = [[one.reshape(-1, *one.shape[one.dim() - inner :]) for one in args] for args in given]
+    lengths = [len(own[0]) for own in rows]
+    forms = {tuple((one.dtype, one.device, one.shape[1:]) for one in own) for own in rows}
+    if len(forms) > 1 or any(len(one) != length for own, length in zip(rows, lengths, strict=True) for one in own):
         return None
-    rows = [one.reshape(-1, *width) for one in given]
-    lengths = [len(one) for one in rows]
-    shapes = [one.shape[: one.dim() - len(width)] for one in given]
 
     def parts(result: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -99,24 +95,7 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
             for part, shape in zip(torch.split(result, lengths), shapes, strict=True)
         ]
 
-    return RowBatch((torch.cat(rows),), parts)
-
-
-def _routed(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> RowBatch | None:
-    """Join rows with the indices and weights of their experts, so that each expert is loaded once for all calls."""
-    first = calls[0][0]
-    for args, kwargs in calls:
-        if kwargs or len(args) != 3 or any(not isinstance(one, torch.Tensor) or one.dim() != 2 for one in args):
-            return None
-        if any(
-            (one.dtype, one.device, one.shape[1]) != (other.dtype, other.device, other.shape[1])
-            or len(one) != len(args[0])
-            for one, other in zip(args, first, strict=True)
-        ):
-            return None
-    lengths = [len(args[0]) for args, _ in calls]
-    together = tuple(torch.cat(tensors) for tensors in zip(*(args for args, _ in calls), strict=True))
-    return RowBatch(together, lambda result: list(torch.split(result, lengths)))
+    return RowBatch(tuple(map(torch.cat, zip(*rows, strict=True))), parts)
 
 
 class Left(BaseException):
@@ -125,17 +104,12 @@ class Left(BaseException):
 
 @dataclass(slots=True)
 class MemberCall:
-    """The call at which a member waits; `point` is None while it waits for the next pass."""
+    """The call at which a member waits; `point` is None while it waits for the next pass.
+
+    As an answer, the call that the member has to compute by itself.
+    """
 
     point: MeetingPoint | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """Answer to a member that has to compute its call by itself, with these arguments."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -430,7 +404,7 @@ class JointPasses:
             if not isinstance(member, Member) or not (brings or member.meets_inside):
                 return ordinary(*args, **kwargs)
             answer = self._wait(MemberCall(point, args, kwargs))
-            if isinstance(answer, Alone):
+            if isinstance(answer, MemberCall):
                 return point.forward(*answer.args, **answer.kwargs)
             return answer
 
@@ -515,8 +489,7 @@ class JointPasses:
 
     def _each(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         for member in members:
-            call = call_of(member)
-            self._go_on(member, Alone(call.args, call.kwargs))
+            self._go_on(member, call_of(member))
 
     def _through_a_unit(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         """Run a unit's hooks once, and between them every member's call, until all have left it."""
@@ -524,7 +497,7 @@ class JointPasses:
 
         def all_of_them(*brought: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for member, (args, kwargs) in zip(members, brought, strict=True):
-                self._go_on(member, Alone(args, kwargs))
+                self._go_on(member, MemberCall(point, args, kwargs))
             while inside := [member for member in members if member.is_inside_a_unit]:
                 self._meet(inside)
 

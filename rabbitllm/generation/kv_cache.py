@@ -378,19 +378,6 @@ def keeps(model: Any) -> bool:
     return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A length to which a cache can go back.
-
-    Attributes:
-        length: number of tokens.
-        layers: number of a layer -> its attributes to restore.
-    """
-
-    length: int
-    layers: Mapping[int, Mapping[str, Any]]
-
-
 class KeptCache:
     """The KV cache of one conversation, kept from one answer to the next.
 
@@ -416,14 +403,14 @@ class KeptCache:
         """Empty the cache and drop its marks."""
         self.ids: list[int] = []
         self.cache = DynamicCache(config=self._config)
-        self._marks: list[Mark] = []
+        # length to which the cache can go back -> number of a layer -> its attributes to restore; ascending
+        self._marks: dict[int, Mapping[int, Mapping[str, Any]]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors of the cache and its marks."""
-        held = [vars(layer) for layer in self.cache.layers] + [
-            one for mark in self._marks for one in mark.layers.values()
-        ]
+        held = [vars(layer) for layer in self.cache.layers]
+        held += [dict(one) for layers in self._marks.values() for one in layers.values()]
         return sum(tensor.nbytes for one in held for tensor in _tensors(one))
 
     def go_back(self, length: int) -> int:
@@ -443,8 +430,8 @@ class KeptCache:
             if not keeps_every_token(layer) and not is_nothing(layer)
         }
         if layers and ids:
-            self._marks = [mark for mark in self._marks if mark.length < len(ids)][1 - MAX_MARKS :]
-            self._marks.append(Mark(len(ids), layers))
+            before = [mark for mark in self._marks.items() if mark[0] < len(ids)][1 - MAX_MARKS :]
+            self._marks = dict([*before, (len(ids), layers)])
 
     def hold(self, ids: list[int]) -> None:
         """Record that the cache holds exactly these tokens now."""
@@ -465,13 +452,14 @@ class KeptCache:
 
     def _shorten(self, length: int) -> int:
         layers = self.cache.layers
-        self._marks = [mark for mark in self._marks if mark.length <= length]
+        self._marks = {own: kept for own, kept in self._marks.items() if own <= length}
         restored: Mapping[int, Mapping[str, Any]] = {}
         if not length or not all(can_be_cut(layer) for layer in layers):
             if not self._marks:
                 self.clear()
                 return 0
-            length, restored = self._marks[-1].length, self._marks[-1].layers
+            length = max(self._marks)
+            restored = self._marks[length]
         for number, layer in enumerate(layers):
             if number not in restored or _grows(layer):
                 _cut_layer(layer, length)

@@ -36,6 +36,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.kv_cache import append, is_nothing, is_window, keeps_every_token
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+
 
 def grouped(sizes: Sequence[int], most: int | None) -> list[slice]:
     """Group neighbours greedily up to a maximum size; each group has at least one.
@@ -74,22 +77,6 @@ class MaskSpan:
     first_key: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Updated:
-    """The result of a layer's update.
-
-    Attributes:
-        number: number of the layer.
-        new_keys, new_values: tensors of all sequences, as passed to `update`.
-        pairs: the whole KV cache of each sequence; None for a sequence that has it in a file.
-    """
-
-    number: int
-    new_keys: torch.Tensor
-    new_values: torch.Tensor
-    pairs: list[tuple[torch.Tensor, torch.Tensor] | None]
-
-
 class PackedCache(Cache):  # type: ignore[misc]
     """The cache of a packed batch.
 
@@ -109,8 +96,8 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._shares = shares
         self._file = file if file is not None and any(map(file.holds, caches)) else None
         self._asked = 0
-        self._given: dict[int, _Updated] = {}
-        self._latest: dict[int, int] = {}
+        # layer -> new keys and values of all sequences, and the whole ones of each; None of a sequence in the file
+        self._given: dict[int, tuple[torch.Tensor, torch.Tensor, list[Pair | None]]] = {}
         self._unused = 0
 
     def update(
@@ -125,21 +112,15 @@ class PackedCache(Cache):  # type: ignore[misc]
         Returns:
             The same keys and values.
         """
-        if not self._shares:
-            self._given.clear()
-            self._latest.clear()
-        pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        pairs: list[Pair | None] = []
         for cache, (key, value) in zip(self._caches, self._by_sequence(key_states, value_states), strict=True):
             is_in_file = self._file is not None and self._file.brings(cache, layer_idx)
             pairs.append(None if is_in_file else append(cache.layers[layer_idx], key, value))
-        self._given[id(key_states)] = _Updated(layer_idx, key_states, value_states, pairs)
-        self._latest[layer_idx] = id(key_states)
+        self._given[layer_idx] = key_states, value_states, pairs
         self._unused += 1
         return key_states, value_states
 
-    def of(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, module: Any
-    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def of(self, key_states: torch.Tensor, value_states: torch.Tensor, module: Any) -> Iterable[Pair]:
         """The KV cache of each sequence, as two tensors (1, heads, tokens, width).
 
         Args:
@@ -150,31 +131,33 @@ class PackedCache(Cache):  # type: ignore[misc]
         Raises:
             NotPackable: attention was given other keys.
         """
-        given = self._given.get(id(key_states))
         self._unused -= 1
-        if given is not None and given.new_values is value_states:
-            return self._pairs(given)
-        expand, latest = getattr(module, "expand_kv", None), self._given.get(self._latest.get(module.layer_idx, 0))
-        if given is not None or expand is None or latest is None:
+        found = [layer for layer, (keys, _, _) in self._given.items() if keys is key_states]
+        expand = getattr(module, "expand_kv", None) if not found else None
+        layer = found[0] if found else module.layer_idx if expand is not None else -1
+        if layer not in self._given or (found and self._given[layer][1] is not value_states):
             raise NotPackable("attention was given other keys than the cache returned")
-        return starmap(expand, self._pairs(latest))
+        pairs = self._pairs(layer, *self._given[layer])
+        if not self._shares:
+            self._given.clear()
+        return pairs if expand is None else starmap(expand, pairs)
 
-    def _by_sequence(self, keys: torch.Tensor, values: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def _by_sequence(self, keys: torch.Tensor, values: torch.Tensor) -> Iterable[Pair]:
         return zip(torch.split(keys, self.lengths, 2), torch.split(values, self.lengths, 2), strict=True)
 
-    def _pairs(self, given: _Updated) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, pairs: Sequence[Pair | None]
+    ) -> Iterator[Pair]:
         """Keys and values of each sequence; those in a file are read when yielded, and freed before the next."""
-        if None not in given.pairs:
-            yield from (pair for pair in given.pairs if pair is not None)
+        if self._file is None:
+            yield from (pair for pair in pairs if pair is not None)
             return
-        new = self._by_sequence(given.new_keys, given.new_values)
-        for cache, pair, (key, value) in zip(self._caches, given.pairs, new, strict=True):
+        for cache, pair, (key, value) in zip(self._caches, pairs, self._by_sequence(keys, values), strict=True):
             if pair is not None:
                 yield pair
                 continue
-            assert self._file is not None
-            yield self._file.joined(cache, given.number, key, value)
-            self._file.put_back(cache, given.number, key, value)
+            yield self._file.joined(cache, layer, key, value)
+            self._file.put_back(cache, layer, key, value)
 
     def spans(self) -> list[MaskSpan]:
         """The sizes of each sequence's mask in the layer of the latest `get_mask_sizes` or `get_query_offset`."""
@@ -319,7 +302,7 @@ def _attention(
 def _by_rows(
     module: nn.Module,
     query: torch.Tensor,
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    pairs: Iterable[Pair],
     masks: Sequence[torch.Tensor | None],
     lengths: Sequence[int],
     kwargs: dict[str, Any],

@@ -222,7 +222,7 @@ class Answer:
         return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchStats:
     """Totals of a batch so far and its current state.
 
@@ -376,15 +376,14 @@ def context_of(model: Any) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def most_new_tokens(model: Any, prompt_tokens: int, asked: int | None) -> int:
-    """How many tokens may follow a prompt: `asked`, by default `MAX_TOKENS` limited by the rest of the context.
+def most_new_tokens(context: int | None, prompt_tokens: int, asked: int | None, usual: int = MAX_TOKENS) -> int:
+    """How many tokens may follow a prompt: `asked`, by default `usual` limited by the rest of the context.
 
     Raises:
         OptionError: prompt and answer exceed the model's context.
     """
-    context = context_of(model)
     if context is None:
-        return asked if asked is not None else MAX_TOKENS
+        return asked if asked is not None else usual
     left = context - prompt_tokens
     if left < (asked or 1):
         followed = f", with {asked:,} to follow" if asked is not None else ""
@@ -392,4 +391,4 @@ def most_new_tokens(model: Any, prompt_tokens: int, asked: int | None) -> int:
             f"The prompt has {prompt_tokens:,} tokens{followed}; the model was made for {context:,} in all.",
             "Shorten it." if left < 1 else f"Shorten it, or ask for at most {left:,}.",
         )
-    return asked if asked is not None else min(MAX_TOKENS, left)
+    return asked if asked is not None else min(usual, left)

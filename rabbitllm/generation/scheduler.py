@@ -19,20 +19,20 @@ import threading
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rabbitllm.base.forks import own_lock
 from rabbitllm.errors import BatchError, BusyError, ClosedError
 from rabbitllm.generation.cache_manager import CacheManager, CachePlace
 from rabbitllm.generation.joint_pass import JointPasses
-from rabbitllm.generation.request import FinishReason, Limits
+from rabbitllm.generation.request import BatchStats, FinishReason, Limits
 from rabbitllm.generation.sequence import Sequence, SequenceLength
 
 logger = logging.getLogger(__name__)
 
 FAILED = "failed"
-"""Key in `BatchTotals.ended` of requests that raised an error; the other keys are the values of `FinishReason`."""
+"""Key in `BatchStats.ended` of requests that raised an error; the other keys are the values of `FinishReason`."""
 MANY_TOKENS = 64
 """The time of a pass with fewer tokens counts as the time to stream the weights."""
 FIRST_TOKENS = 1024
@@ -62,20 +62,6 @@ class TokenBudget:
             return TokenBudget(self.least, each if self.each is None else 0.5 * (self.each + each))
         # the minimum rises slowly, so that a short pass long ago does not count for ever
         return TokenBudget(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
-
-    def recompute_seconds(self, tokens: int, chunk: int) -> float | None:
-        """Estimated seconds to recompute the KV cache of a sequence; None if not measured yet.
-
-        Counts the time that its tokens add to passes, and the whole time of every pass but the last, which yields its
-        next token.
-
-        Args:
-            tokens: number of tokens of the sequence.
-            chunk: tokens of it in one pass.
-        """
-        if self.least is None or self.each is None:
-            return None
-        return tokens * self.each + (-(-tokens // chunk) - 1) * self.least
 
     def prompt_tokens(self, chunk: int) -> int:
         """Budget of prompt tokens in the next pass; at least a chunk.
@@ -132,19 +118,6 @@ def retry_after(waiting: int, most_running: int, seconds: float) -> float:
     return min(max(1.0, seconds * max(waiting, 1) / max(most_running, 1)), 600.0)
 
 
-@dataclass
-class BatchTotals:
-    """Totals since the start; see `BatchStats`."""
-
-    passes: int = 0
-    prompt_tokens: int = 0
-    kept_tokens: int = 0
-    new_tokens: int = 0
-    pass_seconds: float = 0.0
-    preempted: int = 0
-    ended: dict[str, int] = field(default_factory=dict)
-
-
 class Scheduler:
     """The waiting and the running sequences of a batch, with their KV caches and their passes.
 
@@ -155,13 +128,13 @@ class Scheduler:
     Attributes:
         running: sequences in the order in which they were admitted.
         caches: their KV caches.
-        totals: totals since the start.
+        totals: totals since the start; other fields have their defaults.
     """
 
     def __init__(self, model: Any, limits: Limits) -> None:
         self.running: list[Sequence] = []
         self.caches = CacheManager(model, limits, self.running)
-        self.totals = BatchTotals()
+        self.totals = BatchStats()
         self._passes = JointPasses(model, exact=limits.exact, max_rows=self.caches.memory.rows, file=self.caches.file)
         self._limits = limits
         self._waiting: deque[Sequence] = deque()
@@ -326,10 +299,10 @@ class Scheduler:
             self.running.append(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Move a running sequence to the front of the queue, and swap out its KV cache if that is worth it."""
+        """Move a running sequence to the front of the queue, and swap out its KV cache."""
         cache = self.caches.resumable(sequence)
         sequence.stop(self._passes)
-        self.caches.swap_out(sequence, cache, self._budget.recompute_seconds)
+        self.caches.swap_out(sequence, cache)
         self.totals.preempted += 1
         with self._change:
             self.running.remove(sequence)

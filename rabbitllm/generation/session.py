@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.streams import TextStream
 from rabbitllm.generation.template import PLAIN_END, has_template, prompt_ids
-from rabbitllm.telemetry.passes import EXPERT_TIERS, NOTHING, PINNED_UPLOAD, READ, UPLOAD, PassSums
+from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, PassSums
 
 MOVED = (READ, UPLOAD, PINNED_UPLOAD)
 """Stages whose bytes are part of an answer's work."""
@@ -131,23 +132,15 @@ def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) 
     Args:
         before, after: kind of pass -> sums, as in `Profiler.sums`.
     """
-    found = AnswerWork()
-    for kind, total in after.items():
-        earlier = before.get(kind, PassSums())
-        since = {
-            stage: (spent.nbytes - then.nbytes, spent.count - then.count)
-            for stage, spent in total.stages.items()
-            for then in (earlier.stages.get(stage, NOTHING),)
-        }
-        found = found.plus(
-            AnswerWork(
-                total.passes - earlier.passes,
-                total.tokens - earlier.tokens,
-                {stage: nbytes for stage, (nbytes, _) in since.items() if stage in MOVED and nbytes},
-                {stage: count for stage, (_, count) in since.items() if stage in EXPERT_TIERS and count},
-            )
-        )
-    return found
+    passes = tokens = 0
+    moved, experts = Counter[str](), Counter[str]()
+    for sign, sums in ((1, after), (-1, before)):
+        for total in sums.values():
+            passes += sign * total.passes
+            tokens += sign * total.tokens
+            moved.update({stage: sign * total.stages[stage].nbytes for stage in MOVED if stage in total.stages})
+            experts.update({stage: sign * total.stages[stage].count for stage in EXPERT_TIERS if stage in total.stages})
+    return AnswerWork(passes, tokens, dict(+moved), dict(+experts))
 
 
 class Session:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 from rabbitllm.base.terminal import disarmed
 
 UNFINISHED = "\ufffd"
 """Tokenizers decode bytes of an incomplete character to this."""
+
+
+def begun(text: str, words: Iterable[str]) -> int:
+    """How many characters at the end of a text may be the beginning of one of the words."""
+    return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
 
 
 class StoppedText:
@@ -47,8 +52,7 @@ class StoppedText:
         if found:
             _, at, self.stop = min(found)
             return text[:at]
-        parts = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        certain = len(text) - (0 if last else max(parts, default=0))
+        certain = len(text) - (0 if last else begun(text, self._stops))
         self._held = text[certain:]
         return text[:certain]
 

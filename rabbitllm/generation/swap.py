@@ -3,8 +3,7 @@
     on a GPU    to RAM, if they take at most a quarter of the free memory; else to a file
     in RAM      to a file, if they take at most a quarter of the free space on its disk
 
-A file is written if writing and reading it takes no longer than recomputing the cache, estimated from the measured
-speed of earlier files. A cache that cannot be moved, does not fit or fails is recomputed, which is always possible.
+A cache that cannot be moved, does not fit or fails is recomputed, which is always possible.
 
 The text of users can be recovered from the files. So the files have no names, which keeps other users from reading
 them, and the system deletes them when the process ends, however it ends.
@@ -16,7 +15,6 @@ import contextlib
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -35,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 SHARE = 4
 """A swapped-out cache may take at most 1 / `SHARE` of the free memory or space."""
-FIRST_RATE = 200e6
-"""Assumed bytes per second to and from a file, before the first one was measured."""
 _HOLDERS = tuple(
     getattr(cache_utils, name)
     for name in ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
@@ -142,15 +138,13 @@ class SwapSpace:
         self.limit = limit
         self.nbytes = 0
         self._folder = folder
-        self._rate = FIRST_RATE
         self._has_failed = False
 
-    def put(self, cache: Any, recompute_seconds: float | None) -> SwappedOutCache | None:
-        """Swap a cache out; None if it is faster, or necessary, to recompute it.
+    def put(self, cache: Any) -> SwappedOutCache | None:
+        """Swap a cache out; None if it has to be recomputed.
 
         Args:
             cache: KV cache of one sequence; the caller must not use it afterwards.
-            recompute_seconds: estimated time to recompute it; None to swap it out whenever that is possible.
         """
         parts = taken_apart(cache) if self.limit else None
         if parts is None:
@@ -162,7 +156,7 @@ class SwapSpace:
         with self._recomputed_after_errors():
             if _leaves_a_device(tensors) and made.nbytes <= available_ram() // SHARE:
                 made.held = [_dense(tensor) for tensor in tensors]
-            elif self._is_worth_a_file(made.nbytes, recompute_seconds):
+            elif self._folder is not None and made.nbytes <= shutil.disk_usage(self._folder).free // SHARE:
                 made.held = self._written(tensors)
         if made.held is None:
             return None
@@ -191,13 +185,8 @@ class SwapSpace:
             swapped.held.close()
         swapped.held = None
 
-    def _is_worth_a_file(self, nbytes: int, recompute_seconds: float | None) -> bool:
-        if self._folder is None or nbytes > shutil.disk_usage(self._folder).free // SHARE:
-            return False
-        return recompute_seconds is None or 2 * nbytes / self._rate <= recompute_seconds
-
     def _written(self, tensors: list[torch.Tensor]) -> durable.NamelessFile:
-        start, end = time.perf_counter(), 0
+        end = 0
         file = durable.NamelessFile(self._folder)
         try:
             for tensor in tensors:
@@ -206,22 +195,17 @@ class SwapSpace:
         except BaseException:
             file.close()
             raise
-        self._measure(end, start)
         return file
 
     def _read(self, file: durable.NamelessFile, forms: list[tuple[torch.Tensor, torch.device]]) -> list[torch.Tensor]:
-        start, end = time.perf_counter(), 0
+        end = 0
         tensors = []
         for form, device in forms:
             made = _empty(form)
             file.read_at(_bytes_of(made), end)
             end += made.nbytes
             tensors.append(made.to(device))
-        self._measure(end, start)
         return tensors
-
-    def _measure(self, nbytes: int, start: float) -> None:
-        self._rate = 0.5 * (self._rate + nbytes / max(time.perf_counter() - start, 1e-6))
 
     @contextlib.contextmanager
     def _recomputed_after_errors(self) -> Iterator[None]:

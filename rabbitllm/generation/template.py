@@ -16,11 +16,11 @@ and since it would continue with the user's next question, its answer ends befor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import ChatError, RabbitLLMError
+from rabbitllm.errors import ChatError
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 TEMPLATE_SECONDS = 30.0
@@ -57,27 +57,27 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def template_ids(
-    tokenizer: Any, messages: Sequence[dict[str, str]], refused: Callable[[str], RabbitLLMError]
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], refused: Callable[[Exception], Exception], **more: Any
 ) -> list[int]:
     """Messages as ids, up to the beginning of the model's answer.
 
     Args:
         tokenizer: tokenizer with a chat template.
         messages: each with its `role` and its `content`.
-        refused: makes the error to raise from a description of what went wrong.
-
-    Raises:
-        RabbitLLMError: made by `refused`; the template rejects these messages or fails on them.
+        refused: makes the error to raise from the template's own: it rejects these messages, or fails on them.
+        more: further variables of the template.
     """
-    from jinja2 import TemplateError
-
     try:
         with bounded_template():
             made = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **more,
             )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise refused(harmless(str(error))) from error
+    except Exception as error:  # a template may raise anything
+        raise refused(error) from error
     return [int(token) for token in made["input_ids"]]
 
 
@@ -108,9 +108,9 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     if not has_template(tokenizer):
         return [int(token) for token in tokenizer(plain_text(messages))["input_ids"]]
 
-    def refused(why: str) -> ChatError:
+    def refused(error: Exception) -> ChatError:
         return ChatError(
-            f"The model's chat template refuses this conversation: {why}.",
+            f"The model's chat template refuses this conversation: {harmless(str(error))}.",
             "Try without a system prompt (/system -), or /reset."
             if messages[0]["role"] == SYSTEM
             else "/reset begins again.",

@@ -92,10 +92,8 @@ def _in_chunks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def kernel_here() -> int:
     """Lanes of the kernel for this processor; 0 if torch's own products are faster, or no kernel's result is right."""
-    try:
-        from rabbitllm.quant import vectors
-    except ImportError:
-        return 0
+    from rabbitllm.quant import vectors
+
     width = 0 if vectors.multiplies_pairs() else vectors.lanes()
     return width if width and _agrees(width) else 0
 

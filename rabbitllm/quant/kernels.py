@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     Product = Callable[[Quantized, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-CODES, PANELS = "codes", "panels"
-"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs."""
+CODES, PANELS, DEQUANTIZED = "codes", "panels", "dequantized"
+"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; no kernel, but
+torch's product with a few rows at a time."""
 PAIRS = 32
 """Value of `width` for kernels that multiply pairs of bfloat16."""
 BFLOAT16 = "bfloat16"
@@ -186,21 +187,18 @@ def of_codes(
     from rabbitllm.quant.schemes import SCHEMES, Quantized
 
     generator = torch.Generator().manual_seed(0)
-    values, block, codes_a_byte = _meaning(scheme), SCHEMES[scheme].block, SCHEMES[scheme].codes_a_byte
+    block, codes_a_byte = SCHEMES[scheme].block, SCHEMES[scheme].codes_a_byte
+    # values of codes that every kind of table represents exactly
+    values = torch.tensor(
+        [(code - 8) / 8 for code in range(16)]
+        if codes_a_byte == 2
+        else [(code - 127) / 128 / (1 << abs(code - 127).bit_length() % 4) for code in range(256)]
+    )
     for inputs, rows, columns in shapes:
         elements = rows * columns
         codes = torch.randint(0, 256, (elements // codes_a_byte,), dtype=torch.uint8, generator=generator)
         scales = torch.rand(-(-elements // block), generator=generator)
         x = torch.randn(inputs, columns, generator=generator).to(dtype)
-        apart = torch.stack([codes >> 4, codes & 15], -1).view(-1) if scheme == "4bit" else codes
+        apart = torch.stack([codes >> 4, codes & 15], -1).view(-1) if codes_a_byte == 2 else codes
         matrix = (values[apart.long()] * scales.repeat_interleave(block)[:elements]).view(rows, columns)
         yield product(Quantized(scheme, (rows, columns), "float32"), codes, scales, values, x), x.float() @ matrix.T
-
-
-def _meaning(scheme: str) -> torch.Tensor:
-    """Values of codes that every kind of table represents exactly: float32, (16,) or (256,)."""
-    import torch
-
-    if scheme == "4bit":
-        return torch.tensor([(code - 8) / 8 for code in range(16)])
-    return torch.tensor([(code - 127) / 128 / (1 << abs(code - 127).bit_length() % 4) for code in range(256)])

@@ -16,7 +16,6 @@ which is dequantized for each product.
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import math
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.quant import bfloat_products, kernels
+from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS
 from rabbitllm.quant.quantize import dequantize, multiply_4bit
 from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, Quantized
 
@@ -48,19 +48,12 @@ SEGMENT = 64
 """Codes that the kernel without panels sums before their scale is applied."""
 
 
-class ProductMethod(enum.Enum):
-    """The method to multiply rows with a matrix; those of kernels have the kernels' names."""
-
-    CODES = kernels.CODES
-    PANELS = kernels.PANELS
-    DEQUANTIZED = "dequantized"
-
-
 def multiplies(form: Quantized) -> bool:
     """Whether there is a kernel for this matrix on this machine: 2-D, each row a whole number of segments."""
     if len(form.shape) != 2 or not all(form.shape) or form.shape[1] % SEGMENT:
         return False
-    return _kernel_agrees(form.scheme)
+    width = _lanes()
+    return bool(width) and _agrees(CODES, form.scheme, width)
 
 
 def can_multiply(form: Quantized) -> bool:
@@ -115,8 +108,18 @@ class Matrix(QuantizedMatrix):
     _tables: dict[int, int] = field(init=False, default_factory=dict)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See `linear`."""
-        return linear(x, self, bias)
+        """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same; the kernels' sums are in float32."""
+        flat = x.reshape(-1, x.shape[-1])
+        width = kernel_for(self.form.scheme, x.dtype)
+        method = method_for(self, width, len(flat))
+        if method == DEQUANTIZED:
+            result = _in_chunks(flat, self, bias)
+        else:
+            result = self.times_by(method, width, flat)
+            if bias is not None:
+                result += bias
+            result = result.to(x.dtype)
+        return result.view(*x.shape[:-1], self.form.shape[0])
 
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
@@ -125,13 +128,13 @@ class Matrix(QuantizedMatrix):
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""
-        return self.times_by(ProductMethod.CODES, kernel_for(self.form.scheme, x.dtype), x)
+        return self.times_by(CODES, kernel_for(self.form.scheme, x.dtype), x)
 
-    def times_by(self, method: ProductMethod, width: int, x: torch.Tensor) -> torch.Tensor:
+    def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """The same by one kernel, that of a method and of `width` lanes."""
         import torch
 
-        make = torch.zeros if method is ProductMethod.PANELS else torch.empty
+        make = torch.zeros if method == PANELS else torch.empty
         out = make(len(x), self.form.shape[0])
         _run(method, width, _Inputs(method, width, x), [(self, 0, len(x))], out)
         return out
@@ -139,7 +142,9 @@ class Matrix(QuantizedMatrix):
     def table_for(self, width: int) -> int:
         """The address of the lookup table for kernels of `width` lanes; 0 if these cannot represent the codes."""
         if width not in self._tables:  # the array is kept in the cache of `table_of`
-            found = _vectors().table_of(self.form.scheme, width, self.table.numpy().tobytes())
+            from rabbitllm.quant import vectors
+
+            found = vectors.table_of(self.form.scheme, width, self.table.numpy().tobytes())
             self._tables[width] = 0 if found is None else found.ctypes.data
         return self._tables[width]
 
@@ -147,12 +152,12 @@ class Matrix(QuantizedMatrix):
 class _Inputs:
     """Rows (T, K) in the format of a kernel of `width` lanes; K is a multiple of 64."""
 
-    def __init__(self, method: ProductMethod, width: int, x: torch.Tensor) -> None:
+    def __init__(self, method: str, width: int, x: torch.Tensor) -> None:
         import torch
 
         count, columns = x.shape
         self._step, self._odd = columns * 2, 0  # bytes of a row's even inputs in float32, or of all in bfloat16
-        if method is ProductMethod.PANELS:
+        if method == PANELS:
             self._ready, self._step = kernels.interleaved(width, x), columns * 4
         elif width == kernels.PAIRS:
             self._ready = x.contiguous()
@@ -166,22 +171,20 @@ class _Inputs:
         return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._step
 
 
-def _run(
-    method: ProductMethod, width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor
-) -> None:
+def _run(method: str, width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor) -> None:
     """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form.
 
     By codes `out` is filled; by panels the products are added to it.
     """
     form = work[0][0].form
-    row_bytes, *shape = _shape(form.scheme, form.shape[1], SEGMENT if method is ProductMethod.CODES else 2 * width)
+    row_bytes, *shape = _shape(form.scheme, form.shape[1], SEGMENT if method == CODES else 2 * width)
     rows, start = form.shape[0], out.data_ptr()
     given = [
         (matrix.payload.data_ptr(), matrix.absmax.data_ptr(), *inputs.of(begin), matrix.table_for(width))
         + (start + begin * rows * 4, row_bytes, *shape, end - begin, rows)
         for matrix, begin, end in work
     ]
-    kernels.run(method.value, form.scheme, width, given, rows * row_bytes * len(work))
+    kernels.run(method, form.scheme, width, given, rows * row_bytes * len(work))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -207,14 +210,14 @@ class GroupedProduct:
         self._x = x
         self._width = kernel_for(like.form.scheme, x.dtype)
         self._out = torch.zeros(len(x), like.form.shape[0])
-        self._inputs: dict[ProductMethod, _Inputs] = {}
+        self._inputs: dict[str, _Inputs] = {}
 
     def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
         """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
-        by_method: dict[ProductMethod, list[tuple[Matrix, int, int]]] = {}
+        by_method: dict[str, list[tuple[Matrix, int, int]]] = {}
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
             by_method.setdefault(method_for(matrix, self._width, end - begin), []).append((matrix, begin, end))
-        for matrix, begin, end in by_method.pop(ProductMethod.DEQUANTIZED, []):
+        for matrix, begin, end in by_method.pop(DEQUANTIZED, []):
             self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
         for method, work in by_method.items():
             if method not in self._inputs:
@@ -226,40 +229,14 @@ class GroupedProduct:
         return self._out.to(self._x.dtype)
 
 
-def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ W.T + bias`.
-
-    Args:
-        x: (..., K), of a floating dtype.
-        matrix: (N, K).
-        bias: (N,) or None.
-
-    Returns:
-        (..., N) of x's dtype; for few inputs (`MAX_INPUTS`) sums are in float32.
-    """
-    flat = x.reshape(-1, x.shape[-1])
-    width = kernel_for(matrix.form.scheme, x.dtype)
-    method = method_for(matrix, width, len(flat))
-    if method is ProductMethod.DEQUANTIZED:
-        result = _in_chunks(flat, matrix, bias)
-    else:
-        result = matrix.times_by(method, width, flat)
-        if bias is not None:
-            result += bias
-        result = result.to(x.dtype)
-    return result.view(*x.shape[:-1], matrix.form.shape[0])
-
-
-def method_for(matrix: Matrix, width: int, count: int) -> ProductMethod:
+def method_for(matrix: Matrix, width: int, count: int) -> str:
     """The fastest method for `count` rows, with the kernels of `width` lanes."""
     if not matrix.table_for(width):
-        return ProductMethod.DEQUANTIZED
-    if LEAST_PANEL_INPUTS <= count <= MAX_PANEL_INPUTS.get(width, 0) and _agrees(
-        ProductMethod.PANELS, matrix.form.scheme, width
-    ):
-        return ProductMethod.PANELS
+        return DEQUANTIZED
+    if LEAST_PANEL_INPUTS <= count <= MAX_PANEL_INPUTS.get(width, 0) and _agrees(PANELS, matrix.form.scheme, width):
+        return PANELS
     most = MAX_INPUTS_IN_PAIRS if width == kernels.PAIRS else MAX_INPUTS
-    return ProductMethod.CODES if count <= most else ProductMethod.DEQUANTIZED
+    return CODES if count <= most else DEQUANTIZED
 
 
 def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -284,36 +261,25 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
 
 
 @functools.cache
-def _vectors() -> Any:
-    from rabbitllm.quant import vectors  # numba comes with it
-
-    return vectors
-
-
-@functools.cache
 def kernel_for(scheme: str, dtype: torch.dtype) -> int:
     """Lanes of the kernel for inputs of a dtype; `PAIRS` for bfloat16 if this machine has that kernel and it agrees."""
     import torch
 
-    vectors = _vectors()
-    if dtype == torch.bfloat16 and vectors.multiplies_pairs() and _agrees(ProductMethod.CODES, scheme, kernels.PAIRS):
+    from rabbitllm.quant import vectors
+
+    if dtype == torch.bfloat16 and vectors.multiplies_pairs() and _agrees(CODES, scheme, kernels.PAIRS):
         return kernels.PAIRS
-    return int(vectors.lanes())
+    return vectors.lanes()
+
+
+def _lanes() -> int:
+    from rabbitllm.quant import vectors  # numba comes with it
+
+    return vectors.lanes()
 
 
 @functools.cache
-def _kernel_agrees(scheme: str) -> bool:
-    """Whether this machine has a kernel, and its result on a sample is right."""
-    try:
-        lanes = _vectors().lanes()
-    except ImportError:
-        logger.info("numba is not installed; compressed layers are dequantized for each use.")
-        return False
-    return bool(lanes) and _agrees(ProductMethod.CODES, scheme, lanes)
-
-
-@functools.cache
-def _agrees(method: ProductMethod, scheme: str, width: int) -> bool:
+def _agrees(method: str, scheme: str, width: int) -> bool:
     """Whether a kernel's result on a sample agrees with indexing and float32."""
     import torch
 
@@ -323,18 +289,12 @@ def _agrees(method: ProductMethod, scheme: str, width: int) -> bool:
     dtype = torch.bfloat16 if width == kernels.PAIRS else torch.float32
     off = kernels.first_error(kernels.of_codes(scheme, dtype, _TRIALS[method], product))
     if off is not None:
-        logger.warning(
-            "The kernel for products at %s is off by %.1e here and is not used."
-            if method is ProductMethod.CODES
-            else "Products by panels at %s are off by %.1e here and are not used.",
-            scheme,
-            off,
-        )
+        logger.warning("The kernel for products by %s at %s is off by %.1e here and is not used.", method, scheme, off)
     return off is None
 
 
 _TRIALS = {
-    ProductMethod.CODES: ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
-    ProductMethod.PANELS: ((7, 5, 192), (13, 70, 4096)),  # the last by several threads, with two panels for each row
+    CODES: ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
+    PANELS: ((7, 5, 192), (13, 70, 4096)),  # the last by several threads, with two panels for each row
 }
 """The products of a kernel's trial: inputs, rows, columns."""

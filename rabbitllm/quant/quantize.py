@@ -10,8 +10,8 @@ are not symmetrical, a negative one mirrors them. At 4bit-double, where scales a
 positive. The rule, in float32: y = x * (1 / s); v is the NF4 value nearest to y after y is rounded to the nearest
 1024th between -1 and 1; the error is s * s * sum((y - v)**2), where the second half of the terms is added to the first
 until one is left; of equal errors the first in the order of `MULTIPLES` wins. The code is the number of midpoints below
-y. So every processor has the same result, with numba or, many times more slowly, without. Blocks of zeros, with values
-that are not finite, or with magnitudes whose squares overflow or underflow, keep their largest magnitude as scale.
+y. So every processor has the same result. Blocks of zeros, with values that are not finite, or with magnitudes whose
+squares overflow or underflow, keep their largest magnitude as scale.
 
 **Nested scales** (bitsandbytes' `compress_statistics`): all scales of a tensor less their mean are quantized in blocks
 of 256 by the 256 values of 8bit. The mean is summed in the order in which torch (2.13) sums as many float32 on x86-64
@@ -112,17 +112,12 @@ def _values(data: memoryview, dtype: str) -> npt.NDArray[np.uint16] | Floats:
 
 @functools.cache
 def _compiled_kernels_agree(scheme: str) -> bool:
-    """Whether our compiled kernels are available and agree with the installed bitsandbytes on a sample.
+    """Whether our compiled kernels agree with the installed bitsandbytes on a sample.
 
     Another version of it, or another processor (its ARM path rounds differently), may follow other rules.
     """
     import torch
 
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        logger.info("numba is not installed; bitsandbytes quantizes, at a fraction of the speed.")
-        return False
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(8 * INT8_BLOCK + 33, generator=generator) * 0.02
     sample[:NF4_BLOCK] = 0
@@ -156,22 +151,19 @@ def quantize_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryvi
     """Quantize a run of blocks; see `quantize_blocks`."""
     import numpy as np
 
-    try:
-        from rabbitllm.quant import quantize_kernels
-    except ImportError:
-        codes, scales = by_numpy(scheme, data, dtype)
-    else:
-        midpoints, nearest = _tables()
-        multiples = np.array(MULTIPLES[scheme], np.float32)
-        usual = np.array([SMALLEST, LARGEST], np.float32)
-        codes, scales = quantize_kernels.quantize_fitted(
-            _values(data, dtype), quantize_kernels.KINDS[dtype], midpoints, nearest, multiples, usual, ZERO_CODE
-        )
+    from rabbitllm.quant import quantize_kernels
+
+    midpoints, nearest = fitting_tables()
+    multiples = np.array(MULTIPLES[scheme], np.float32)
+    usual = np.array([SMALLEST, LARGEST], np.float32)
+    codes, scales = quantize_kernels.quantize_fitted(
+        _values(data, dtype), quantize_kernels.KINDS[dtype], midpoints, nearest, multiples, usual, ZERO_CODE
+    )
     return codes.data.cast("B"), scales.data.cast("B")
 
 
 @functools.cache
-def _tables() -> tuple[Floats, Floats]:
+def fitting_tables() -> tuple[Floats, Floats]:
     """The midpoints between the NF4 values, and the value nearest to each 1024th from -1 to 1."""
     import numpy as np
 
@@ -179,46 +171,6 @@ def _tables() -> tuple[Floats, Floats]:
     midpoints = ((levels[1:] + levels[:-1]) / np.float32(2)).astype(np.float32)
     steps = np.arange(-STEPS, STEPS + 1, dtype=np.float32) / np.float32(STEPS)
     return midpoints, levels[np.searchsorted(midpoints, steps, side="left")]
-
-
-def by_numpy(scheme: str, data: memoryview, dtype: str) -> tuple[npt.NDArray[np.uint8], Floats]:
-    """The rule of the module's docstring in NumPy: two codes per byte, ((n + 1) // 2,), and one float32 per block."""
-    import numpy as np
-    import torch
-
-    flat = torch.frombuffer(data, dtype=torch_dtype(dtype)).float().numpy()
-    midpoints, nearest = _tables()
-    values = np.zeros((-(-flat.size // NF4_BLOCK), NF4_BLOCK), np.float32)
-    values.reshape(-1)[: flat.size] = flat
-    largest = (values.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=1).view(np.float32)
-    scales, least = largest.copy(), np.full(len(values), np.inf, np.float32)
-    with np.errstate(all="ignore"):
-        usual = (np.float32(SMALLEST) < largest) & (largest < np.float32(LARGEST))
-        for multiple in MULTIPLES[scheme]:
-            scale = np.where(usual, np.float32(multiple) * largest, np.float32(1))
-            error = np.where(usual, _fitted_errors(values, scale, nearest), np.float32(np.inf))
-            scales = np.where(error < least, scale, scales)
-            least = np.minimum(error, least)
-        ys = values * (np.float32(1) / scales)[:, None]
-    ranks = np.where(scales[:, None] == 0, ZERO_CODE, (ys[..., None] > midpoints).sum(axis=-1)).astype(np.uint8)
-    ranks.reshape(-1)[flat.size :] = ZERO_CODE
-    pairs = ranks.reshape(-1, 2)
-    codes = ((pairs[:, 0] << 4) | pairs[:, 1]).astype(np.uint8)
-    return codes[: (flat.size + 1) // 2], scales.astype(np.float32)
-
-
-def _fitted_errors(values: Floats, scale: Floats, nearest: Floats) -> Floats:
-    import numpy as np
-
-    ys = values * (np.float32(1) / scale)[:, None]
-    places = (np.clip(ys, -1, 1) + np.float32(1)) * np.float32(STEPS) + np.float32(0.5)
-    off = ys - nearest[np.where(np.isfinite(places), places, 0).astype(np.int32)]
-    squares = off * off
-    while squares.shape[1] > 1:
-        half = squares.shape[1] // 2
-        squares = squares[:, :half] + squares[:, half:]
-    found: Floats = scale * scale * squares[:, 0]
-    return found
 
 
 # Scales that are quantized themselves.

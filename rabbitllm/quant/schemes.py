@@ -29,7 +29,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rabbitllm.errors import IncompleteSplitError, OptionError
 from rabbitllm.formats.safetensors_file import TensorToWrite
@@ -308,7 +308,7 @@ def constants(form: StoredForm) -> Mapping[str, bytes]:
         elif role is PartRole.NESTED_TABLE:
             found[form.source.name + ending] = int8_code()
         elif role is PartRole.STATE and form.scheme != DOUBLE:
-            found[form.source.name + ending] = _nf4_state(form.source.dtype, form.source.shape)
+            found[form.source.name + ending] = _state(form.source.dtype, form.source.shape)
     return found
 
 
@@ -385,36 +385,24 @@ class Quantized:
         return self if self.scheme == codes else replace(self, scheme=codes, offset=None)
 
 
-@functools.lru_cache(maxsize=1024)
-def _nf4_state(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The JSON of a weight of this safetensors dtype and shape at 4bit, byte for byte as bitsandbytes writes it."""
-    return json.dumps(_plain(dtype, shape)).encode()
-
-
 def nested_state(dtype: str, shape: tuple[int, ...], offset: float) -> bytes:
-    """The same at 4bit-double, with the mean of the scales, padded with blanks to a length that has room for any."""
-    return json.dumps(_nested(dtype, shape, offset)).encode().ljust(_state_bytes(DOUBLE, dtype, shape))
+    """The JSON of a weight at 4bit-double, with the mean of its scales, padded with blanks to a length for any mean."""
+    return _state(dtype, shape, offset).ljust(_state_bytes(DOUBLE, dtype, shape))
 
 
 @functools.lru_cache(maxsize=1024)
 def _state_bytes(scheme: str, dtype: str, shape: tuple[int, ...]) -> int:
     if scheme != DOUBLE:
-        return len(_nf4_state(dtype, shape))
-    return len(json.dumps(_nested(dtype, shape, 0.0))) - len("0.0") + LONGEST_NUMBER
+        return len(_state(dtype, shape))
+    return len(_state(dtype, shape, 0.0)) - len("0.0") + LONGEST_NUMBER
 
 
-def _plain(dtype: str, shape: tuple[int, ...]) -> dict[str, object]:
-    return {
-        "quant_type": "nf4",
-        "blocksize": NF4_BLOCK,
-        "dtype": DTYPES[dtype].torch_name,
-        "shape": list(shape),
-    }
-
-
-def _nested(dtype: str, shape: tuple[int, ...], offset: float) -> dict[str, object]:
-    more = {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
-    return _plain(dtype, shape) | more
+def _state(dtype: str, shape: tuple[int, ...], offset: float | None = None) -> bytes:
+    """The JSON of a weight of this safetensors dtype and shape, byte for byte as bitsandbytes writes it."""
+    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": DTYPES[dtype].torch_name, "shape": list(shape)}
+    if offset is not None:
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+    return json.dumps(state).encode()
 
 
 def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: bytes) -> Quantized:
@@ -449,45 +437,34 @@ def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: b
 
 
 def _parse_state(name: str, scheme: str, raw: bytes) -> Quantized:
-    found = (_nested_form(raw) if scheme == DOUBLE else _nf4_form(raw)) if len(raw) <= LONGEST_STATE else None
+    found = _form(raw, scheme == DOUBLE) if len(raw) <= LONGEST_STATE else None
     if found is None:
-        nested = f" with scales quantized in blocks of {NESTED_BLOCK}" if scheme == DOUBLE else ""
         raise IncompleteSplitError(
             f"the quantization state of {name!r} is {raw[:120]!r}; expected the JSON of "
-            f"{'a nested' if nested else 'an unnested'} nf4 state of blocks of {NF4_BLOCK}{nested}."
+            f"{'a nested' if scheme == DOUBLE else 'an unnested'} nf4 state of blocks of {NF4_BLOCK}"
+            f"{f' with scales quantized in blocks of {NESTED_BLOCK}' if scheme == DOUBLE else ''}."
         )
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def _nf4_form(raw: bytes) -> Quantized | None:
-    """Parse the JSON of a QuantState; None if it is not an unnested nf4 state. Cached, since experts share it."""
+def _form(raw: bytes, nested: bool) -> Quantized | None:
+    """Parse the JSON of a QuantState; None if it is not such an nf4 state. Cached, since experts share it."""
     try:
         state = json.loads(raw)
-        if any(key.startswith("nested") for key in state):
-            return None
-        return _form(state, "4bit", None)
+        shape, offset = tuple(state["shape"]), state["nested_offset"] if nested else None
+        if nested:
+            blocks = state["nested_blocksize"], state["nested_dtype"]
+            scales_are_sound = blocks == (NESTED_BLOCK, "float32") and type(offset) is float
+        else:
+            scales_are_sound = not any(key.startswith("nested") for key in state)
+        is_sound = (
+            scales_are_sound
+            and state["quant_type"] == "nf4"
+            and state["blocksize"] == NF4_BLOCK
+            and state["dtype"] in ("bfloat16", "float16", "float32")
+            and all(type(size) is int and size >= 0 for size in shape)
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _nested_form(raw: bytes) -> Quantized | None:
-    try:
-        state = json.loads(raw)
-        offset = state["nested_offset"]
-        if (state["nested_blocksize"], state["nested_dtype"]) != (NESTED_BLOCK, "float32") or type(offset) is not float:
-            return None
-        return _form(state, DOUBLE, offset)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def _form(state: dict[str, Any], scheme: str, offset: float | None) -> Quantized | None:
-    shape = tuple(state["shape"])
-    sound = (
-        state["quant_type"] == "nf4"
-        and state["blocksize"] == NF4_BLOCK
-        and state["dtype"] in ("bfloat16", "float16", "float32")
-        and all(type(size) is int and size >= 0 for size in shape)
-    )
-    return Quantized(scheme, shape, state["dtype"], offset) if sound else None
+    return Quantized(DOUBLE if nested else "4bit", shape, state["dtype"], offset) if is_sound else None

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.base.terminal import counted, put_fact, size
+from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.request import Answer, FinishReason
 from rabbitllm.generation.template import has_template, template_ids
@@ -91,10 +91,10 @@ def prompt_ids(tokenizer: Any, prompt: str, system: str | None = None, *, raw: b
 def _through_template(tokenizer: Any, prompt: str, system: str | None) -> Any:
     import torch
 
-    def refused(why: str) -> OptionError:
+    def refused(error: Exception) -> OptionError:
         what = "a system prompt" if system is not None else "this"
         return OptionError(
-            f"The model's chat template does not take {what}: {why}.",
+            f"The model's chat template does not take {what}: {harmless(str(error))}.",
             _NO_TEMPLATE if system is not None else "--raw does without it.",
         )
 

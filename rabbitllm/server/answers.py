@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -169,7 +169,7 @@ class ChatChoices(_Choices):
     def __init__(self, asked: CheckedCall, spelling: Spelling, ends: frozenset[int], new_id: Callable[[], str]) -> None:
         super().__init__(asked, spelling, ends)
         self._new_id = new_id
-        self._readers = [self._reader() for _ in asked.requests]
+        self._readers = [CallReader(asked.tools, asked.types) for _ in asked.requests] if asked.tools else []
 
     def text_of(self, delta: Delta) -> str:
         """Text of a delta, with the tool call markers before it that are special tokens and so missing from its text.
@@ -188,8 +188,7 @@ class ChatChoices(_Choices):
 
     def more(self, choice: int, delta: Delta) -> list[dict[str, Any]]:
         """Text, unless it may belong to a tool call, and log probabilities."""
-        reader = self._readers[choice]
-        text = delta.text if reader is None else reader.feed(delta.text)
+        text = self._fed(choice, delta.text)
         logprobs = self._logprobs(delta.tokens)
         if not text and not (logprobs and logprobs["content"]):
             return []
@@ -197,8 +196,7 @@ class ChatChoices(_Choices):
 
     def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
         """Text that was held back, the tool calls and the finish reason."""
-        reader = self._readers[choice]
-        text, calls = ("", ()) if reader is None else reader.end()
+        text, calls = self._rest(choice)
         found = [_delta(choice, {"content": text})] if text else []
         if calls:
             listed = [{"index": at, **call} for at, call in enumerate(self._calls(calls))]
@@ -207,13 +205,9 @@ class ChatChoices(_Choices):
 
     def whole(self, choice: int, delta: Delta, finished: Finished) -> dict[str, Any]:
         """The message."""
-        reader = self._reader()
-        text = delta.text
-        calls: tuple[ParsedToolCall, ...] = ()
-        if reader is not None:
-            text = reader.feed(delta.text)
-            rest, calls = reader.end()
-            text = (text + rest).rstrip() if calls else text + rest
+        text = self._fed(choice, delta.text)
+        rest, calls = self._rest(choice)
+        text = (text + rest).rstrip() if calls else text + rest
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = self._calls(calls)
@@ -224,18 +218,14 @@ class ChatChoices(_Choices):
             "finish_reason": _reason(finished, calls),
         }
 
-    def _reader(self) -> CallReader | None:
-        return CallReader(self._asked.tools, self._asked.types) if self._asked.tools else None
+    def _fed(self, choice: int, text: str) -> str:
+        return self._readers[choice].feed(text) if self._readers else text
+
+    def _rest(self, choice: int) -> tuple[str, tuple[ParsedToolCall, ...]]:
+        return self._readers[choice].end() if self._readers else ("", ())
 
     def _calls(self, calls: Sequence[ParsedToolCall]) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": self._new_id(),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
+        return [{"id": self._new_id(), "type": "function", "function": asdict(call)} for call in calls]
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._asked.likeliest is None:

@@ -157,7 +157,7 @@ class RequestLog:
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 
-        self._metrics.begin()
+        self._metrics.open.add()
         try:
             try:
                 await self._app(scope, receive, sending)
@@ -172,7 +172,7 @@ class RequestLog:
             errors.exception("An answer broke off.")
             raise ConnectionAbortedError("An answer broke off.") from None
         finally:
-            self._metrics.end()
+            self._metrics.open.add(amount=-1)
             endpoint = path if path in ENDPOINTS else "other"
             self._metrics.requests.add(endpoint, str(record.status or "none"))
             if record.gone:

@@ -86,12 +86,12 @@ class Counts:
         with self._lock:
             self._counts[values] = self._counts.get(values, 0) + amount
 
-    def family(self, name: str, text: str) -> Family:
+    def family(self, name: str, text: str, kind: str = "counter") -> Family:
         """The counters as a family."""
         with self._lock:
             counts = dict(self._counts)
         samples = [("", dict(zip(self._labels, values, strict=True)), count) for values, count in counts.items()]
-        return Family(name, "counter", text, samples)
+        return Family(name, kind, text, samples)
 
 
 class Histogram:
@@ -139,18 +139,7 @@ class Metrics:
         self.between = Histogram(_SECONDS)
         self.whole = Histogram(_SECONDS)
         self.left = Counts()
-        self._lock = threading.Lock()
-        self._open = 0
-
-    def begin(self) -> None:
-        """Count a new HTTP request."""
-        with self._lock:
-            self._open += 1
-
-    def end(self) -> None:
-        """Count the end of an HTTP request."""
-        with self._lock:
-            self._open -= 1
+        self.open = Counts()
 
     def watch(self) -> Callable[[int, Event, float], None]:
         """A function that times the tokens of one answer's requests; called in the batch's thread."""
@@ -170,12 +159,10 @@ class Metrics:
 
     def families(self, facts: BatchStats, model: str) -> list[Family]:
         """All metrics."""
-        with self._lock:
-            now_open = self._open
         return [
             Family("rabbitllm_info", "gauge", "What runs.", [("", {"version": __version__, "model": model}, 1)]),
             self.requests.family("rabbitllm_http_requests_total", "Requests of HTTP that were answered."),
-            gauge("rabbitllm_http_requests_open", "Requests of HTTP that are being answered.", now_open),
+            self.open.family("rabbitllm_http_requests_open", "Requests of HTTP that are being answered.", "gauge"),
             self.left.family("rabbitllm_clients_left_total", "Clients that left before their answer was complete."),
             self.first.family("rabbitllm_time_to_first_token_seconds", "From a request to its first token."),
             self.between.family("rabbitllm_time_between_tokens_seconds", "Between two tokens of an answer."),

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rabbitllm.generation.request import Request, Sampling
+from rabbitllm.errors import OptionError
+from rabbitllm.generation.request import Request, Sampling, most_new_tokens
 from rabbitllm.server.api_error import bad, unsupported
 from rabbitllm.server.schemas import (
     ChatBody,
@@ -50,17 +51,10 @@ def _checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, s
         raise bad("The prompt has no tokens.", param)
     if max(ids) >= model.vocabulary:
         raise bad(f"The prompt has token {max(ids)}; this model has {model.vocabulary:,}.", param)
-    if model.context is None:
-        return asked if asked is not None else settings.max_new_tokens
-    left = model.context - len(ids)
-    if left < (asked or 1):
-        followed = f", and {asked:,} are to follow" if asked is not None else ""
-        raise bad(
-            f"The prompt has {len(ids):,} tokens{followed}; the model's context has {model.context:,} in all.",
-            param,
-            "context_length_exceeded",
-        )
-    return asked if asked is not None else min(settings.max_new_tokens, left)
+    try:
+        return most_new_tokens(model.context, len(ids), asked, settings.max_new_tokens)
+    except OptionError as error:
+        raise bad(error.problem, param, "context_length_exceeded") from None
 
 
 def _requests_of(
@@ -143,22 +137,12 @@ def _variables(body: ChatBody, template: Template, *, with_tools: bool) -> dict[
         if wrong:
             raise bad(f"chat_template_kwargs: {wrong[0]} cannot be set.", "chat_template_kwargs")
         found |= body.chat_template_kwargs
-    if body.response_format is not None and body.response_format.type != "text":
-        if not template.reads("response_format", with_tools=with_tools):
-            raise unsupported(
-                f"response_format: {body.response_format.type} is not supported: this model's chat template has no "
-                "place for it. Ask for JSON in a message instead.",
-                "response_format",
-            )
-        found["response_format"] = body.response_format.model_dump(exclude_none=True)
-    if body.reasoning_effort is not None:
-        if not template.reads("reasoning_effort", with_tools=with_tools):
-            raise unsupported(
-                "reasoning_effort is not supported: this model's chat template has no place for it.",
-                "reasoning_effort",
-            )
-        found["reasoning_effort"] = body.reasoning_effort
-    return found
+    form = body.response_format.model_dump(exclude_none=True) if body.response_format is not None else {"type": "text"}
+    asked = {"response_format": form if form["type"] != "text" else None, "reasoning_effort": body.reasoning_effort}
+    for name, value in asked.items():
+        if value is not None and not template.reads(name, with_tools=with_tools):
+            raise unsupported(f"{name} is not supported: this model's chat template has no place for it.", name)
+    return found | {name: value for name, value in asked.items() if value is not None}
 
 
 def _messages(messages: list[Message], template: Template) -> list[dict[str, Any]]:
@@ -170,10 +154,7 @@ def _messages(messages: list[Message], template: Template) -> list[dict[str, Any
         if role == "developer" and not template.reads("developer"):
             role = "system"
         made: dict[str, Any] = {"role": role, "content": _text(message, where)}
-        if message.name is not None:
-            made["name"] = message.name
-        if message.tool_call_id is not None:
-            made["tool_call_id"] = message.tool_call_id
+        made |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if message.tool_calls:
             if role != "assistant":
                 raise bad(f"{where} is of {role}, and only an assistant calls tools.", f"{where}.tool_calls")

@@ -17,7 +17,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from rabbitllm.generation.template import PLAIN_END, bounded_template, has_template, plain_text
+from rabbitllm.generation.template import PLAIN_END, has_template, plain_text, template_ids
 from rabbitllm.server.api_error import APIError, bad
 
 OURS = frozenset(
@@ -97,19 +97,8 @@ class Template:
                 raise bad("This model has no chat template, so it takes no messages of tools.", "messages")
             plain = [{"role": message["role"], "content": message["content"] or ""} for message in messages]
             return [int(token) for token in self.tokenizer(plain_text(plain))["input_ids"]]
-        try:
-            with bounded_template():
-                made = self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    add_generation_prompt=True,
-                    tokenize=True,
-                    return_dict=True,
-                    **more,
-                )
-            return [int(token) for token in made["input_ids"]]
-        except Exception as error:  # a template may raise anything
-            raise refused_by_template(error) from error
+        given = [dict(tool) for tool in tools] or None
+        return template_ids(self.tokenizer, messages, refused_by_template, tools=given, **more)
 
 
 def refused_by_template(error: Exception) -> APIError:

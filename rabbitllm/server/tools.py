@@ -20,6 +20,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.generation.streams import begun
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
@@ -83,15 +85,14 @@ class CallReader:
         if at >= 0:
             self._calling = True
         else:
-            at = len(self._held) - _begun_marker(self._held)
+            at = len(self._held) - begun(self._held, MARKERS)
         out, self._held = self._held[:at], self._held[at:]
         return out
 
     def end(self) -> tuple[str, tuple[ParsedToolCall, ...]]:
         """The rest of the text, and the calls."""
         held, self._held = self._held, ""
-        text, calls = self._apart(held)
-        return text, calls
+        return self._apart(held)
 
     def _apart(self, held: str) -> tuple[str, tuple[ParsedToolCall, ...]]:
         lead = held.strip()
@@ -132,17 +133,6 @@ class CallReader:
             for call in _calls_of(value):
                 if call.name in self._tools:
                     yield call
-
-
-def _begun_marker(text: str) -> int:
-    """Number of characters at the end of a text that may begin a marker."""
-    most = 0
-    for marker in MARKERS:
-        for length in range(min(len(marker) - 1, len(text)), most, -1):
-            if text.endswith(marker[:length]):
-                most = length
-                break
-    return most
 
 
 def _mistral(rest: str) -> Iterator[ParsedToolCall]:

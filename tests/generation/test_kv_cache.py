@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -114,6 +116,14 @@ def test_beginnings() -> None:
     assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
     assert common_prefix([1, 2, 3], [1, 2, 3, 5]) == 3
     assert common_prefix([9, 2, 3], [1, 2, 3]) == 0
+
+
+@given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
+def test_common_prefix_of_any_two(one: list[int], other: list[int]) -> None:
+    expected = 0
+    while expected < min(len(one), len(other)) and one[expected] == other[expected]:
+        expected += 1
+    assert common_prefix(one, other) == expected
 
 
 def test_a_short_beginning_is_worth_nothing_and_one_token_is_always_computed(tmp_path: Path) -> None:

@@ -148,14 +148,6 @@ def test_prompts_may_make_a_pass_twice_as_long() -> None:
     assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MAX_TOKENS
 
 
-def test_a_text_that_is_recomputed_takes_what_its_tokens_add_and_all_passes_but_the_last() -> None:
-    pace = TokenBudget().after(4, 10.0)
-    assert pace.recompute_seconds(100, 512) is None  # not shown yet
-    pace = pace.after(1000, 12.0)
-    assert pace.recompute_seconds(500, 512) == pytest.approx(500 * 0.002)
-    assert pace.recompute_seconds(1500, 512) == pytest.approx(1500 * 0.002 + 2 * 10.0)
-
-
 def test_passes_that_became_slow_are_believed_after_a_while() -> None:
     pace = TokenBudget().after(1, 1.0)
     for _ in range(100):

@@ -145,20 +145,20 @@ def test_a_reader_that_left_is_not_swallowed(model: Any) -> None:
 
 def test_how_many_may_follow(model: Any) -> None:
     context = model.config.max_position_embeddings
-    assert most_new_tokens(model, 6, None) == min(MAX_TOKENS, context - 6)
-    assert most_new_tokens(model, 6, 9) == 9
+    assert most_new_tokens(context, 6, None) == min(MAX_TOKENS, context - 6)
+    assert most_new_tokens(context, 6, 9) == 9
     with pytest.raises(OptionError, match="with 9 to follow") as caught:
-        most_new_tokens(model, context - 4, 9)
+        most_new_tokens(context, context - 4, 9)
     assert "at most 4" in caught.value.remedy
     with pytest.raises(OptionError, match=f"{context} tokens; the model was made for"):
-        most_new_tokens(model, context, None)
+        most_new_tokens(context, context, None)
 
 
 def test_as_many_as_asked_for_may_follow_where_the_model_sets_no_limit() -> None:
     endless = SimpleNamespace(config=transformers.MambaConfig())
     assert context_of(endless) is None
-    assert most_new_tokens(endless, 6, None) == MAX_TOKENS
-    assert most_new_tokens(endless, 6, 10 * MAX_TOKENS) == 10 * MAX_TOKENS
+    assert most_new_tokens(context_of(endless), 6, None) == MAX_TOKENS
+    assert most_new_tokens(context_of(endless), 6, 10 * MAX_TOKENS) == 10 * MAX_TOKENS
 
 
 def test_what_is_said_of_it(model: Any) -> None:

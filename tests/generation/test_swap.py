@@ -56,7 +56,7 @@ def test_what_comes_back_has_the_same_bits(tmp_path: Path, dtype: torch.dtype) -
     aside = SwapSpace(LIMIT, tmp_path)
     caches = [filled(dtype) for _ in range(3)]
     before = [content(cache) for cache in caches]
-    held = [aside.put(cache, None) for cache in caches]
+    held = [aside.put(cache) for cache in caches]
     assert aside.nbytes == sum(one.nbytes for one in held if one is not None) > 0
     for number in (1, 0, 2):
         one = held[number]
@@ -74,7 +74,7 @@ def test_axes_keep_their_order_in_memory(tmp_path: Path) -> None:
     cache = filled()
     strides = cache.layers[2].recurrent_states[0].stride()
     assert not cache.layers[2].recurrent_states[0].is_contiguous()
-    held = aside.put(cache, None)
+    held = aside.put(cache)
     assert held is not None
     assert aside.take(held).layers[2].recurrent_states[0].stride() == strides
 
@@ -86,7 +86,7 @@ def test_of_room_that_is_reserved_only_what_is_used_is_moved(tmp_path: Path) -> 
     append(cache.layers[0], keys[:, :, :1], keys[:, :, :1])
     before = content(cache)
     aside = SwapSpace(LIMIT * 8, tmp_path)
-    held = aside.put(cache, None)
+    held = aside.put(cache)
     assert held is not None
     assert held.nbytes == 2 * 701 * 4 * 128 * 4
     assert content(aside.take(held)) == before
@@ -110,22 +110,22 @@ def test_what_is_not_known_is_not_moved(tmp_path: Path) -> None:
         cache = filled()
         cache.layers[1].strange = strange
         assert taken_apart(cache) is None
-        assert SwapSpace(LIMIT, tmp_path).put(cache, None) is None
+        assert SwapSpace(LIMIT, tmp_path).put(cache) is None
 
 
 def test_no_more_than_may_be(tmp_path: Path) -> None:
     cache = filled()
     nbytes = bytes_in(cache)
-    assert SwapSpace(nbytes - 1, tmp_path).put(cache, None) is None
-    assert SwapSpace(0, tmp_path).put(cache, None) is None
-    assert SwapSpace(nbytes, None).put(cache, None) is None
+    assert SwapSpace(nbytes - 1, tmp_path).put(cache) is None
+    assert SwapSpace(0, tmp_path).put(cache) is None
+    assert SwapSpace(nbytes, None).put(cache) is None
     aside = SwapSpace(2 * nbytes, tmp_path)
-    first = aside.put(cache, None)
+    first = aside.put(cache)
     assert first is not None
-    assert aside.put(cache, None) is not None
-    assert aside.put(cache, None) is None
+    assert aside.put(cache) is not None
+    assert aside.put(cache) is None
     aside.drop(first)
-    assert aside.put(cache, None) is not None
+    assert aside.put(cache) is not None
     assert aside.nbytes == aside.limit
 
 
@@ -134,20 +134,14 @@ def test_a_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     nbytes = bytes_in(cache)
     usage = type("Usage", (), {"free": SHARE * nbytes})
     monkeypatch.setattr("rabbitllm.generation.swap.shutil.disk_usage", lambda folder: usage)
-    assert SwapSpace(LIMIT, tmp_path).put(cache, None) is not None
+    assert SwapSpace(LIMIT, tmp_path).put(cache) is not None
     usage.free -= SHARE
-    assert SwapSpace(LIMIT, tmp_path).put(cache, None) is None
-
-
-def test_what_is_computed_sooner_than_read_is_computed(tmp_path: Path) -> None:
-    aside = SwapSpace(LIMIT, tmp_path)
-    assert aside.put(filled(), 1e-9) is None
-    assert aside.put(filled(), 3600.0) is not None
+    assert SwapSpace(LIMIT, tmp_path).put(cache) is None
 
 
 def test_a_file_that_cannot_be_read_is_a_cache_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     aside = SwapSpace(LIMIT, tmp_path)
-    held = aside.put(filled(), None)
+    held = aside.put(filled())
     assert held is not None
     assert isinstance(held.held, NamelessFile)
     os.ftruncate(held.held._file.fileno(), held.nbytes - 1)
@@ -163,9 +157,9 @@ def test_a_full_disk_lets_go_of_what_was_written(tmp_path: Path) -> None:
 
     aside = SwapSpace(LIMIT, tmp_path)
     with observe_steps(full):
-        assert aside.put(filled(), None) is None
+        assert aside.put(filled()) is None
     assert aside.nbytes == 0
-    assert aside.put(filled(), None) is not None  # there is room again
+    assert aside.put(filled()) is not None  # there is room again
 
 
 def test_the_usual_folder_is_on_a_disk() -> None:
@@ -182,7 +176,7 @@ def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytes
     aside = SwapSpace(LIMIT, None)  # without any file
     for free, fits in ((SHARE * nbytes, True), (SHARE * nbytes - 1, False)):
         monkeypatch.setattr("rabbitllm.generation.swap.available_ram", lambda free=free: free)
-        held = aside.put(cache, 0.0)  # whatever computing it again would take
+        held = aside.put(cache)
         assert (held is not None) is fits
         if held is not None:
             assert aside.nbytes == nbytes
@@ -195,11 +189,11 @@ def test_from_a_gpu_it_goes_to_ram_and_from_there_to_a_file(tmp_path: Path, monk
     cache = filled(torch.bfloat16, "cuda")
     before = content(cache)
     aside = SwapSpace(LIMIT, tmp_path)
-    in_ram = aside.put(cache, 0.0)  # whatever computing it again would take
+    in_ram = aside.put(cache)
     assert in_ram is not None
     assert isinstance(in_ram.held, list)
     monkeypatch.setattr("rabbitllm.generation.swap.available_ram", lambda: 0)
-    in_file = aside.put(cache, None)
+    in_file = aside.put(cache)
     assert in_file is not None
     assert isinstance(in_file.held, NamelessFile)
     for held in (in_ram, in_file):

@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numba
 import pytest
 
-from rabbitllm.quant import compiling, product_kernels, quantize_kernels
+from rabbitllm.quant import compiling, product_kernels, quantize_kernels, vectors
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +25,9 @@ try:
 except RuntimeError as error:
     print("numba:", error)
 from rabbitllm.quant import product_kernels, products, quantize, vectors
+from rabbitllm.quant.schemes import Quantized
 assert quantize._compiled_kernels_agree("4bit")
-assert products._kernel_agrees("4bit") == bool(vectors.lanes())
+assert products.multiplies(Quantized("4bit", (64, 64), "float32")) == bool(vectors.lanes())
 if width := vectors.lanes():
     assert product_kernels.address("codes", "4bit", width)
 print("compiled")
@@ -105,31 +105,11 @@ def test_what_a_kernel_is_made_with_renews_it(tmp_path: Path, monkeypatch: pytes
     assert of_a_new_process(2) == (2, True, 2, True)
 
 
-def test_all_that_goes_into_a_kernel_is_told() -> None:
-    def sources(module: ModuleType) -> set[str]:
-        return {name.removeprefix("rabbitllm.quant.") for name in compiling.sources_of(module.__name__)}
-
-    assert sources(product_kernels) >= {"product_kernels", "vectors", "kernels", "compiling"}
-    assert sources(quantize_kernels) >= {"quantize_kernels", "compiling"}
-
-
-def test_imports_in_any_form_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "imports_of_all_forms"
-    package.mkdir()
-    for name in ("__init__", "one", "two", "three", "four", "five", "not_there"):
-        (package / f"{name}.py").touch()
-    name = package.name
-    (package / "one.py").write_text(
-        f"import json\nimport {name}.two as second, os\nfrom {name} import (\n  three,  # 3\n)\n"
-    )
-    (package / "three.py").write_text(
-        f"from {name}.four import __doc__ as text\ndef later():\n    import {name}.not_there\n"
-    )
-    (package / "four.py").write_text(f"from {name} import five\nimport {name}.one\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module(f"{name}.not_there")
-    importlib.import_module(f"{name}.one")
-    found = compiling.sources_of(f"{name}.one")
-    assert set(found) == {name, *(f"{name}.{one}" for one in ("one", "two", "three", "four", "five"))}
-    (package / "five.py").unlink()
-    assert compiling.digest_of(f"{name}.one") is None
+def test_kernels_are_made_of_modules_of_their_own_package() -> None:
+    """Only of these a digest is part of a kernel's name."""
+    for module in (product_kernels, quantize_kernels, vectors):
+        assert module.__name__.rpartition(".")[0] == "rabbitllm.quant"
+        for value in vars(module).values():
+            assert getattr(value, "__module__", None) is None or not (
+                value.__module__.startswith("rabbitllm.") and not value.__module__.startswith("rabbitllm.quant.")
+            )

@@ -26,9 +26,7 @@ from rabbitllm.quant.products import (
     MAX_PANEL_INPUTS,
     FusedMatrix,
     Matrix,
-    ProductMethod,
     can_multiply,
-    linear,
     multiplies,
 )
 from rabbitllm.quant.quantize import dequantize
@@ -80,7 +78,7 @@ def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, colum
     parts = matrix(scheme, rows, columns, dtype=torch.float32)
     x = inputs(count, columns)
     assert multiplies(parts[0])
-    got = linear(x, Matrix(*parts), None)
+    got = Matrix(*parts).linear(x, None)
     assert got.shape == (count, rows)
     assert_products(got, x, meant(parts))
 
@@ -92,7 +90,7 @@ def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, colum
 def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, seed: int) -> None:
     parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
     x, whole = inputs(count, 64 * segments), meant(parts)
-    assert_products(linear(x, Matrix(*parts), None), x, whole)
+    assert_products(Matrix(*parts).linear(x, None), x, whole)
 
 
 BY_CODES = [key[1:] for key in KERNELS if key[0] == CODES and key[1] in SCHEMES]
@@ -106,7 +104,7 @@ def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> No
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11), (300, 1024, 2)):
         form, payload, absmax, table = matrix(scheme, rows, columns)
         x = inputs(count, columns, torch.bfloat16 if in_pairs else torch.float32)
-        got = Matrix(form, payload, absmax, table).times_by(ProductMethod.CODES, width, x)
+        got = Matrix(form, payload, absmax, table).times_by(CODES, width, x)
         table = as_pairs(scheme, table) if in_pairs else table
         assert_products(got, x, meant((form, payload, absmax, table)))
 
@@ -146,7 +144,10 @@ def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("given", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+sse4.2,-avx2,-fma"}])
 def test_a_compiler_that_may_use_less_than_the_processor_has(given: dict[str, str], tmp_path: Path) -> None:
     """Asked for instructions that it may not use, it would end the process."""
-    code = "from rabbitllm.quant import products as p, vectors as v; print(v.lanes(), p._kernel_agrees('4bit'))"
+    code = (
+        "from rabbitllm.quant import products, vectors; from rabbitllm.quant.schemes import Quantized; "
+        "print(vectors.lanes(), products.multiplies(Quantized('4bit', (64, 64), 'float32')))"
+    )
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_CPU_")}
     environment = {**inherited, **given, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -161,7 +162,7 @@ def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count
     parts = matrix(scheme, 48, 512)
     x = inputs(count, 512, dtype)
     bias = torch.linspace(-1, 1, 48).to(dtype)
-    got = linear(x, Matrix(*parts), bias)
+    got = Matrix(*parts).linear(x, bias)
     assert got.dtype == dtype
     # of a matrix that is made, or of a table of bfloat16
     rounded = torch.bfloat16 if count > MAX_INPUTS or dtype == torch.bfloat16 else None
@@ -175,7 +176,7 @@ def test_few_inputs_are_nearer_than_the_rounded_matrix(scheme: str) -> None:
     x = inputs(1, 4096, torch.bfloat16)
     expected = x.double() @ meant(parts).T
     rounded = torch.nn.functional.linear(x, dequantize(*parts, torch.bfloat16))
-    assert error(linear(x, Matrix(*parts), None), expected) < error(rounded, expected)
+    assert error(Matrix(*parts).linear(x, None), expected) < error(rounded, expected)
 
 
 @needs_kernel
@@ -192,7 +193,7 @@ def test_any_number_of_threads_gives_the_same_bits(
         found = []
         for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
-            found.append(linear(x, Matrix(*parts), None))
+            found.append(Matrix(*parts).linear(x, None))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, found[0]) for one in found)
@@ -210,9 +211,9 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        in_a_team = linear(x, Matrix(*parts), None)
+        in_a_team = Matrix(*parts).linear(x, None)
         monkeypatch.setattr(kernels, "torchs_team", lambda: None)
-        assert torch.equal(linear(x, Matrix(*parts), None), in_a_team)
+        assert torch.equal(Matrix(*parts).linear(x, None), in_a_team)
     finally:
         torch.set_num_threads(before)
 
@@ -243,7 +244,7 @@ def test_groups_have_the_bits_of_one_by_one(
             got = product.result()
             assert got.dtype == dtype
             for one, (begin, end) in zip(matrices, groups, strict=True):
-                assert torch.equal(got[begin:end], linear(x[begin:end], one, None))
+                assert torch.equal(got[begin:end], one.linear(x[begin:end], None))
             assert not got[7:9].any()
             assert not got[86:].any()
     finally:
@@ -263,7 +264,7 @@ def test_codes_that_mean_what_no_kernel_has_are_dequantized() -> None:
     ordinary, x = matrix("8bit", 64, 256), inputs(6, 256)
     form, payload, absmax, table = matrix("8bit", 64, 256, seed=1)
     foreign = (form, payload, absmax, table.flip(0).contiguous())
-    assert_products(linear(x[:1], Matrix(*foreign), None), x[:1], meant(foreign))
+    assert_products(Matrix(*foreign).linear(x[:1], None), x[:1], meant(foreign))
     assert Matrix(*foreign).grouped(x) is None
     product = Matrix(*ordinary).grouped(x)
     assert product is not None
@@ -278,9 +279,9 @@ def test_codes_that_mean_what_no_kernel_has_are_dequantized() -> None:
 def test_several_threads_of_python_at_a_time() -> None:
     parts = Matrix(*matrix("4bit", 512, 1024))
     batches = [inputs(count, 1024) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
-    alone = [linear(x, parts, None) for x in batches]
+    alone = [parts.linear(x, None) for x in batches]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda x: linear(x, parts, None), batches * 4))
+        together = list(pool.map(lambda x: parts.linear(x, None), batches * 4))
     assert all(torch.equal(found, alone[at % 8]) for at, found in enumerate(together))
 
 
@@ -288,9 +289,9 @@ def test_several_threads_of_python_at_a_time() -> None:
 def test_inputs_of_other_forms() -> None:
     parts = matrix("4bit", 32, 128)
     x = torch.randn(2, 3, 256)[..., ::2]
-    assert_products(linear(x, Matrix(*parts), None), x, meant(parts))
-    assert linear(x[:0], Matrix(*parts), None).shape == (0, 3, 32)
-    assert linear(x[0, 0], Matrix(*parts), None).shape == (32,)
+    assert_products(Matrix(*parts).linear(x, None), x, meant(parts))
+    assert Matrix(*parts).linear(x[:0], None).shape == (0, 3, 32)
+    assert Matrix(*parts).linear(x[0, 0], None).shape == (32,)
 
 
 @needs_kernel
@@ -298,7 +299,7 @@ def test_what_is_not_a_number_stays_so() -> None:
     form, payload, absmax, table = matrix("4bit", 8, 128)
     absmax = absmax.clone()
     absmax[5] = math.nan  # of the second block of the third row
-    got = linear(torch.ones(1, 128), Matrix(form, payload, absmax, table), None)[0]
+    got = Matrix(form, payload, absmax, table).linear(torch.ones(1, 128), None)[0]
     assert torch.isnan(got).tolist() == [False, False, True, False, False, False, False, False]
 
 
@@ -310,14 +311,12 @@ def test_matrices_without_a_kernel() -> None:
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = Matrix.times_by
     monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
-    products._kernel_agrees.cache_clear()
     products._agrees.cache_clear()
     try:
         assert not multiplies(Quantized("4bit", (8, 64), "bfloat16"))
         if vectors.lanes():
             assert "is off by 1.0e-03 here and is not used" in caplog.text
     finally:
-        products._kernel_agrees.cache_clear()
         products._agrees.cache_clear()
 
 
@@ -326,13 +325,13 @@ import sys
 import torch
 from tests.quant.test_products import assert_products, inputs, matrix, meant
 from rabbitllm.quant import kernels
-from rabbitllm.quant.products import Matrix, ProductMethod
+from rabbitllm.quant.products import Matrix
 for key in sys.argv[1:]:
     scheme, width = key.split("-")
     for worth in (1 << 10, 1 << 30):  # by threads of a team, and by one
         kernels.WORTH_A_THREAD = {"codes": worth}
         parts, x = matrix(scheme, 70, 704), inputs(3, 704)
-        got = Matrix(*parts).times_by(ProductMethod.CODES, int(width), x)
+        got = Matrix(*parts).times_by(CODES, int(width), x)
         assert_products(got, x, meant(parts))
 """
 
@@ -364,7 +363,7 @@ def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monk
 
     monkeypatch.setattr(torch.nn.functional, "linear", product)
     parts, x, bias = matrix(scheme, 130, 1024), inputs(count, 1024, torch.bfloat16), torch.ones(130).bfloat16()
-    got = linear(x, Matrix(*parts), bias)
+    got = Matrix(*parts).linear(x, bias)
     assert got.dtype == torch.bfloat16
     assert set(multiplied) == ({torch.float32} if count > 256 else set())
     assert_products(got, x, meant(parts), bias, weights=torch.bfloat16 if count > 256 else None)
@@ -378,7 +377,7 @@ def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor)
     if vectors.lanes() < width:
         pytest.skip("needs other vectors")
     parts = matrix(scheme, rows, columns, dtype=torch.float32)
-    return Matrix(*parts).times_by(ProductMethod.PANELS, width, x), meant(parts)
+    return Matrix(*parts).times_by(PANELS, width, x), meant(parts)
 
 
 @pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
@@ -430,17 +429,17 @@ def test_what_is_as_many_as_it_is_for_goes_this_way(
     counts: list[int] = []
     ordinary = Matrix.times_by
 
-    def counted(self: Matrix, method: ProductMethod, width: int, x: torch.Tensor) -> torch.Tensor:
-        if method is ProductMethod.PANELS:
+    def counted(self: Matrix, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
+        if method == PANELS:
             counts.append(len(x))
         return ordinary(self, method, width, x)
 
-    products._agrees(ProductMethod.PANELS, scheme, vectors.lanes())  # whose trial multiplies too
+    products._agrees(PANELS, scheme, vectors.lanes())  # whose trial multiplies too
     monkeypatch.setattr(Matrix, "times_by", counted)
     parts, most = matrix(scheme, 70, 512), MAX_PANEL_INPUTS[vectors.lanes()]
     for count in (LEAST_PANEL_INPUTS - 1, LEAST_PANEL_INPUTS, most, most + 1):
         x = inputs(count, 512, dtype)
-        got = linear(x, Matrix(*parts), None)
+        got = Matrix(*parts).linear(x, None)
         assert got.dtype == dtype
         if count <= most:
             assert_products(got, x, meant(parts))
@@ -452,7 +451,7 @@ def test_what_is_not_a_number_stays_so_by_panels() -> None:
     x = inputs(8, 256)
     x[2, 3] = torch.nan
     x[5, 6] = torch.inf
-    got = linear(x, Matrix(*matrix("4bit", 20, 256)), None)
+    got = Matrix(*matrix("4bit", 20, 256)).linear(x, None)
     assert bool(got[2].isnan().all())
     assert not bool(got[5].isfinite().any())
     assert bool(got[[0, 1, 3, 4, 6, 7]].isfinite().all())
@@ -466,8 +465,8 @@ def test_a_kernel_that_is_wrong_is_not_used_by_panels(
     monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
     products._agrees.cache_clear()
     try:
-        assert products.method_for(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) is ProductMethod.CODES
-        assert "are off by 1.0e-03 here and are not used" in caplog.text
+        assert products.method_for(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) == CODES
+        assert "is off by 1.0e-03 here and is not used" in caplog.text
     finally:
         products._agrees.cache_clear()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -137,16 +136,6 @@ def asked_anew() -> object:
     _compiled_kernels_agree.cache_clear()
     yield
     _compiled_kernels_agree.cache_clear()
-
-
-@pytest.mark.usefixtures("asked_anew")
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_without_numba_bitsandbytes_quantizes(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = memoryview(bytearray(np.random.default_rng(0).bytes(4096 * 4)))
-    with_kernels = _quantize_compiled(scheme, data, "BF16")
-    monkeypatch.setitem(sys.modules, "numba", None)
-    assert not _compiled_kernels_agree(scheme)
-    assert quantize_blocks(scheme, data, "BF16", "cpu") == with_kernels
 
 
 @pytest.mark.usefixtures("asked_anew")

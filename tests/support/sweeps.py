@@ -22,7 +22,7 @@ PARTS: Mapping[str, int] = {
     "test_bench.py::test_only_the_last_turn_is_profiled": 3,
     "generation/test_kv_cache.py::test_a_cache_goes_back_to_what_it_was": 3,
     "generation/test_session.py::test_an_answer_that_is_stopped_anywhere": 3,
-    "checkpoints/test_raw_body.py::test_server_that_falls_silent_is_asked_again": 2,
+    "checkpoints/test_bodies.py::test_server_that_falls_silent_is_asked_again": 2,
     "cli/test_convert.py::test_broken_off_at_some_steps": 3,
     "cli/test_plan.py::test_choice_is_the_best_route_that_fits": 2,
     "cli/test_plan.py::test_peak_of_a_folder": 4,

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from rabbitllm.generation.cache_file import FileSlots
 from rabbitllm.storage.durable import NamelessFile
 
 OUR_OWN = "rabbitllm."
@@ -199,13 +200,12 @@ class ActivationOffload:
     def __init__(
         self, near: int, host: int = 0, disk: int = 0, folder: Path | None = None, fixed: frozenset[int] = frozenset()
     ) -> None:
-        self._limits = near, host, disk
-        self._folder = folder
+        self._limits = near, host
+        self._disk, self._folder = disk, folder
         self._fixed = fixed
         self._owners: dict[Hashable, _Owner] = {}
         self._holders: dict[int, set[Hashable]] = {}
-        self._free: dict[int, list[int]] = {}  # size -> free offsets in the file
-        self._end = 0
+        self._slots = FileSlots(disk)
         self._near = self._host = 0
         self._file: NamelessFile | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -329,15 +329,13 @@ class ActivationOffload:
         if offloaded.memory is not None:
             self._host -= offloaded.nbytes
         if offloaded.offset is not None:
-            self._free.setdefault(_whole_blocks(offloaded.nbytes), []).append(offloaded.offset)
+            self._slots.give_back(offloaded.offset, _whole_blocks(offloaded.nbytes))
 
     def _write(self, whole: torch.Tensor) -> int:
         size = _whole_blocks(len(whole))
-        offsets = self._free.get(size)
-        offset = offsets.pop() if offsets else self._end
-        if offset == self._end and self._end + size > self._limits[2]:
-            raise NoRoom(f"{size:,} bytes more than the {self._limits[2]:,} in a file")
-        self._end = max(self._end, offset + size)
+        offset = self._slots.take(size)
+        if offset is None:
+            raise NoRoom(f"{size:,} bytes more than the {self._disk:,} in a file")
         if self._file is None:
             self._file = NamelessFile(self._folder)
         # not by numpy(), after which torch would no longer resize the storage

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 
-from rabbitllm.generation.packed_batch import grouped
+from rabbitllm.generation.kv_cache import common_prefix
 from rabbitllm.generation.scoring.tasks import Task
 
 WORTH_TOKENS = 16
@@ -94,17 +94,6 @@ class Segments:
         return Segments(tuple(parts), self.ends)
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix of two texts."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:  # one[:low] == other[:low], and one[:high] != other[:high]
-        middle = (low + high) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
-    return low
-
-
 def cut(texts: Sequence[tuple[int, ...]], worth: int = WORTH_TOKENS) -> Segments:
     """Cut texts into segments.
 
@@ -112,7 +101,7 @@ def cut(texts: Sequence[tuple[int, ...]], worth: int = WORTH_TOKENS) -> Segments
         texts: distinct texts, sorted as tuples.
         worth: see `WORTH_TOKENS`.
     """
-    shared = [0, *(common(one, other) for one, other in pairwise(texts))]
+    shared = [0, *(common_prefix(one, other) for one, other in pairwise(texts))]
     parts: list[Segment] = []
     ends = [-1] * len(texts)
     rows = 0
@@ -218,7 +207,7 @@ def _packed(tasks: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
     groups: list[list[Task]] = []
     total = 0
     for task in sorted(tasks, key=lambda task: task.ids):
-        shared = common(groups[-1][-1].ids, task.ids) if groups else 0
+        shared = common_prefix(groups[-1][-1].ids, task.ids) if groups else 0
         more = len(task.ids) - (shared if shared >= worth else 0)
         if groups and total + more <= tokens:
             groups[-1].append(task)
@@ -241,17 +230,6 @@ def _cut(group: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
     return [*_cut(group[:half], tokens, worth), *_cut(group[half:], tokens, worth)]
 
 
-def passes(batches: Sequence[MicroBatch], token_bytes: int, limit: int) -> list[list[MicroBatch]]:
-    """Group micro-batches into passes, as many in each as memory has room for, and at least one.
-
-    Args:
-        batches: all micro-batches.
-        token_bytes: bytes of a token while other micro-batches are computed.
-        limit: bytes for all micro-batches of a pass.
-    """
-    return [list(batches[group]) for group in grouped([batch.tokens * token_bytes for batch in batches], limit)]
-
-
 def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches of a pass, each without the prefix that the one before it computes.
 
@@ -261,11 +239,9 @@ def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     Args:
         batches: micro-batches in the order of their turns.
     """
-    found: list[MicroBatch] = []
-    for batch in batches:
-        if found:
-            found[-1], batch = _handing_on(found[-1], batch)
-        found.append(batch)
+    found = [*batches[:1]]
+    for batch in batches[1:]:
+        found[-1:] = _handing_on(found[-1], batch)
     return found
 
 
@@ -291,7 +267,7 @@ def _handing_on(before: MicroBatch, own: MicroBatch) -> tuple[MicroBatch, MicroB
     """Both, the second without the prefix that the first hands on; unchanged if there is none."""
     if before.segments is None or own.segments is None:
         return before, own
-    shared = min(common(before.tasks[-1].ids, own.tasks[0].ids), *map(_first_row, own.tasks))
+    shared = min(common_prefix(before.tasks[-1].ids, own.tasks[0].ids), *map(_first_row, own.tasks))
     segments = own.segments.knowing(shared)
     known = sum(len(part.ids) for part in segments.path(0) if part.is_known)
     return (replace(before, hands_on=known), replace(own, segments=segments)) if known else (before, own)

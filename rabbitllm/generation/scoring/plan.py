@@ -13,10 +13,10 @@ from typing import Any
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.memory import cost_of_a_pass
-from rabbitllm.generation.packed_batch import PACKABLE, can_be_packed, depends_on_longest
+from rabbitllm.generation.packed_batch import PACKABLE, can_be_packed, depends_on_longest, grouped
 from rabbitllm.generation.request import context_of
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES
-from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches, passes
+from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
 from rabbitllm.generation.scoring.tasks import Ability, Room, Task
 from rabbitllm.storage.durable import NamelessFile
 
@@ -37,12 +37,6 @@ FILLABLE = PACKABLE | frozenset(
     }
 )
 """Model types (transformers 5.23), tested in `tests/generation/scoring/test_every_family.py`."""
-
-
-def can_be_filled_up(model: Any) -> bool:
-    """Whether sequences of different lengths can go through a model in one padded batch."""
-    text = model.config.get_text_config(decoder=True)
-    return text.model_type in FILLABLE and not depends_on_longest(text)
 
 
 WAITING_SHARE, COMPUTING_SHARE = 2, 4
@@ -147,7 +141,8 @@ def form_of(model: Any, *, exact: bool) -> TextLayout:
         return TextLayout.EQUAL
     if can_be_packed(model):
         return TextLayout.PACKED
-    return TextLayout.FILLED if can_be_filled_up(model) else TextLayout.EQUAL
+    fills = config.model_type in FILLABLE and not depends_on_longest(config)
+    return TextLayout.FILLED if fills else TextLayout.EQUAL
 
 
 def limits_of(model: Any, room: Room) -> ScoringLimits:
@@ -209,10 +204,11 @@ def planned(
         hands_on: whether a micro-batch may use the KV cache of a prefix from the one before.
     """
     batches = micro_batches(tasks, form, limits.tokens)
-    grouped = passes(batches, limits.token_bytes, limits.total if streamed else limits.near + limits.host)
+    sizes = [batch.tokens * limits.token_bytes for batch in batches]
+    passes = [batches[one] for one in grouped(sizes, limits.total if streamed else limits.near + limits.host)]
     if not streamed:
-        grouped = [chain for one in grouped for chain in chains(one, RESIDENT_BATCHES if hands_on else 1)]
+        passes = [chain for one in passes for chain in chains(one, RESIDENT_BATCHES if hands_on else 1)]
     elif hands_on:
-        grouped = [linked(one) for one in grouped]
+        passes = [linked(one) for one in passes]
     tokens = sum(len(task.ids) for task in tasks)
-    return ScoringPlan(tuple(map(tuple, grouped)), form, tokens)
+    return ScoringPlan(tuple(map(tuple, passes)), form, tokens)

@@ -24,7 +24,7 @@ from torch import nn
 
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
-from rabbitllm.generation.joint_pass import Alone, JointPasses, MeetingPoint, Member, RowKind, call_of, called
+from rabbitllm.generation.joint_pass import JointPasses, MeetingPoint, Member, MemberCall, RowKind, call_of, called
 from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, held
 from rabbitllm.generation.scoring.forward import Keep, Relay, ScoringForward
@@ -258,7 +258,7 @@ class TakingTurns(JointPasses):
                     call = member.waits
                     self._offload.take(member)
                     brought = boundary(module, call.args, call.kwargs) if boundary is not None else None
-                    self._go_on(member, Alone(*(brought or (call.args, call.kwargs))))
+                    self._go_on(member, call if brought is None else MemberCall(point, *brought))
             while inside := [member for member in members if member.is_inside_a_unit]:
                 self._meet(inside)
 

@@ -12,11 +12,9 @@ from rabbitllm.generation.scoring.micro_batches import (
     MicroBatch,
     TextLayout,
     chains,
-    common,
     cut,
     linked,
     micro_batches,
-    passes,
 )
 from rabbitllm.generation.scoring.tasks import Asked, Task
 
@@ -62,14 +60,6 @@ def test_those_with_the_same_beginning_are_together() -> None:
     batches = micro_batches(tasks[::-1], TextLayout.PACKED, 28, worth=16)
     assert [batch.tokens for batch in batches].count(28) == 1
     assert sum(batch.tokens for batch in batches) == 28 + 4 * 21
-
-
-def test_as_many_in_a_pass_as_there_is_room_for() -> None:
-    batches = [MicroBatch((Task((0,) * length, ()),)) for length in (3, 2, 4, 9, 1)]
-    found = passes(batches, 10, 55)
-    assert [[batch.tokens for batch in one] for one in found] == [[3, 2], [4], [9], [1]]
-    assert len(passes(batches, 10, 190)) == 1
-    assert len(passes(batches, 10, 0)) == 5
 
 
 @given(tasks=TASKS, first=st.integers(0, 9))
@@ -153,11 +143,3 @@ def test_texts_that_are_beginnings_of_each_other() -> None:
     segments = cut(texts, 10)
     assert segments.tokens == 1990
     assert len(segments.parts[-1].after) == len(texts) - 1
-
-
-@given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
-def test_common_beginning(one: list[int], other: list[int]) -> None:
-    expected = 0
-    while expected < min(len(one), len(other)) and one[expected] == other[expected]:
-        expected += 1
-    assert common(one, other) == expected
