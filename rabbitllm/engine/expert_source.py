@@ -31,7 +31,7 @@ BytesOf = Callable[["ExpertPart"], torch.Tensor]
 """A part of one expert -> its bytes, uint8 (nbytes,)."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ExpertPart:
     """Bytes of one kind that each expert has.
 

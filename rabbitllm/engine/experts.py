@@ -8,6 +8,7 @@ are copied into one tensor, which serves that operation only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
@@ -265,14 +266,7 @@ class MappedExperts:
 
 def mapped_bytes(store: WeightFiles) -> FileBytes:
     """The bytes of a store's files, each mapped once."""
-    found: dict[str, torch.Tensor] = {}
-
-    def read(file: str) -> torch.Tensor:
-        if file not in found:
-            found[file] = torch.frombuffer(store.mapped(file).whole(), dtype=torch.uint8)
-        return found[file]
-
-    return read
+    return functools.cache(lambda file: torch.frombuffer(store.mapped(file).whole(), dtype=torch.uint8))
 
 
 def expert_costs(sources: Sequence[ExpertSource]) -> list[ExpertCost]:

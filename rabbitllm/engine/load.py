@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,14 @@ def load_model(
         sources, experts = _fused(sources, experts, placement, by_name, weights, store)
     profiler.in_place = _in_place(model, sources, placement)
     mapped = _mapped_units(sources, placement, by_name)
-    read = {source.unit.name: source.spans for source in mapped if not _is_looked_up(model, source)}
+    embedding = input_embedding(model)  # in its stored form a pass touches a few rows of it
+    read = {s.unit.name: s.spans for s in mapped if not (s.is_view and can_bring_rows(s, embedding))}
     ahead = ReadAhead(read, store, store.checks)
     with torch.no_grad():
         pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
         lanes = device_executors(sources, placement, by_name, store, profiler, kept, way)
         streamer = Streamer(model, sources, placement, lanes, store, profiler, pools, options.prefetching)
-    _compare_before_use(model, mapped, ahead, store.checks)
+    _compare_before_use(mapped, read, ahead, store.checks)
     home_device = by_name[placement.home].torch_device
     if len(chosen) > 1:  # callers expect the output on the device of their inputs
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
@@ -142,12 +144,11 @@ def load_model(
 def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
     """Device and tier -> stored bytes that each pass uses in place; an embedding does not count, since it uses rows."""
     embedding = input_embedding(model)
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for placed in placement.units:
         if placed.tier in _MAPPED and sources[placed.unit].unit.module is not embedding:
-            key = f"{placed.device} {placed.tier.value}"
-            found[key] = found.get(key, 0) + placed.stored
-    return found
+            found[f"{placed.device} {placed.tier.value}"] += placed.stored
+    return dict(found)
 
 
 def _mapped_units(
@@ -158,23 +159,18 @@ def _mapped_units(
     return [sources[unit] for unit in stays]
 
 
-def _is_looked_up(model: nn.Module, source: UnitSource) -> bool:
-    """Whether a resident unit is the input embedding in its stored form, of which a pass touches a few rows."""
-    return source.is_view and can_bring_rows(source, input_embedding(model))
-
-
 def _compare_before_use(
-    model: nn.Module, mapped: Sequence[UnitSource], ahead: ReadAhead, checks: LayerChecks | None
+    mapped: Sequence[UnitSource], read: Container[str], ahead: ReadAhead, checks: LayerChecks | None
 ) -> None:
-    """Have the bytes of each mapped unit, or the rows that are looked up, compared with checksums before its use."""
+    """Have each mapped unit compared with checksums before its use: those in `read` whole, others by their rows."""
     if checks is None:
         return
     for source in mapped:
         unit = source.unit
-        if _is_looked_up(model, source):
-            check_rows_before(unit.module, next(iter(source.stored.values())), checks)
-        else:
+        if unit.name in read:
             wait_before(unit.module, functools.partial(ahead.wait_for, unit.name))
+        else:
+            check_rows_before(unit.module, next(iter(source.stored.values())), checks)
 
 
 def _way(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,29 +72,13 @@ class ModelPart:
     budgets: Mapping[str, int]
 
 
-class PartChooser(Protocol):
-    """Chooses the part that this process computes, before any weight is read."""
-
-    def __call__(
-        self,
-        model: Any,
-        sources: Mapping[str, UnitSource],
-        costs: Sequence[UnitCost],
-        store: WeightFiles,
-        budgets: Mapping[str, int],
-    ) -> ModelPart:
-        """
-        Args:
-            model: the skeleton, on the meta device.
-            sources: its units, in the order of a pass.
-            costs: the memory cost of each, in the same order.
-            store: the weights.
-            budgets: device -> bytes for weights if this process computed the whole model.
-
-        Raises:
-            RabbitLLMError: the model cannot be divided, or the other processes are missing or differ.
-        """
-        ...
+PartChooser = Callable[
+    [Any, Mapping[str, UnitSource], Sequence[UnitCost], WeightFiles, Mapping[str, int]],
+    ModelPart,
+]
+"""Chooses the part that this process computes, before any weight is read, from the skeleton, its units in the order of
+a pass, the memory cost of each in the same order, the weights, and device -> bytes for weights if this process computed
+the whole model. Raises `RabbitLLMError` if the model cannot be divided, or other processes are missing or differ."""
 
 
 def unit_costs(

@@ -7,6 +7,7 @@ fixed subset is resident, spread evenly, so that the transfers of the other unit
 from __future__ import annotations
 
 import enum
+import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -413,10 +414,7 @@ def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[Un
     if not any(shares):
         shares = [1] * len(budgets)
     runs: list[list[UnitCost]] = [[] for _ in budgets]
-    ends, at = [], 0.0
-    for share in shares:
-        at += share / sum(shares)
-        ends.append(at)
+    ends = list(itertools.accumulate(share / sum(shares) for share in shares))
     passed, device = 0, 0
     for cost in costs:
         middle = (passed + (cost.stored + cost.routed) / 2) / total

@@ -7,6 +7,7 @@ The lower part has a bar for each device and the disk, with the bytes on it. A p
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,11 +167,9 @@ def _units(axes: Any, shown: Sequence[Bar], size: float, name: str) -> None:
 
 def _spans(shown: Sequence[Bar]) -> Iterator[tuple[int, int, str]]:
     """First and last bar of each device, in their order."""
-    first = 0
-    for at, bar in enumerate(shown):
-        if at + 1 == len(shown) or shown[at + 1].device != bar.device:
-            yield first, at, bar.device
-            first = at + 1
+    for device, run in itertools.groupby(range(len(shown)), lambda at: shown[at].device):
+        bars_of_device = list(run)
+        yield bars_of_device[0], bars_of_device[-1], device
 
 
 def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:

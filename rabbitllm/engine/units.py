@@ -147,12 +147,11 @@ def _places(module: nn.Module, path: str, *, recurse: bool) -> Iterator[Place]:
     owners = module.named_modules() if recurse else [("", module)]
     for inner, owner in owners:
         prefix = ".".join(part for part in (path, inner) if part)
-        for leaf, parameter in owner._parameters.items():
-            if parameter is not None:
-                yield _place(owner, owner._parameters, leaf, prefix, parameter)
-        for leaf, buffer in owner._buffers.items():
-            if buffer is not None and leaf not in owner._non_persistent_buffers_set:
-                yield _place(owner, owner._buffers, leaf, prefix, buffer)
+        tables: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)
+        for table in tables:
+            for leaf, tensor in table.items():
+                if tensor is not None and leaf not in owner._non_persistent_buffers_set:
+                    yield _place(owner, table, leaf, prefix, tensor)
 
 
 def _place(owner: nn.Module, table: MutableMapping[str, Any], leaf: str, prefix: str, tensor: torch.Tensor) -> Place:
