@@ -58,15 +58,7 @@ def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> 
 
 
 class EmbeddingRows:
-    """The hook that binds the rows; register with `with_kwargs=True`.
-
-    Args:
-        source: the embedding's unit.
-        part: a reader of its mapped parts, on the host.
-        device: the device of the embedding.
-        unbind: restores the placeholder.
-        checks: compares rows that are used for the first time with their checksums; None for no comparison.
-    """
+    """The hook that binds the rows; register with `with_kwargs=True`."""
 
     def __init__(
         self,

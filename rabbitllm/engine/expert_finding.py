@@ -42,13 +42,6 @@ def expert_sources(
 
     These are the modules that transformers computes through its registry of experts kernels, and all of whose weights
     are made of one stored tensor for each expert, or of slices of one, by operations that do not mix experts.
-
-    Args:
-        model: the skeleton.
-        units: its units.
-        weights: the recipes of the parameters.
-        store: the files of the stored tensors.
-        packs: how quantized matrices are multiplied in their stored form; None to dequantize all of them.
     """
     found = []
     for unit in units:

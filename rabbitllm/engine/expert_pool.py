@@ -72,12 +72,7 @@ _KEPT = 2.0**-_WEIGHTS
 
 
 class ExpertCache:
-    """Slots of one size, and the experts in them.
-
-    Args:
-        experts: how many each module has.
-        slots: their number.
-    """
+    """Slots of one size, and the experts in them."""
 
     def __init__(self, experts: Sequence[int], slots: int) -> None:
         self.slots = slots
@@ -307,11 +302,7 @@ class ExpertPool:
         self._count(source, int(np.count_nonzero(here)), shelves)
 
     def warm(self, uses: Mapping[str, Values]) -> None:
-        """Take over earlier use counts, and read the experts of most worth, as far as there are slots.
-
-        Args:
-            uses: of each module, as `uses` returned them.
-        """
+        """Take over earlier use counts, and read the experts of most worth, as far as there are slots."""
         self.end()
         for module, source in enumerate(self.sources):
             for cache in (self.cache, self.host_cache):
@@ -506,12 +497,7 @@ class ExpertPool:
 
 
 class PooledExperts:
-    """The experts of one module of a pool.
-
-    Args:
-        pool: the pool that has them.
-        module: the module's index among the pool's sources.
-    """
+    """The experts of one module of a pool."""
 
     def __init__(self, pool: ExpertPool, module: int) -> None:
         self._pool = pool

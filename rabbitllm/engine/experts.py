@@ -210,13 +210,7 @@ FileBytes = Callable[[str], torch.Tensor]
 
 
 class MappedExperts:
-    """The experts of one module.
-
-    Args:
-        model: the skeleton, for conversions.
-        source: the module's experts.
-        file_bytes: provides the mapped files.
-    """
+    """The experts of one module."""
 
     def __init__(self, model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes) -> None:
         self._model = model
@@ -296,15 +290,6 @@ def bind_experts(
     ways: Mapping[str, ReadMode],
 ) -> dict[str, ExpertPool]:
     """Give every routed module its experts.
-
-    Args:
-        model: the skeleton; stacks and hooks are added to it.
-        sources: the modules.
-        placement: the tiers and devices of their experts.
-        devices: by name.
-        store: the layer files.
-        profiler: records reads and hits.
-        ways: device -> how its experts are read.
 
     Returns:
         Device name -> its pool, for those that have one.

@@ -145,13 +145,7 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
 
 
 def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Workers) -> None:
-    """Compare the experts that a mapped module uses, while it computes with them.
-
-    Args:
-        source: the module.
-        checks: the checksums of its files, by block.
-        thread: computes the checksums.
-    """
+    """Compare the experts that a mapped module uses, while it computes with them."""
     left, pending = set(range(source.experts)), list[Future[set[int]]]()
 
     def compare(experts: set[int]) -> set[int]:

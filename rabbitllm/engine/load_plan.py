@@ -84,13 +84,7 @@ the whole model. Raises `RabbitLLMError` if the model cannot be divided, or othe
 def unit_costs(
     model: nn.Module, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource] = ()
 ) -> list[UnitCost]:
-    """A cost for each unit, in the order of `sources`, which is that of a pass.
-
-    Args:
-        model: the skeleton.
-        sources: the units, without the experts that are streamed individually.
-        experts: the experts modules that are streamed by expert.
-    """
+    """A cost for each unit, in the order of `sources`, which is that of a pass."""
     routed: dict[str, int] = {}
     shared = _shared(sources.values())
     for expert in experts:
@@ -193,12 +187,6 @@ class LoadPlan:
 @uncollected()
 def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices: Sequence[Device]) -> LoadPlan:
     """Decide all that `load_model` decides from names and sizes alone.
-
-    Args:
-        store: the tensors; planned ones need no files.
-        options: see `RunOptions`.
-        home: the folder of the config.
-        devices: the devices to compute on.
 
     Raises:
         IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
@@ -393,15 +381,7 @@ def place_units(
     devices: Sequence[Device],
     options: RunOptions,
 ) -> Placement:
-    """The placement of every unit, within the free memory or the caller's limits.
-
-    Args:
-        model: the skeleton.
-        sources: its units, in the order of a pass.
-        experts: the modules whose experts are streamed individually.
-        devices: the devices to compute on.
-        options: see `RunOptions`.
-    """
+    """The placement of every unit, within the free memory or the caller's limits."""
     costs = unit_costs(model, sources, experts)
     budgets = [Budget(device.name, budget_of(device, options), device.shares_host_memory) for device in devices]
     return place(

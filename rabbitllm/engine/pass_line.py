@@ -68,9 +68,6 @@ class PassLedger:
     Shares are of the caller's time. A GPU computes asynchronously, so there the time in which the host waits for
     weights is reported, and the rest counts as computing.
 
-    Args:
-        layers: units of a pass.
-
     Attributes:
         number: of the running pass, counted from 1, of all passes of this model.
         layer: units that have computed in it.
@@ -176,12 +173,7 @@ class PassLine:
 
     @contextlib.contextmanager
     def over(self, entry: PassInput, text: Any) -> Iterator[None]:
-        """A context around one pass; a nested one belongs to the outer pass.
-
-        Args:
-            entry: the size of the input.
-            text: the KV cache.
-        """
+        """A context around one pass; a nested one belongs to the outer pass."""
         if self._open:
             yield
             return

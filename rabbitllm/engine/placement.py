@@ -494,12 +494,7 @@ _COUNTING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED, Tier.ROWS, 
 
 
 def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTensor]]) -> tuple[PlacedUnit, ...]:
-    """The units, each with the bytes of its tensors that are counted at another unit of its device.
-
-    Args:
-        placement: of all units.
-        shared: unit -> its shared tensors.
-    """
+    """The units, each with the bytes of its tensors that are counted at another unit of its device."""
     hosts = {budget.device for budget in placement.budgets if budget.is_host}
     tied: dict[str, int] = {}
     counted: set[tuple[str, str]] = set()

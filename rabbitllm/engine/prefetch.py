@@ -63,12 +63,7 @@ Job = Callable[[BufferSlot], Any]
 
 
 class Prefetcher:
-    """The buffers and their thread.
-
-    Args:
-        slots: the buffers.
-        thread: the name of the thread.
-    """
+    """The buffers and their thread."""
 
     def __init__(self, slots: Sequence[BufferSlot], thread: str) -> None:
         self._slots = tuple(slots)
@@ -285,12 +280,6 @@ def keep_units(
     placement: Placement, sources: Mapping[str, UnitSource], devices: Mapping[str, Device], store: WeightFiles
 ) -> tuple[Placement, dict[str, HostBuffers]]:
     """Read the units of `Tier.PINNED` into pinned memory.
-
-    Args:
-        placement: of all units.
-        sources: every unit.
-        devices: by name.
-        store: the layer files.
 
     Returns:
         The placement, where units that could not be pinned are streamed, and device name -> its pinned memory, for each

@@ -310,9 +310,6 @@ class WrapAgain(ConversionOps):  # type: ignore[misc]
     transformers' own operation reads a part of each weight's state from JSON in a tensor, and puts a number from it
     into another tensor. With tensors on a GPU, each matrix of each pass would wait for the computation. The state is
     the same in each pass, so it is read in the first only.
-
-    Args:
-        first: transformers' operation.
     """
 
     def __init__(self, first: Any) -> None:
@@ -365,9 +362,6 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
 
     Experts of another format (int8, FP8 with a scale per block) are decompressed matrix by matrix, by the compressor
     that compressed-tensors has for dense matrices of that format.
-
-    Args:
-        first: transformers' `CompressedTensorsDequantize`.
     """
 
     def __init__(self, first: Any) -> None:

@@ -252,11 +252,7 @@ class UnitSource:
         *,
         apart: bool = False,
     ) -> None:
-        """Make the parameters and bind them.
-
-        Args:
-            model, part, memo, apart: see `made`.
-        """
+        """Make the parameters and bind them."""
         for place, tensor in self.made(model, part, memo, apart=apart):
             place.bind(tensor)
 
@@ -344,14 +340,7 @@ def mapped_part(store: WeightFiles) -> PartReader:
 
 
 def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs | None = None) -> UnitSource:
-    """The source of a unit.
-
-    Args:
-        unit: the module and its parameters.
-        weights: the recipes of the parameters.
-        store: the files of the stored tensors.
-        packs: how quantized weights of Linears are multiplied from their codes; None to dequantize all of them.
-    """
+    """The source of a unit."""
     by_key: dict[str, tuple[Recipe, list[tuple[str, Place]], list[tuple[type[StoredMatrix], Place]]]] = {}
     for place in unit.places:
         recipe = weights.recipe(place.target)

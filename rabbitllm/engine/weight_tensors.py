@@ -274,12 +274,7 @@ def called_by(package: str) -> bool:
 
 
 class QuantizedWeight(WeightStandIn):
-    """A quantized matrix as a tensor.
-
-    Args:
-        matrix: its stored parts; nothing is copied.
-        dtype: of the tensor, and of the matrix when it is dequantized.
-    """
+    """A quantized matrix as a tensor."""
 
     matrix: StoredMatrix
     _why = "it is there by its codes alone, at 4bit or 8bit"

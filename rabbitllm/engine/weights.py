@@ -39,13 +39,7 @@ Renamed = tuple[str, str | None]
 
 
 class KeyRenaming:
-    """Maps a checkpoint's keys to names in a model.
-
-    Args:
-        renamings, converters: of the model, from transformers.
-        prefix: the model's `base_model_prefix`.
-        expected: the model's own names.
-    """
+    """Maps a checkpoint's keys to names in a model."""
 
     def __init__(
         self, renamings: list[Any], converters: list[Any], prefix: str, expected: Mapping[str, torch.Tensor]
@@ -150,12 +144,6 @@ def map_weights(
     model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str, quantizer: Any = None
 ) -> WeightMap:
     """Match a split directory's tensors with a model's parameters.
-
-    Args:
-        model: the skeleton.
-        stored: checkpoint name -> stored tensor.
-        where: the folder, for messages.
-        quantizer: of weights that are published quantized, see `engine.published`.
 
     Raises:
         IncompleteSplitError: a parameter has no tensor, or one of another shape; all of them are named.

@@ -255,13 +255,7 @@ _FILES = OpenFiles()
 
 
 class JoinedFiles:
-    """Makes tensors from pieces in files, with the interface of a `ShardFile`.
-
-    Args:
-        path: for messages.
-        files: the open files by name.
-        pieces: tensor name -> its pieces in the files, in order.
-    """
+    """Makes tensors from pieces in files, with the interface of a `ShardFile`."""
 
     def __init__(self, path: Path, files: Mapping[str, ShardFile], pieces: Mapping[str, Sequence[TensorSpec]]) -> None:
         self.path = path

@@ -64,12 +64,7 @@ def stage_table(stages: Mapping[str, Total], title: str) -> list[str]:
 
 
 def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str]:
-    """A line for prefill passes and one for decode passes.
-
-    Args:
-        sums: sums of all passes.
-        passes: those kept individually, for the median.
-    """
+    """A line for prefill passes and one for decode passes."""
     rows = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]
     for kind, total in sums.items():
         made = total.made_per_pass
