@@ -174,7 +174,7 @@ class StreamedModel:
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Leave the weights unchanged; `type`, `cpu`, `double` and a wrapper's own `to` call it; see `to`."""
+        """Leave the weights unchanged; `type`, `double` and a wrapper's own `to` call it; see `to`."""
         sample = torch.empty(0, dtype=self.dtype, device=self._compute_device)  # type: ignore[attr-defined]
         moved = fn(sample)
         if (moved.device, moved.dtype) != (sample.device, sample.dtype):
@@ -193,6 +193,10 @@ class StreamedModel:
         device = args[0] if args else kwargs.get("device")
         return self.to("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
 
+    def cpu(self) -> Any:
+        """See `to`."""
+        return self.to("cpu")
+
     def half(self, *args: Any) -> Any:
         """See `to`."""
         return self.to("float16")
@@ -200,6 +204,14 @@ class StreamedModel:
     def float(self, *args: Any) -> Any:
         """See `to`."""
         return self.to("float32")
+
+    def double(self, *args: Any) -> Any:
+        """See `to`."""
+        return self.to("float64")
+
+    def bfloat16(self, *args: Any) -> Any:
+        """See `to`."""
+        return self.to("bfloat16")
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters of the whole model, resident or not; tied weights count once, as in any model."""
