@@ -25,30 +25,6 @@ _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", 
 """In-place methods that do not change the values."""
 
 
-def refuse_writing(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, kind: type, why: str
-) -> None:
-    """Refuse a function of torch that would write to a weight of this kind.
-
-    Args:
-        func, args, kwargs: from `__torch_function__`.
-        kind: the type of the weights.
-        why: the reason, for the message.
-
-    Raises:
-        ReadOnlyWeightError: the function writes to such a weight.
-    """
-    named = kwargs or {}
-    target = args[0] if args else named.get("tensor", named.get("input"))  # torch.nn.init passes it by name
-    written = isinstance(target, kind) and _writes_to_the_first(func)
-    if written or isinstance(named.get("out"), kind):
-        raise ReadOnlyWeightError(
-            f"A weight of this model cannot be written to: {why}.",
-            "Leave an adapter unmerged: then it changes no weights. To merge it, or to change weights, load the "
-            "model uncompressed and with enough max_memory for all of it, or with transformers itself.",
-        )
-
-
 def _writes_to_the_first(func: Callable[..., Any]) -> bool:
     if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
         return True
@@ -98,6 +74,17 @@ class WeightStandIn(torch.Tensor):
         return None
 
     @classmethod
+    def _refuse_writing(cls, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> None:
+        """Raise `ReadOnlyWeightError` for a function of torch that would write to a weight of this kind."""
+        target = args[0] if args else given.get("tensor", given.get("input"))  # torch.nn.init passes it by name
+        if (isinstance(target, cls) and _writes_to_the_first(func)) or isinstance(given.get("out"), cls):
+            raise ReadOnlyWeightError(
+                f"A weight of this model cannot be written to: {cls._why}.",
+                "Leave an adapter unmerged: then it changes no weights. To merge it, or to change weights, load the "
+                "model uncompressed and with enough max_memory for all of it, or with transformers itself.",
+            )
+
+    @classmethod
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -109,7 +96,7 @@ class WeightStandIn(torch.Tensor):
         answer = cls._answers.get(func)
         if answer is not None and (found := answer(*args, **given)) is not None:
             return found
-        refuse_writing(func, args, kwargs, cls, cls._why)
+        cls._refuse_writing(func, args, given)
         if func in cls._by_memory:
             return func(args[0].whole(), *args[1:], **given)
         if func in _ADDRESSES:
@@ -206,7 +193,7 @@ class AbsentWeight(WeightStandIn):
 
 def _clone(*args: Any, **others: Any) -> None:
     if called_by("peft"):  # it clones the weights that it will merge into
-        refuse_writing(torch.Tensor.copy_, args, None, AbsentWeight, AbsentWeight._why)
+        AbsentWeight._refuse_writing(torch.Tensor.copy_, args, {})
 
 
 def _new_tensor(form: torch.Tensor, data: Any, **others: Any) -> torch.Tensor:
