@@ -49,6 +49,8 @@ _SCALED_ACTIVATIONS = ("starcoder2", "falcon", "mpt", "gptj", "gpt_neox", "gpt_b
 
 def awq_weight(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix (N, K) of AWQ's parts."""
+    if len(qweight) % len(scales):
+        raise ValueError(f"{len(qweight)} inputs in {len(scales)} groups")
     group = torch.arange(len(qweight), device=qweight.device) // (len(qweight) // len(scales))
     return _weight(qweight, 4, _awq_integers(qzeros), scales, group, torch.tensor(_AWQ_ORDER), dtype)
 
@@ -92,17 +94,14 @@ def _weight(
     Raises:
         ValueError: the sizes of the parts do not match, or a group does not exist.
     """
-    if packed.device != _CPU:
-        codes = _integers(packed, bits, 1).flatten(0, 1) if order is None else _awq_integers(packed)  # (K, N)
-        return ((codes - zeros[group]).float() * scales[group].float()).t().contiguous().to(dtype)
     inputs, outputs = len(group), scales.shape[1]
     wanted = (inputs, outputs * bits // 32) if order is not None else (inputs * bits // 32, outputs)
-    if (
-        tuple(packed.shape) != wanted
-        or zeros.shape != scales.shape
-        or not 0 <= int(group.min()) <= int(group.max()) < len(scales)
-    ):
+    fit, on_cpu = tuple(packed.shape) == wanted and zeros.shape == scales.shape, packed.device == _CPU
+    if not fit or (on_cpu and not 0 <= int(group.min()) <= int(group.max()) < len(scales)):
         raise ValueError(f"parts of shapes {tuple(packed.shape)}, {tuple(zeros.shape)} and {tuple(scales.shape)}")
+    if not on_cpu:
+        codes = _integers(packed, bits, 1).flatten(0, 1) if order is None else _awq_integers(packed)  # (K, N)
+        return ((codes - zeros[group]).float() * scales[group].float()).t().contiguous().to(dtype)
     made = torch.empty(outputs, inputs)
     given = (zeros.int().contiguous().numpy(), scales.float().contiguous().numpy(), group.contiguous().numpy())
     turns = order.numpy() if order is not None else None
