@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import checkpoint, even_experts
 from benchmarks.scale_facts import EPYC, XEON, Figure, Host
 from benchmarks.scale_pace import Pass, pass_over
-from benchmarks.scale_shape import DENSE, Drawn, draw, shape_of, shape_of_config
+from benchmarks.scale_shape import DENSE, Drawn, draw, shape_of, shape_of_layers
 from rabbitllm.engine.devices import CpuDevice, default_budget
 from rabbitllm.estimate.cost_model import Strain
 
@@ -139,7 +139,21 @@ def _small(compression: str | None) -> Drawn:
     scale = asdict(checkpoint.SCALES["full"])
     config = {**scale, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"}
     config["tie_word_embeddings"] = False
-    return draw(shape_of_config("1.43 GB", compression, config), on_gpu=False)
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    layer = {**_attention(config), "mlp.gate_proj.weight": [inner, hidden], "mlp.up_proj.weight": [inner, hidden]}
+    layer |= {f"self_attn.{which}_proj.bias": layer[f"self_attn.{which}_proj.weight"][:1] for which in "qkv"}
+    layer["mlp.down_proj.weight"] = [hidden, inner]
+    return draw(shape_of_layers("1.43 GB", compression, config, layer), on_gpu=False)
+
+
+def _attention(config: dict[str, Any]) -> dict[str, list[int]]:
+    """The shapes of a layer's attention and norms."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    keys = config["num_key_value_heads"] * head
+    found = {f"self_attn.{which}_proj.weight": [keys, hidden] for which in "kv"}
+    found |= {"self_attn.q_proj.weight": [heads * head, hidden], "self_attn.o_proj.weight": [hidden, heads * head]}
+    return found | {f"{name}_layernorm.weight": [hidden] for name in ("input", "post_attention")}
 
 
 @functools.cache
@@ -147,7 +161,12 @@ def _even() -> Drawn:
     scale = asdict(even_experts.SCALES["full"])
     config = {**scale, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"}
     config |= {"tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return draw(shape_of_config("even experts", None, config), on_gpu=False)
+    hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+    layer = {**_attention(config), "mlp.gate.weight": [experts, hidden]}
+    layer |= {f"self_attn.{which}_norm.weight": [config["head_dim"]] for which in "qk"}
+    layer |= {f"mlp.experts.{{{experts}}}.{which}_proj.weight": [inner, hidden] for which in ("gate", "up")}
+    layer[f"mlp.experts.{{{experts}}}.down_proj.weight"] = [hidden, inner]
+    return draw(shape_of_layers("even experts", None, config, layer), on_gpu=False)
 
 
 def _large() -> Check:

@@ -101,9 +101,15 @@ def shape_of(name: str, compression: str | None) -> Shape:
     return shape_of_outline(name, compression, found.outline)
 
 
-def shape_of_config(name: str, compression: str | None, config: Mapping[str, Any]) -> Shape:
-    """Any model whose family the outlines know."""
-    return shape_of_outline(name, compression, outline_of(config))
+def shape_of_layers(name: str, compression: str | None, config: Mapping[str, Any], layer: Mapping[str, Any]) -> Shape:
+    """A model whose layers are equal, with the shapes of a layer's tensors as models.json has them."""
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    tensors = {f"model.layers.0.{inner}": shape for inner, shape in layer.items()}
+    tensors |= {"model.embed_tokens.weight": [vocabulary, hidden], "lm_head.weight": [vocabulary, hidden]}
+    entry = {"config": config, "sample": {"num_hidden_layers": 1}, "layers": "0" * config["num_hidden_layers"]}
+    return shape_of_outline(
+        name, compression, outline_of({**entry, "tensors": {**tensors, "model.norm.weight": [hidden]}})
+    )
 
 
 def shape_of_outline(name: str, compression: str | None, outline: Outline) -> Shape:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base import progress
-from rabbitllm.base.terminal import amount, duration, unit_of
+from rabbitllm.base.terminal import amount, counted, duration, unit_of
 from rabbitllm.errors import MissingPackageError, OptionError
 from rabbitllm.storage.durable import write_whole
 from rabbitllm.telemetry.passes import (
@@ -102,7 +102,6 @@ _LANES: Sequence[tuple[str, frozenset[str]]] = (
     ("copy", frozenset(COPIES)),
     ("caller", frozenset(CALLER_STAGES)),
 )
-_CALLERS = CALLER_STAGES
 _BRINGERS = (READ, *COPIES)
 _MAX_NAMES = 40
 """Limit of layers that are all named below the bars."""
@@ -149,7 +148,7 @@ def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, fl
     spent: dict[str, dict[str, float]] = {}
     used: dict[str, float] = {}
     for event in sorted(_events_of(known, one), key=lambda event: event.start):
-        if event.stage in _CALLERS:
+        if event.stage in CALLER_STAGES:
             stages = spent.setdefault(event.layer, {})
             stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
             used[event.layer] = event.end
@@ -160,13 +159,15 @@ def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, fl
 
 
 def _pass_figure(one: Pass, events: Sequence[Event], title: str, note: str) -> Any:
+    from matplotlib.patches import Patch
+
     figure = blank(_WIDTH, _HEIGHT)
     above, below = figure.subplots(2, 1, height_ratios=(1, 1.9))
     inside = _events_of(events, one)
     _timeline(above, one, inside)
     _bars(below, spent_by_layer(one, events))
     present = [stage for stage in COLOURS if any(event.stage == stage for event in inside)]
-    handles = [_patch(COLOURS[stage], _STAGE_LABELS.get(stage, stage)) for stage in present]
+    handles = [Patch(color=COLOURS[stage], label=_STAGE_LABELS.get(stage, stage)) for stage in present]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle("\n".join(line for line in (title, note) if line), x=0.01, ha="left", fontsize=11)
     return figure
@@ -182,8 +183,9 @@ def _timeline(axes: Any, one: Pass, events: Sequence[Event]) -> None:
     axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_xlim(0, one.wall * 1e3)
-    kind = f"over {one.tokens} tokens of prompt" if one.kind == PROMPT else f"over {_tokens(one.tokens)}"
-    axes.set_xlabel(f"milliseconds of pass {one.number}, {kind}")
+    axes.set_xlabel(
+        f"milliseconds of pass {one.number}, over {counted(one.tokens, 'token')}{' of prompt' * (one.kind == PROMPT)}"
+    )
     unframed(axes)
 
 
@@ -198,32 +200,18 @@ def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
     layers = list(spent)
     brings = any(stage in stages for stages in spent.values() for stage in _BRINGERS)
     width = 0.4 if brings else 0.8
-    for stages, shift in ((_CALLERS, width / 2 if brings else 0.0), (_BRINGERS, -width / 2)):
+    for stages, shift in ((CALLER_STAGES, width / 2 if brings else 0.0), (_BRINGERS, -width / 2)):
         bottom = [0.0] * len(layers)
         for stage in stages:
             heights = [spent[layer].get(stage, 0.0) * 1e3 for layer in layers]
             axes.bar([x + shift for x in range(len(layers))], heights, width, bottom, color=COLOURS[stage])
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     step = max(-(-len(layers) // _MAX_NAMES), 1)
-    axes.set_xticks(range(0, len(layers), step), _short(layers)[::step], rotation=90, fontsize=8)
+    names = [layer.removeprefix("model.").removeprefix("transformer.") for layer in layers]
+    axes.set_xticks(range(0, len(layers), step), names[::step], rotation=90, fontsize=8)
     axes.set_xlim(-0.6, len(layers) - 0.4)
     axes.set_ylabel("milliseconds")
     unframed(axes)
-
-
-def _short(layers: Sequence[str]) -> list[str]:
-    """Names of layers without a common prefix such as `model.`."""
-    return [layer.removeprefix("model.").removeprefix("transformer.") for layer in layers]
-
-
-def _tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count} tokens"
-
-
-def _patch(colour: str, label: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=label)
 
 
 # Disk use during a split, recorded from its events; a point is one measurement of the disk, from an event.
@@ -232,7 +220,7 @@ def _patch(colour: str, label: str) -> Any:
 MAX_POINTS = 4_000
 """Limit of points; beyond it they are thinned to half: the higher of two neighbours is kept, so no peak is lost."""
 FAR = 1.5
-"""A limit this many times above everything else is written down instead of drawn."""
+"""The picture ends so many times above all but the limit; a higher limit is only written down."""
 SPLIT_COLOUR, SOURCE_COLOUR, LIMIT_COLOUR, WHOLE_COLOUR = "#0072B2", "#BDBDBD", "#D55E00", "#555555"
 """Okabe and Ito's palette, which is safe for colour-blind readers; and greys."""
 LABELLED, APART = 0.14, 0.04
@@ -345,7 +333,7 @@ def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
 
 @contextlib.contextmanager
 def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
-    """Record splits inside the context, and draw_disk the record at the end, also if one fails.
+    """Record splits inside the context, and draw the record at the end, also if one fails.
 
     Args:
         path: path of the picture; None for no picture.
@@ -364,18 +352,7 @@ def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
             yield record
     finally:
         if record.points:
-            draw_disk(record, path)
-
-
-def draw_disk(record: DiskRecord, path: str | Path) -> None:
-    """Draw a record with at least one point.
-
-    Raises:
-        OptionError, MissingPackageError: see `check_picture`.
-        OSError: the file cannot be written.
-    """
-    check_picture(path)
-    write(_disk_figure(record), path, _DISK_DPI)
+            write(_disk_figure(record), path, _DISK_DPI)
 
 
 def _disk_figure(record: DiskRecord) -> Any:
@@ -389,26 +366,29 @@ def _disk_figure(record: DiskRecord) -> Any:
     times = [point.seconds / per for point in points]
     split = [point.disk_bytes / scale for point in points]
     total = [point.total / scale for point in points]
-    axes.fill_between(
-        times, split, color=SPLIT_COLOUR, linewidth=0, step="post", label="the split (layers, and shards fetched)"
-    )
+    label = "the split (layers, and shards fetched)"
+    axes.fill_between(times, split, color=SPLIT_COLOUR, linewidth=0, step="post", label=label)
     if max(point.source_left_bytes for point in points):
         label = "the checkpoint's own shards"
         axes.fill_between(times, split, total, color=SOURCE_COLOUR, linewidth=0, step="post", label=label)
-    note = _limits(axes, record, most, scale)
+    whole = {"color": WHOLE_COLOUR, "linestyle": ":", "linewidth": 1.5, "label": "the whole checkpoint"}
+    axes.axhline(record.source_bytes / scale, **whole)
+    limits = [point.limit_bytes / scale for point in points]
+    if any(limits):
+        line = {"color": LIMIT_COLOUR, "linestyle": "--", "linewidth": 1.5, "label": "limit of the split"}
+        axes.step(times, limits, where="post", **line)
     axes.plot([peak.seconds / per], [peak.total / scale], "o", color="black", markersize=5, zorder=5)
-    _label_peak(axes, peak, times[-1], per, scale)
     _shard_marks(axes, record, per)
     axes.set_xlim(0, max(times[-1], 1e-9))
-    axes.set_ylim(0, 1.07 * axes.get_ylim()[1])  # room for the label of a peak
+    axes.set_ylim(0, 1.07 * min(max(*limits, most / scale), FAR * most / scale))
     axes.set_xlabel(time_unit)
     axes.set_ylabel(f"{unit} on the disk")
     unframed(axes)
-    facts = (
-        f"a checkpoint of {amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
-    )
+    took = f"{amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
+    limit = f"; limit of the split {amount(min(filter(None, limits)) * scale)}" if any(limits) else ""
     label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]
-    figure.suptitle(f"{label}\n{facts}{note}", x=0.01, ha="left", fontsize=10)
+    facts = f"a checkpoint of {took}; peak {amount(peak.total)}{limit}"
+    figure.suptitle(f"{label}\n{facts}", x=0.01, ha="left", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
 
@@ -417,48 +397,6 @@ def _time_unit(seconds: float) -> tuple[float, str]:
     if seconds < 180:
         return 1.0, "seconds"
     return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
-
-
-def _limits(axes: Any, record: DiskRecord, most: int, scale: float) -> str:
-    """Draw lines for the limit and for the checkpoint's size; return the text for a limit that is far off."""
-    axes.axhline(
-        record.source_bytes / scale, color=WHOLE_COLOUR, linestyle=":", linewidth=1.5, label="the whole checkpoint"
-    )
-    limits = [point.limit_bytes for point in record.points if point.limit_bytes]
-    if not limits:
-        return ""
-    if min(limits) > FAR * most:
-        return f"; limit of the split {amount(min(limits))}"
-    times = [point.seconds for point in record.points]
-    per, _ = _time_unit(times[-1])
-    heights = [point.limit_bytes / scale for point in record.points]
-    axes.step(
-        [time / per for time in times],
-        heights,
-        where="post",
-        color=LIMIT_COLOUR,
-        linestyle="--",
-        linewidth=1.5,
-        label="limit of the split",
-    )
-    return ""
-
-
-def _label_peak(axes: Any, peak: DiskSample, end: float, per: float, scale: float) -> None:
-    """Write the label next to the peak's dot, on the side with enough room."""
-    left = peak.seconds / per > end / 2
-    axes.annotate(
-        f"peak {amount(peak.total)}",
-        (peak.seconds / per, peak.total / scale),
-        xytext=(-8 if left else 8, 6),
-        textcoords="offset points",
-        ha="right" if left else "left",
-        va="bottom",
-        fontweight="bold",
-        fontsize=10,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
-        zorder=6,
-    )
 
 
 def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:

@@ -199,14 +199,12 @@ class Reading:
         seconds = self._clock() - self._start
         rate = self._done / seconds if seconds else 0.0
         left = f"{duration((self._total - self._done) / rate)} left" if rate else ""
-        texts = (f"{share:.0%}".replace("%", " %"), part(self._done, self._total), speed(rate), left)
+        texts = (f"{100 * share:.0f} %", part(self._done, self._total), speed(rate), left)
         pieces = [LinePiece(text, rank) for rank, text in enumerate(texts)]
         head: Row = (("reading ", "bold"),)
-        for drawn in ((*head, *bar(share, BAR), (" ", "")), head):
-            row = fitting(pieces, width - len(text_of(drawn)))
-            if row:
-                break
-        return [(*drawn, *row)]
+        drawn: Row = (*head, *bar(share, BAR), (" ", ""))
+        row = fitting(pieces, width - len(text_of(drawn)))
+        return [(*drawn, *row)] if row else [(*head, *fitting(pieces, width - len(text_of(head))))]
 
     def line(self) -> str:
         """The same without the bar."""

@@ -1,7 +1,6 @@
 """The report of `rabbitllm doctor` as text. Decides nothing.
 
-Laid out for 80 columns, with two columns more from 100 on. On a terminal there is colour and long lines are wrapped;
-elsewhere each is one plain line.
+Laid out for 80 columns. On a terminal there is colour and long lines are wrapped; elsewhere each is one plain line.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from rabbitllm.storage.folders import Folder
 _CELL = 17
 _NAME = 21
 _SIZE = 8
-_BESIDE = 33
-_WIDE = 100
-"""Terminal width from which columns for resident and read bytes are shown."""
 _MARKS = {"standard": "", "sequential_ahead": ", seq.", "sequential_file": ", seq.", "sequential_stream": ", stream"}
 _ROUTES = ("standard", "sequential_file", "sequential_stream")
 _LEGEND = (
@@ -164,20 +160,16 @@ def _show_models(console: Console, report: Report, every: bool) -> None:
         for line in _LEGEND_OF_ALL:
             put(console, Text(line, "dim"))
         return
-    wide = timed and console.is_terminal and console.width >= _WIDE
-    room = console.width - (_BESIDE if wide else 0)
-    shown = COMPRESSIONS if room >= _NAME + _SIZE + len(COMPRESSIONS) * _CELL else COMPRESSIONS[:-1]
-    names = ("uncompressed", *shown[1:])
-    more = f"{'stays in memory':>18}{'read a token':>15}" if wide else ""
-    head = f"{'':<{_NAME}}{'size':>6}  " + "".join(f"{name!s:<{_CELL}}" for name in names) + more
+    shown = COMPRESSIONS if console.width >= _NAME + _SIZE + len(COMPRESSIONS) * _CELL else COMPRESSIONS[:-1]
+    head = f"{'':<{_NAME}}{'size':>6}  " + "".join(f"{name or 'uncompressed':<{_CELL}}" for name in shown)
     put(console, Text(head.rstrip(), "dim"))
     for model in report.models:
-        put(console, _line(model, shown, timed, wide))
+        put(console, _line(model, shown, timed))
     for line in _LEGEND:
         put(console, Text(line, "dim"))
 
 
-def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool, wide: bool) -> Text:
+def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool) -> Text:
     name = f"{model.name} ({model.quantized})" if model.quantized else model.name
     name = name.replace("-Instruct", "")
     line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{_short(model.parameters):>6}  ")
@@ -186,9 +178,6 @@ def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool, wide: 
         cell, style = _cell(at[compression], timed) if compression in at else ("", "")
         line.append(cell, style)
         line.append(" " * (_CELL - len(cell)))
-    if wide and (best := model.best) is not None and best.generation is not None:
-        read = size(best.generation.read_bytes) if best.generation.read_bytes else "nothing"
-        line.append(f"{size(best.generation.stays_bytes):>18}{read:>15}", "dim")
     line.rstrip()
     return line
 
@@ -232,8 +221,8 @@ def _show_model(console: Console, model: ModelEstimate) -> None:
 
 def _columns(name: str, *values: str) -> str:
     widths = (10, 12, 9, 12, 8, 9, 9)
-    lead = f"  {name:<{13}}" if name != "GiB" else f"{'GiB':>15}"
-    return (f"{lead:<13}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True)))[:100]
+    lead = f"  {name:<13}" if name != "GiB" else f"{name:>15}"
+    return lead + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
 
 
 # What to do
