@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.auto_model import AutoModel
+from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
 from rabbitllm.telemetry.passes import (
     COMPUTE,
@@ -149,14 +149,13 @@ class Measured:
 
 
 def measure(
-    source: str, request: BenchRequest, options: Mapping[str, Any], say: Callable[[str], None] = lambda text: None
+    load_request: LoadRequest, request: BenchRequest, say: Callable[[str], None] = lambda text: None
 ) -> Measured:
     """Load a model and generate.
 
     Args:
-        source: as for `AutoModel.from_pretrained`.
+        load_request: the model; it is loaded with its profiler.
         request: size of the generation.
-        options: for `AutoModel.from_pretrained`.
         say: called with a description of each step.
 
     Raises:
@@ -167,7 +166,7 @@ def measure(
 
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # the profile of a split that is made by this call
-        model = AutoModel.from_pretrained(source, profiling_mode=True, show_layer_progress=False, **options)
+        model = load(replace(load_request, run=replace(load_request.run, profiling=True, show_progress=False)))
     loaded = time.perf_counter() - start
     model.profiler.enabled = False
     prompt = _prompt(model, request)
@@ -182,11 +181,11 @@ def measure(
     with model.profiler.trace() as trace:
         _turn(model, prompt, request.tokens)
     return Measured(
-        name=source,
+        name=load_request.spec.name,
         request=request,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        compression=options.get("compression"),
+        compression=load_request.spec.compression,
         placement=model.placement,
         load=loaded,
         first_after_load=after_load.first,

@@ -9,6 +9,7 @@ import pytest
 from rabbitllm.bench import BenchRequest, Measured, as_record, measure, peak_memory, shares
 from tests.support.builders import build_checkpoint
 from tests.support.fresh_process import in_a_fresh_process
+from tests.support.load_requests import asked
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
 
 REQUEST = BenchRequest(tokens=5, prompt_tokens=6, batch=2, turns=2)
@@ -18,7 +19,7 @@ REQUEST = BenchRequest(tokens=5, prompt_tokens=6, batch=2, turns=2)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     folder = build_checkpoint(tmp_path_factory.mktemp("bench") / "model", request.param, tied=request.param == "t5")
     split(folder)
-    return measure(str(folder), REQUEST, {"device": "cpu", "max_memory": {"cpu": 0}})
+    return measure(asked(folder, device="cpu", max_memory={"cpu": 0}), REQUEST)
 
 
 def test_only_the_last_turn_is_profiled(measured: Measured) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
     from rabbitllm.auto_model import LoadRequest
-    from rabbitllm.base.options import Hosts
+    from rabbitllm.base.options import Hosts, ShardPolicy
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -169,10 +170,26 @@ class ModelOptions:
     no_verify_checksums: NoVerifyOption = False
     fast_bfloat16: FastOption = False
 
-    def request(self, model: str, hosts: Hosts | None = None, *, profiling: bool = False) -> LoadRequest:
+    def request(
+        self,
+        model: str,
+        hosts: Hosts | None = None,
+        *,
+        shards: ShardPolicy | None = None,
+        token: str | None = None,
+        of_split: Mapping[str, Any] = MappingProxyType({}),
+        **of_run: Any,
+    ) -> LoadRequest:
         """Parse and check them.
 
         Without `--compression`, the compression is that of a split on this machine; with `--no-split` there is none.
+
+        Args:
+            model: the model as the user named it.
+            hosts: processes that compute it together.
+            shards: what becomes of the shards; by default those that are fetched are not kept.
+            token: access token for the hub.
+            of_split, of_run: further options of `prepare.split_options` and of `RunOptions`.
 
         Raises:
             OptionError: a limit that names no device, or options that are invalid or contradict each other.
@@ -186,10 +203,12 @@ class ModelOptions:
 
         folder = expand(self.folder) if self.folder is not None else None
         word = "none" if self.no_split and self.compression is None else self.compression
-        spec = prepare.ModelSpec(model, compression_to_run(model, word, folder), folder, HubAccess(self.revision))
-        shards = shard_policy(sequential=self.sequential)
+        spec = prepare.ModelSpec(
+            model, compression_to_run(model, word, folder), folder, HubAccess(self.revision, token)
+        )
+        policy = shard_policy(sequential=self.sequential) if shards is None else shards
         split = prepare.split_options(
-            spec.compression, shards, max_disk=self.max_disk, verify_source=self.verify_source
+            spec.compression, policy, max_disk=self.max_disk, verify_source=self.verify_source, **of_split
         )
         if self.no_split:
             check_unsplit(SplitOptions(spec.compression))
@@ -197,10 +216,10 @@ class ModelOptions:
             device=self.device,
             dtype=parse_dtype(self.dtype),
             max_memory=parse_max_memory(limits_of(self.max_memory)),
-            profiling=profiling,
             trust_remote_code=self.trust_remote_code,
             fast_bfloat16=self.fast_bfloat16,
             verify_checksums=not self.no_verify_checksums,
+            **of_run,
         )
         return LoadRequest(spec, None if self.no_split else split, run, hosts)
 
@@ -208,19 +227,25 @@ class ModelOptions:
 NO_OPTIONS = ModelOptions()
 
 
-def with_model_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_model_options(
+    *left_out: str, uncompressed: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that declares the fields of `ModelOptions` in place of a command's parameter `options`.
 
     Args:
         left_out: fields that the command does not have.
+        uncompressed: whether the compression is "none" by default, also where a compressed split is here.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(ModelOptions, include_extras=True)
+        declared = {field.name: (field.default, hints[field.name]) for field in fields(ModelOptions)}
+        if uncompressed:
+            declared["compression"] = "none", CompressionOption
         shared = [
-            Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=hints[field.name])
-            for field in fields(ModelOptions)
-            if field.name not in left_out
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+            for name, (default, annotation) in declared.items()
+            if name not in left_out
         ]
 
         @functools.wraps(command)

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rabbitllm.cli.arguments import (
-    CompressionOption,
+    NO_OPTIONS,
     DequantizeOption,
-    DeviceOption,
-    FastOption,
-    FolderOption,
     JsonOption,
-    MemoryOption,
     ModelArgument,
-    NoSplitOption,
-    NoVerifyOption,
-    compression_of,
-    limits_of,
+    ModelOptions,
     put_json,
+    with_model_options,
 )
 
 
+@with_model_options(
+    *("dtype", "max_disk", "sequential", "verify_source", "revision", "trust_remote_code"), uncompressed=True
+)
 def bench_command(
     model: ModelArgument,
-    compression: CompressionOption = "none",
-    device: DeviceOption = None,
-    max_memory: MemoryOption = None,
-    folder: FolderOption = None,
+    options: ModelOptions = NO_OPTIONS,
     tokens: Annotated[int, typer.Option(help="Tokens to generate for each sequence.", min=2)] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt, which is random.", min=1)] = 16,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
     turns: Annotated[int, typer.Option(help="Number of generations; medians are reported.", min=1)] = 3,
     exact: DequantizeOption = False,
-    fast_bfloat16: FastOption = False,
-    no_verify_checksums: NoVerifyOption = False,
-    no_split: NoSplitOption = False,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw the time of a further token into this file: .png, .svg or .pdf (needs matplotlib)."),
@@ -59,26 +50,17 @@ def bench_command(
     """
     from rich.console import Console
 
+    from rabbitllm.base.options import ShardPolicy
     from rabbitllm.bench import BenchRequest, as_record, headline, measure, show, summary
     from rabbitllm.display.pictures import check_picture, draw_pass
     from rabbitllm.engine.tier_picture import draw_placement
 
     for picture in filter(None, (plot, plot_tiers)):
         check_picture(picture)
-    options: dict[str, Any] = {
-        "compression": compression_of(compression),
-        "device": device,
-        "max_memory": limits_of(max_memory),
-        "layer_shards_saving_path": folder,
-        "exact": exact,
-        "fast_bfloat16": fast_bfloat16,
-        "verify_checksums": not no_verify_checksums,
-        "split": not no_split,
-    }
+    request = options.request(model, shards=ShardPolicy.KEEP, of_split={"profiling": True}, exact=exact)
+    generation = BenchRequest(tokens, prompt_tokens, batch, turns)
     with Console(stderr=True).status("starting") as status:
-        measured = measure(
-            model, BenchRequest(tokens, prompt_tokens, batch, turns), options, lambda text: status.update(f"{text} …")
-        )
+        measured = measure(request, generation, lambda text: status.update(f"{text} …"))
     if plot is not None:
         draw_pass(measured.trace, plot, headline(measured), summary(measured))
     if plot_tiers is not None:

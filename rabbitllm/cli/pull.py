@@ -9,33 +9,23 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli.arguments import (
-    CompressionOption,
-    DeviceOption,
+    NO_OPTIONS,
     DiskPlotOption,
     FitScalesOption,
-    FolderOption,
     JsonOption,
-    MaxDiskOption,
-    MemoryOption,
     MinFreeDiskOption,
     ModelArgument,
+    ModelOptions,
     RayOption,
-    RevisionOption,
-    TrustOption,
-    VerifySourceOption,
-    compression_of,
-    limits_of,
     put_json,
+    with_model_options,
 )
 
 
+@with_model_options("dtype", "no_split", "no_verify_checksums", "fast_bfloat16", uncompressed=True)
 def pull_command(
     model: ModelArgument,
-    compression: CompressionOption = "none",
-    folder: FolderOption = None,
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="Delete each shard when it is used up, also one that was here before.")
-    ] = False,
+    options: ModelOptions = NO_OPTIONS,
     keep_shards: Annotated[
         bool,
         typer.Option("--keep-shards", help="For a repository: fetch all shards into the hub cache, and keep them."),
@@ -43,16 +33,11 @@ def pull_command(
     delete_original: Annotated[
         bool, typer.Option("--delete-original", help="Delete the rest of the original when the split is complete.")
     ] = False,
-    max_disk: MaxDiskOption = None,
     min_free_disk: MinFreeDiskOption = "1GB",
-    device: DeviceOption = None,
-    max_memory: MemoryOption = None,
-    revision: RevisionOption = None,
     shard_transfer: Annotated[str, typer.Option(help="How shards arrive from the hub: auto, file or stream.")] = "auto",
     token: Annotated[
         str | None, typer.Option(help="Token for the hub; better in HF_TOKEN, or by `hf auth login`.")
     ] = None,
-    trust_remote_code: TrustOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell whether it would fit; exits with 1 if not.")
     ] = False,
@@ -62,7 +47,6 @@ def pull_command(
         typer.Option("--ray-tasks", help="With --ray: most shards at a time; by default as many as processors allow."),
     ] = None,
     fit_scales: FitScalesOption = False,
-    verify_source: VerifySourceOption = False,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,30 +60,19 @@ def pull_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm import prepare
-    from rabbitllm.auto_model import LoadRequest
-    from rabbitllm.base.options import RunOptions, expand, parse_max_memory
-    from rabbitllm.checkpoints.hub import HubAccess
     from rabbitllm.display.pictures import pictured
     from rabbitllm.display.split_display import shown
     from rabbitllm.models import pull as pulling
 
     disable_progress_bars()  # shards have our own bar, and other files are small
-    spec = prepare.ModelSpec(
-        model, compression_of(compression), expand(folder) if folder is not None else None, HubAccess(revision, token)
+    request = options.request(
+        model,
+        shards=pulling.shard_policy(
+            sequential=options.sequential, keep_shards=keep_shards, delete_original=delete_original
+        ),
+        token=token,
+        of_split={"min_free_disk": min_free_disk, "shard_transfer": shard_transfer, "fit_scales": fit_scales},
     )
-    split = prepare.split_options(
-        spec.compression,
-        pulling.shard_policy(sequential=sequential, keep_shards=keep_shards, delete_original=delete_original),
-        max_disk=max_disk,
-        min_free_disk=min_free_disk,
-        shard_transfer=shard_transfer,
-        fit_scales=fit_scales,
-        verify_source=verify_source,
-    )
-    limits = parse_max_memory(limits_of(max_memory))
-    run = RunOptions(device=device, max_memory=limits, trust_remote_code=trust_remote_code)
-    request = LoadRequest(spec, split, run)
     console = Console(highlight=False)
     if dry_run:
         with Console(stderr=True).status("reading headers …"):

@@ -13,13 +13,20 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, size
-from rabbitllm.formats.sentencepiece_model import NormalizerSpec, PieceType, SentencePieceModel, TrainerSpec
+from rabbitllm.formats.sentencepiece_model import (
+    NormalizerSpec,
+    PieceType,
+    SentencePieceModel,
+    TrainerSpec,
+    VocabularyPiece,
+)
 from rabbitllm.models.inspection import (
     Content,
     Entries,
@@ -28,6 +35,7 @@ from rabbitllm.models.inspection import (
     Pickle,
     Pickles,
     ShardMap,
+    TensorInfo,
     Tensors,
     Vocabulary,
 )
@@ -65,9 +73,119 @@ class RowChoice:
         return shown, len(wanted), max(len(wanted) - self.skip - len(shown), 0)
 
 
+# The rows of each content, and how one is matched, printed and recorded
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing(Generic[T]):
+    """Rows of one kind.
+
+    Attributes:
+        what: a word for one of them.
+        items: all of them.
+        name_of: the text of one that `--name` is matched against.
+        columns, row_of: for the table.
+        record_of: for JSON.
+    """
+
+    what: str
+    items: Sequence[T]
+    name_of: Callable[[T], str]
+    columns: Sequence[Column]
+    row_of: Callable[[T], Sequence[str]]
+    record_of: Callable[[T], Any]
+
+    def record(self, key: str, choice: RowChoice) -> dict[str, Any]:
+        """The chosen rows under a key, and the number of those left out after them."""
+        shown, _, more = choice.of(self.items, self.name_of)
+        return {key: [self.record_of(item) for item in shown], "more": more}
+
+    def show(self, choice: RowChoice, console: Console) -> None:
+        """Print a table, and a line below it about the rows that it leaves out."""
+        shown, matching, more = choice.of(self.items, self.name_of)
+        if choice.name is not None:
+            matches = f"{counted(matching, self.what)} of {len(self.items):,}"
+            put(console, Text(f"{harmless(choice.name)!r} matches {matches}", "dim"))
+        if not shown:
+            if matching:
+                put(console, Text(f"--skip {choice.skip:,} leaves none of {counted(matching, self.what)}", "dim"))
+            return
+        narrow = put_table(console, self.columns, [self.row_of(item) for item in shown])
+        if more:
+            put(console, Text(f"… and {more:,} more; --limit 0 shows all, --name a part of them", "dim"))
+        if narrow:
+            put(console, Text(f"too narrow for {', '.join(narrow)}: a wider terminal or --json has them", "dim"))
+
+
+def _tensors(content: Tensors) -> _Listing[TensorInfo]:
+    columns = [Column("name"), Column("dtype"), Column("shape"), Column("stride", rank=3)]
+    columns += [Column("offset", right=True, rank=2), Column("bytes", right=True, rank=4), Column("layer", rank=6)]
+    several = len({tensor.file for tensor in content.tensors}) > 1
+    if several:
+        columns.append(Column("file", rank=1))
+    elif any(tensor.storage for tensor in content.tensors):
+        columns.append(Column("storage", rank=5))
+
+    def row(t: TensorInfo) -> Sequence[str]:
+        numbers = str([*t.shape]), str([*t.strides]), f"{t.offset:,}", f"{t.nbytes:,}"
+        last = t.file if several else t.storage or ""
+        return (harmless(t.name), t.dtype, *numbers, harmless(t.layer), last)[: len(columns)]
+
+    def record(t: TensorInfo) -> dict[str, Any]:
+        lists = {"shape": [*t.shape], "stride": [*t.strides]}
+        return {key: getattr(t, name) for key, name in _TENSOR_KEYS.items()} | lists
+
+    return _Listing("tensor", content.tensors, lambda t: t.name, columns, row, record)
+
+
+_TENSOR_KEYS = {
+    **{name: name for name in ("name", "dtype", "shape")},
+    "stride": "strides",
+    "offset": "offset",
+    "bytes": "nbytes",
+    "layer": "layer",
+    "file": "file",
+    "storage": "storage",
+}
+"""Key of a tensor's JSON -> attribute."""
+
+
+def _pieces(model: SentencePieceModel) -> _Listing[VocabularyPiece]:
+    return _Listing(
+        "piece",
+        model.pieces,
+        lambda piece: piece.text,
+        [Column("id", right=True), Column("piece"), Column("score", right=True), Column("type")],
+        lambda p: (str(p.id), harmless(p.text, VALUE), score(p.score), p.type.name.lower().replace("_", " ")),
+        lambda p: {"id": p.id, "piece": p.text, "score": p.score, "type": p.type.name.lower()},
+    )
+
+
+def _pairs(pairs: Mapping[str, Any], key: str, value: str) -> _Listing[tuple[str, Any]]:
+    return _Listing(
+        key,
+        [*pairs.items()],
+        lambda pair: pair[0],
+        [Column(key), Column(value)],
+        lambda pair: (harmless(pair[0]), harmless(_compact(pair[1]), VALUE)),
+        lambda pair: pair,
+    )
+
+
 def searched(opcode: Opcode) -> str:
     """The text of an opcode that names are matched against."""
     return f"{opcode.name} {opcode.argument}"
+
+
+def _opcodes(pickle: Pickle) -> _Listing[Opcode]:
+    return _Listing(
+        "opcode",
+        pickle.opcodes,
+        searched,
+        [Column("byte", right=True), Column("opcode"), Column("argument")],
+        lambda o: (f"{o.position:,}", "  " * min(o.depth, DEEPEST) + o.name, harmless(o.argument, VALUE)),
+        lambda o: {"byte": o.position, "opcode": o.name, "argument": o.argument},
+    )
 
 
 # JSON
@@ -79,58 +197,30 @@ def as_record(found: Inspection, choice: RowChoice) -> dict[str, Any]:
     if found.shards:
         record |= {"files": dict(found.shards), "missing": list(found.absent), "beside": list(found.beside)}
     match found.content:
-        case Tensors():
-            record |= _tensors_record(found.content, choice)
-        case Vocabulary():
-            record |= _vocabulary_record(found.content.model, choice)
-        case Entries():
-            shown, _, more = choice.of([*found.content.entries.items()], lambda pair: pair[0])
-            record |= {"entries": dict(shown), "more": more}
-        case ShardMap():
-            pairs, _, more = choice.of([*found.content.weight_map.items()], lambda pair: pair[0])
-            shards = Counter(found.content.weight_map.values())
-            record |= {"metadata": dict(found.content.metadata), "shards": dict(shards)}
-            record |= {"weight_map": dict(pairs), "more": more}
-        case Pickles():
-            record["pickles"] = [_pickle_record(pickle, choice) for pickle in found.content.pickles]
+        case Tensors() as content:
+            record |= {"tensor_count": len(content.tensors), "tensor_bytes": content.nbytes}
+            record |= {"parameters": content.parameters, "dtypes": dict(content.dtypes)}
+            record |= {"layers": list(content.layers), "sharing": content.sharing, "strided": content.strided}
+            record |= {"metadata": dict(content.metadata), "left_out": list(content.left_out)}
+            record |= _tensors(content).record("tensors", choice)
+        case Vocabulary(model):
+            record |= _vocabulary_record(model) | _pieces(model).record("pieces", choice)
+        case Entries(entries):
+            record |= _pairs(entries, "key", "value").record("entries", choice)
+            record["entries"] = dict(record["entries"])
+        case ShardMap(weight_map, metadata):
+            record |= {"metadata": dict(metadata), "shards": dict(Counter(weight_map.values()))}
+            record |= _pairs(weight_map, "name", "file").record("weight_map", choice)
+            record["weight_map"] = dict(record["weight_map"])
+        case Pickles(pickles):
+            record["pickles"] = [_pickle_record(pickle, choice) for pickle in pickles]
     if found.refusal is not None:
         kind = type(found.refusal).__name__
         record["refused"] = {"error": kind, "problem": found.refusal.problem, "remedy": found.refusal.remedy}
     return record
 
 
-def _tensors_record(content: Tensors, choice: RowChoice) -> dict[str, Any]:
-    tensors, _, more = choice.of(content.tensors, lambda tensor: tensor.name)
-    return {
-        "tensor_count": len(content.tensors),
-        "tensor_bytes": content.nbytes,
-        "parameters": content.parameters,
-        "dtypes": dict(content.dtypes),
-        "layers": list(content.layers),
-        "sharing": content.sharing,
-        "strided": content.strided,
-        "metadata": dict(content.metadata),
-        "left_out": list(content.left_out),
-        "tensors": [
-            {
-                "name": tensor.name,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "stride": list(tensor.strides),
-                "offset": tensor.offset,
-                "bytes": tensor.nbytes,
-                "layer": tensor.layer,
-                "file": tensor.file,
-                "storage": tensor.storage,
-            }
-            for tensor in tensors
-        ],
-        "more": more,
-    }
-
-
-def _vocabulary_record(model: SentencePieceModel, choice: RowChoice) -> dict[str, Any]:
-    pieces, _, more = choice.of(model.pieces, lambda piece: piece.text)
+def _vocabulary_record(model: SentencePieceModel) -> dict[str, Any]:
     denormalizer = model.denormalizer
     return {
         "piece_count": len(model.pieces),
@@ -140,26 +230,12 @@ def _vocabulary_record(model: SentencePieceModel, choice: RowChoice) -> dict[str
         "normalizer": dataclasses.asdict(model.normalizer),
         "denormalizer": None if denormalizer is None else dataclasses.asdict(denormalizer),
         "samples": [dataclasses.asdict(sample) for sample in model.samples],
-        "pieces": [
-            {"id": piece.id, "piece": piece.text, "score": piece.score, "type": piece.type.name.lower()}
-            for piece in pieces
-        ],
-        "more": more,
     }
 
 
 def _pickle_record(pickle: Pickle, choice: RowChoice) -> dict[str, Any]:
-    opcodes, _, more = choice.of(pickle.opcodes, searched)
-    return {
-        "name": pickle.name,
-        "bytes": pickle.nbytes,
-        "opcode_count": len(pickle.opcodes),
-        "opcodes": [
-            {"byte": opcode.position, "opcode": opcode.name, "argument": opcode.argument} for opcode in opcodes
-        ],
-        "more": more,
-        "stopped": pickle.stopped,
-    }
+    about = {"name": pickle.name, "bytes": pickle.nbytes, "opcode_count": len(pickle.opcodes)}
+    return {**about, **_opcodes(pickle).record("opcodes", choice), "stopped": pickle.stopped}
 
 
 # Text
@@ -172,7 +248,7 @@ VALUE = 100
 DEEPEST = 12
 """Limit of nested marks by which a listing is indented; a pickle may open a thousand."""
 _SOME = 12
-_NUMBERED = re.compile(r"(.*?)(\d+)")
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,18})")
 
 
 def show(found: Inspection, choice: RowChoice, console: Console) -> None:
@@ -228,20 +304,14 @@ def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
 
 def runs(layers: Iterable[str]) -> list[str]:
     """Ranges of layers with consecutive numbers: `layers.0 to layers.31`."""
-    found: list[list[str]] = []
-    for layer in layers:
-        if found and _follows(found[-1][-1], layer):
-            found[-1].append(layer)
-        else:
-            found.append([layer])
+
+    def key(one: tuple[int, str]) -> tuple[str, object]:
+        at, layer = one
+        numbered = _NUMBERED.fullmatch(layer)
+        return (layer, (at,)) if numbered is None else (numbered[1], int(numbered[2]) - at)
+
+    found = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key)]
     return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found]
-
-
-def _follows(layer: str, following: str) -> bool:
-    one, other = _NUMBERED.fullmatch(layer), _NUMBERED.fullmatch(following)
-    if one is None or other is None or len(other[2]) > 18:
-        return False
-    return one[1] == other[1] and other[2].isascii() and one[2].isascii() and int(other[2]) == int(one[2]) + 1
 
 
 def _of_vocabulary(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
@@ -315,105 +385,22 @@ def _compact(value: object) -> str:
 def _show_content(content: Content, choice: RowChoice, console: Console) -> None:
     match content:
         case Tensors():
-            _show_tensors(content, choice, console)
-        case Vocabulary():
-            _show_pieces(content.model, choice, console)
-        case Entries():
-            _show_pairs(content.entries, ("key", "value"), choice, console)
-        case ShardMap():
-            _show_pairs(content.weight_map, ("name", "file"), choice, console)
-        case Pickles():
-            for number, pickle in enumerate(content.pickles):
-                if len(content.pickles) > 1:
+            _tensors(content).show(choice, console)
+        case Vocabulary(model):
+            _pieces(model).show(choice, console)
+        case Entries(entries):
+            _pairs(entries, "key", "value").show(choice, console)
+        case ShardMap(weight_map, _):
+            _pairs(weight_map, "name", "file").show(choice, console)
+        case Pickles(pickles):
+            for number, pickle in enumerate(pickles):
+                if len(pickles) > 1:
                     put(console, Text(("\n" if number else "") + harmless(pickle.name), "bold"))
-                _show_opcodes(pickle, choice, console)
-
-
-def _show_tensors(content: Tensors, choice: RowChoice, console: Console) -> None:
-    several = len({tensor.file for tensor in content.tensors}) > 1
-    columns = [
-        Column("name"),
-        Column("dtype"),
-        Column("shape"),
-        Column("stride", rank=3),
-        Column("offset", right=True, rank=2),
-        Column("bytes", right=True, rank=4),
-        Column("layer", rank=6),
-        Column("file", rank=1) if several else Column("storage", rank=5),
-    ]
-    tensors, matching, more = choice.of(content.tensors, lambda tensor: tensor.name)
-    rows: list[tuple[str, ...]] = [
-        (
-            harmless(t.name),
-            t.dtype,
-            _sizes(t.shape),
-            _sizes(t.strides),
-            f"{t.offset:,}",
-            f"{t.nbytes:,}",
-            harmless(t.layer),
-            t.file if several else t.storage or "",
-        )
-        for t in tensors
-    ]
-    if not several and not any(tensor.storage for tensor in content.tensors):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    _table(console, columns, rows, choice, len(content.tensors), matching, more, "tensor")
-
-
-def _sizes(sizes: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, sizes))}]"
-
-
-def _show_pieces(model: SentencePieceModel, choice: RowChoice, console: Console) -> None:
-    columns = [Column("id", right=True), Column("piece"), Column("score", right=True), Column("type")]
-    pieces, matching, more = choice.of(model.pieces, lambda piece: piece.text)
-    rows = [
-        (str(piece.id), harmless(piece.text, VALUE), score(piece.score), piece.type.name.lower().replace("_", " "))
-        for piece in pieces
-    ]
-    _table(console, columns, rows, choice, len(model.pieces), matching, more, "piece")
+                _opcodes(pickle).show(choice, console)
+                if pickle.stopped is not None:
+                    put(console, Text(harmless(pickle.stopped, 1000), "red"))
 
 
 def score(value: float) -> str:
     """A score; whole numbers, such as those of BPE, with all digits."""
     return f"{value:.0f}" if value == int(value) else f"{value:.6g}"
-
-
-def _show_pairs(pairs: Mapping[str, object], heads: tuple[str, str], choice: RowChoice, console: Console) -> None:
-    shown, matching, more = choice.of([*pairs.items()], lambda pair: pair[0])
-    rows = [(harmless(key), harmless(_compact(value), VALUE)) for key, value in shown]
-    _table(console, [Column(heads[0]), Column(heads[1])], rows, choice, len(pairs), matching, more, heads[0])
-
-
-def _show_opcodes(pickle: Pickle, choice: RowChoice, console: Console) -> None:
-    columns = [Column("byte", right=True), Column("opcode"), Column("argument")]
-    opcodes, matching, more = choice.of(pickle.opcodes, searched)
-    rows = [(f"{o.position:,}", "  " * min(o.depth, DEEPEST) + o.name, harmless(o.argument, VALUE)) for o in opcodes]
-    _table(console, columns, rows, choice, len(pickle.opcodes), matching, more, "opcode")
-    if pickle.stopped is not None:
-        put(console, Text(harmless(pickle.stopped, 1000), "red"))
-
-
-def _table(
-    console: Console,
-    columns: Sequence[Column],
-    rows: Sequence[Sequence[str]],
-    choice: RowChoice,
-    total: int,
-    matching: int,
-    more: int,
-    what: str,
-) -> None:
-    """A table, and a line below it about the rows that it leaves out."""
-    if choice.name is not None:
-        put(console, Text(f"{harmless(choice.name)!r} matches {counted(matching, what)} of {total:,}", "dim"))
-    if not rows and matching:
-        put(console, Text(f"--skip {choice.skip:,} leaves none of {counted(matching, what)}", "dim"))
-        return
-    if not rows:
-        return
-    narrow = put_table(console, columns, rows)
-    if more:
-        put(console, Text(f"… and {more:,} more; --limit 0 shows all, --name a part of them", "dim"))
-    if narrow:
-        put(console, Text(f"too narrow for {', '.join(narrow)}: a wider terminal or --json has them", "dim"))

@@ -6,10 +6,11 @@ split directory outside `locations.home()` is only found by its folder.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,12 @@ class SplitEntry:
         state: `WHOLE`, `UNFINISHED`, `DAMAGED` or `HALF_REMOVED`.
         source: the checkpoint that was split; None where nothing records it.
         compression: None, a single one for all tensors, or "auto".
-        nbytes: bytes on the disk.
         layers, layers_of: layer files that have their final name, and their final number.
         shards, shards_used: of an unfinished split, the shards of the source and how many of them are used up.
-        changed_at: time of the last write to its manifest or journal, ISO 8601 with seconds.
         problem: damage found; None if none.
         legacy: whether RabbitLLM 1.1 made it.
+        nbytes: bytes on the disk.
+        changed_at: time of the last write to its manifest or journal, ISO 8601 with seconds.
     """
 
     folder: Path
@@ -68,14 +69,14 @@ class SplitEntry:
     state: str
     source: SourceIdentity | None
     compression: str | None
-    nbytes: int
     layers: int
     layers_of: int
-    shards: int
-    shards_used: int
-    changed_at: str
+    shards: int = 0
+    shards_used: int = 0
     problem: str | None = None
     legacy: bool = False
+    nbytes: int = 0
+    changed_at: str = ""
 
     @property
     def commit(self) -> str | None:
@@ -91,10 +92,22 @@ def look(folder: Path) -> SplitEntry | None:
     """
     if folder.is_symlink() or not folder.is_dir():
         return None
-    for record in RECORDS:
-        if (folder / record).exists():
-            return (_finished if record.startswith(MANIFEST_NAME) else _unfinished)(folder, record)
-    return _legacy(folder) if is_legacy(folder) else None
+    if (record := _record_in(folder)) is not None:
+        entry = (_finished if record.startswith(MANIFEST_NAME) else _unfinished)(folder, record)
+        changed = [folder / record]
+    elif is_legacy(folder):
+        entry = _legacy(folder)
+        changed = [*folder.glob(f"*{LAYER_SUFFIX}")] or [folder]
+    else:
+        return None
+    if record is not None and record.endswith(REMOVED_SUFFIX) and entry.source is not None:
+        entry = replace(entry, state=HALF_REMOVED, problem=None)
+    time = datetime.datetime.fromtimestamp(max(path.stat().st_mtime for path in changed)).astimezone()
+    return replace(entry, nbytes=disk_bytes(folder), changed_at=time.isoformat(timespec="seconds"))
+
+
+def _record_in(folder: Path) -> str | None:
+    return next((record for record in RECORDS if (folder / record).exists()), None)
 
 
 def as_record(entry: SplitEntry) -> dict[str, Any]:
@@ -119,28 +132,17 @@ def as_record(entry: SplitEntry) -> dict[str, Any]:
 
 
 def _finished(folder: Path, record: str) -> SplitEntry:
-    changed = _changed(folder / record)
     try:
         manifest = read_manifest(folder, record)
-        assert manifest is not None
     except RabbitLLMError as error:
-        return _unreadable(folder, changed, error.problem)
-    sizes = {r.file: _size(folder / r.file) for r in manifest.layers}
-    problem = None if record != MANIFEST_NAME else _problem(manifest, sizes)
-    whole = DAMAGED if problem is not None else WHOLE
+        return _unreadable(folder, error.problem)
+    assert manifest is not None
+    sizes = {layer.file: _size(folder / layer.file) for layer in manifest.layers}
+    problem = _problem(manifest, sizes)
+    source, layers = manifest.source, sum(size is not None for size in sizes.values())
+    state, shards = WHOLE if problem is None else DAMAGED, len(source.fingerprints)
     return SplitEntry(
-        folder,
-        manifest.source.name,
-        whole if record == MANIFEST_NAME else HALF_REMOVED,
-        manifest.source,
-        manifest.compression,
-        disk_bytes(folder),
-        sum(size is not None for size in sizes.values()),
-        len(sizes),
-        len(manifest.source.fingerprints),
-        len(manifest.source.fingerprints),
-        changed,
-        problem,
+        folder, source.name, state, source, manifest.compression, layers, len(sizes), shards, shards, problem
     )
 
 
@@ -156,29 +158,27 @@ def _problem(manifest: Manifest, sizes: Mapping[str, int | None]) -> str | None:
 
 
 def _unfinished(folder: Path, record: str) -> SplitEntry:
-    changed = _changed(folder / record)
     seen = journal.glance(folder, record)
     if seen is None:
-        return _unreadable(folder, changed, f"{record} cannot be read back")
+        return _unreadable(folder, f"{record} cannot be read back")
+    done, shards = _layer_files(folder), len(seen.shards)
     return SplitEntry(
         folder,
         seen.source.name,
-        UNFINISHED if record == JOURNAL_NAME else HALF_REMOVED,
+        UNFINISHED,
         seen.source,
         seen.compression,
-        disk_bytes(folder),
-        _layer_files(folder),
+        done,
         len(seen.stems),
-        len(seen.shards),
+        shards,
         len(seen.used),
-        changed,
     )
 
 
-def _unreadable(folder: Path, changed: str, problem: str) -> SplitEntry:
+def _unreadable(folder: Path, problem: str) -> SplitEntry:
     """A split directory whose manifest or journal cannot be read."""
     done = _layer_files(folder)
-    return SplitEntry(folder, folder.name, DAMAGED, None, None, disk_bytes(folder), done, done, 0, 0, changed, problem)
+    return SplitEntry(folder, folder.name, DAMAGED, None, None, done, done, problem=problem)
 
 
 def _layer_files(folder: Path) -> int:
@@ -189,22 +189,11 @@ def _legacy(folder: Path) -> SplitEntry:
     files = sorted(folder.glob(f"*{LAYER_SUFFIX}"))
     unmarked = [path.name for path in files if not path.with_name(path.name + DONE_SUFFIX).exists()]
     problem = f"{unmarked[0]} has no {DONE_SUFFIX} marker" if unmarked else None
-    compression = folder.name.rpartition(".")[2]
-    return SplitEntry(
-        folder,
-        folder.parent.name,
-        DAMAGED if unmarked else WHOLE,
-        None,
-        compression if compression in COMPRESSIONS else None,
-        disk_bytes(folder),
-        len(files) - len(unmarked),
-        len(files),
-        0,
-        0,
-        max(map(_changed, files), default=_changed(folder)),
-        problem,
-        legacy=True,
-    )
+    ending = folder.name.rpartition(".")[2]
+    compression = ending if ending in COMPRESSIONS else None
+    state, marked = DAMAGED if unmarked else WHOLE, len(files) - len(unmarked)
+    name = folder.parent.name
+    return SplitEntry(folder, name, state, None, compression, marked, len(files), problem=problem, legacy=True)
 
 
 def _size(path: Path) -> int | None:
@@ -212,10 +201,6 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
-
-
-def _changed(path: Path) -> str:
-    return datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone().isoformat(timespec="seconds")
 
 
 # The search
@@ -227,7 +212,7 @@ DEPTH = 4
 
 def known() -> list[SplitEntry]:
     """Every split directory under `home()`."""
-    return _entries(_split_directories(locations.home(), DEPTH))
+    return _entries(_split_directories(locations.home()))
 
 
 def below(folder: Path) -> list[SplitEntry]:
@@ -238,7 +223,7 @@ def below(folder: Path) -> list[SplitEntry]:
     """
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"There is no folder {str(folder)!r}.", "Check the path.")
-    return _entries(_split_directories(folder, DEPTH))
+    return _entries(_split_directories(folder))
 
 
 def of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> list[SplitEntry]:
@@ -325,33 +310,19 @@ def _places(name: str, saving_path: Path | None) -> Iterator[Path]:
 
 
 def _entries(folders: Iterable[Path]) -> list[SplitEntry]:
-    found = (entry for folder in folders if (entry := _looked(folder)) is not None)
-    return sorted(found, key=lambda entry: (entry.name.lower(), entry.folder.parent, _order(entry)))
+    found = []
+    for folder in folders:
+        with contextlib.suppress(OSError):  # removed meanwhile, or not readable by this user
+            found.append(look(folder))
+    entries = [entry for entry in found if entry is not None]
+    return sorted(entries, key=lambda one: (one.name.lower(), one.folder.parent, losses_first(one.compression)))
 
 
-def _looked(folder: Path) -> SplitEntry | None:
-    try:
-        return look(folder)
-    except OSError:  # removed meanwhile, or not readable by this user
-        return None
-
-
-def _order(entry: SplitEntry) -> float:
-    return losses_first(entry.compression)
-
-
-def _split_directories(folder: Path, depth: int) -> Iterator[Path]:
-    if look(folder) is not None:
-        yield folder
-        return
-    if depth:
-        for path in _folders_in(folder):
-            yield from _split_directories(path, depth - 1)
-
-
-def _folders_in(folder: Path) -> Sequence[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
-    except OSError:
-        return []
+def _split_directories(folder: Path) -> Iterator[Path]:
+    for name, below, _ in os.walk(folder):
+        path = Path(name)
+        is_split = _record_in(path) is not None or is_legacy(path)
+        if is_split:
+            yield path
+        if is_split or len(path.relative_to(folder).parts) == DEPTH:
+            below.clear()

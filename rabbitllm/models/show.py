@@ -7,7 +7,7 @@ any other from its headers, if need be on the hub.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,34 +60,31 @@ def config_facts(config: Mapping[str, Any]) -> ConfigSummary:
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, dict) else {}
 
-    def first(*names: str) -> Any:
-        return next((place[name] for name in names for place in (text, config) if place.get(name) is not None), None)
+    def first(kind: type, names: Sequence[str], parts: Sequence[Mapping[str, Any]] = (text, config)) -> Any:
+        found = next((part[name] for name in names for part in parts if part.get(name) is not None), None)
+        return found if type(found) is kind else None
 
-    def number(*names: str) -> int | None:
-        found = first(*names)
-        return found if type(found) is int else None
-
-    def word(*names: str) -> str | None:
-        found = first(*names)
-        return found if isinstance(found, str) else None
-
-    named = config.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-    family = config.get("model_type")
+    named = first(list, ("architectures",), [config])
     return ConfigSummary(
-        architecture=architecture,
-        family=family if isinstance(family, str) else None,
-        layers=number("num_hidden_layers", "n_layer", "num_layers"),
-        hidden_size=number("hidden_size", "n_embd", "d_model"),
-        heads=number("num_attention_heads", "n_head"),
-        key_value_heads=number("num_key_value_heads"),
-        vocabulary=number("vocab_size"),
-        context=number("max_position_embeddings", "n_positions", "max_seq_len"),
-        dtype=word("dtype", "torch_dtype"),
-        experts=number("num_experts", "num_local_experts", "n_routed_experts"),
+        architecture=named[0] if named and isinstance(named[0], str) else None,
+        family=first(str, ("model_type",), [config]),
+        dtype=first(str, ("dtype", "torch_dtype")),
         experts_a_token=experts_a_token(config),
         quantized=quantized_as(config),
+        **{fact: first(int, names) for fact, names in _NUMBERS.items()},
     )
+
+
+_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "key_value_heads": ("num_key_value_heads",),
+    "vocabulary": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+"""Fact -> its names in configs."""
 
 
 @dataclass(frozen=True, slots=True)
