@@ -104,7 +104,7 @@ FIRST = (
     "engine/test_double.py",
     "benchmarks/test_kaggle_72b.py",
     "cli/test_library.py",
-    "generation/test_filed_sequences.py",
+    "generation/test_swapped_to_file.py",
     "cli/test_batch.py",
     "server/test_under_load.py",
     "evaluation/test_quality.py",
