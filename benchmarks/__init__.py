@@ -1,4 +1,4 @@
-"""What the README claims about speed, disk and memory, measured beside other projects in the same run. Linux only.
+"""What the README claims about speed, disk and memory, measured with other projects in the same run. Linux only.
 
     python -m benchmarks.split
     python -m benchmarks.decode

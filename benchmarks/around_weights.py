@@ -35,7 +35,7 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def read_past_the_cache(model: Any) -> None:
-    """As where it does not fit beside what is kept."""
+    """As where it does not fit with what is kept."""
     from rabbitllm.engine.span_reader import ReadMode
 
     for lane in model.streamer.lanes.values():

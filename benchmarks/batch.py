@@ -1,4 +1,4 @@
-"""Many prompts at once with less memory than the model has: tokens a second over how many, beside others; and scoring.
+"""Many prompts at once with less memory than the model has: tokens a second over how many, with others; and scoring.
 
 Every process runs in a control group of its own, which is bounded, once everything is imported, to what it takes then
 and a share of the size of the weights. A Llama of 1.43 GB in bfloat16, random weights, no end token; so many prompts of
@@ -12,7 +12,7 @@ get all prompts as one batch of their `generate`. A row that is killed for memor
 "rabbitllm-2-no-file" keeps keys and values of all that run in memory; `--cache-memory` says how much of it they get in
 this project's rows.
 
-Scoring: `--score` texts of `--prompt-tokens` tokens, of which the last 8 are scored, beside the goal: 1.2 times (one
+Scoring: `--score` texts of `--prompt-tokens` tokens, of which the last 8 are scored, and the goal: 1.2 times (one
 pass of the weights, which is one text under the same cap, and computing, which is all texts without a cap).
 
     sudo python -m benchmarks.batch [--share 50] [--sequences 1 4 16 64 256] [--prompt-tokens 512] [--tokens 32]
@@ -159,7 +159,7 @@ def of_linear(runs: Sequence[BatchRun], case: Case) -> list[float]:
     return [run.rate / alone[run.turn] / case.sequences for run in good(runs, case.name) if run.turn in alone]
 
 
-def beside_ours(runs: Sequence[BatchRun], case: Case, numbers: Sequence[int]) -> list[float]:
+def against_ours(runs: Sequence[BatchRun], case: Case, numbers: Sequence[int]) -> list[float]:
     """Tokens a second over the best of this project's, whatever its number, for every turn."""
     best: dict[int, float] = {}
     for number in numbers:
@@ -193,7 +193,7 @@ def tabulate(runs: Sequence[BatchRun], cases: Sequence[Case], turns: int) -> rep
         return (
             report.shown(spread(run.rate for run in found)),
             report.shown(spread(of_linear(runs, case))),
-            report.shown(spread(beside_ours(runs, case, numbers))),
+            report.shown(spread(against_ours(runs, case, numbers))),
             seconds,
             report.shown(spread(run.disk_bytes for run in found), 2, 1e9),
             memory,

@@ -1,4 +1,4 @@
-"""Generating on the CPU with less memory than the model has, beside those who claim to do that.
+"""Generating on the CPU with less memory than the model has, compared with the projects that claim to do that.
 
 Every process runs in a control group of its own, which is bounded, once everything is imported, to what it takes then
 and a share of the size of the weights. A Llama of 1.43 GB in bfloat16, a prompt of 16 tokens, then greedy tokens,
@@ -50,7 +50,7 @@ UNCAPPED = ("transformers", *OURS, "llama.cpp-bf16", "llama.cpp-q4_0")
 """Run without a cap too: whose tokens are compared, and what computing alone takes."""
 RUN_LIMIT_SECONDS = 90
 LEAST_ROOM_BYTES = 128 << 20
-"""Beside the idle process, whatever the share: less than this a model that is only tried out with cannot compute in."""
+"""More than the idle process, whatever the share: with less, a model that is only tried out with cannot compute."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ HEADINGS = (
 )
 
 
-def ours_beside(case: Case) -> Case:
+def our_case_for(case: Case) -> Case:
     """The row of this project that a row is compared with: at 4bit where it is, under the same cap."""
     own = "rabbitllm-2-4bit" if case.runner in ("rabbitllm-2-4bit", "llama.cpp-q4_0") else "rabbitllm-2"
     return Case(own, case.share)
@@ -166,7 +166,7 @@ def tabulate(runs: Sequence[DecodeRun], cases: Sequence[Case], turns: int) -> re
         return (
             report.shown(spread(run.first_token_seconds for run in found)),
             report.shown(spread(run.token_seconds for run in found), 3),
-            report.shown(ratios(runs, case.name, ours_beside(case).name)),
+            report.shown(ratios(runs, case.name, our_case_for(case).name)),
             report.shown(spread(statistics.median(run.step_bytes) for run in found), 0, 1e6),
             report.shown(spread(of_the_limit(runs, case))),
             report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
@@ -195,7 +195,7 @@ def notes_on(runs: Sequence[DecodeRun], cases: Sequence[Case]) -> list[str]:
         if case.runner in OURS:
             notes.append(report.of_its_limit(case.name, spread(of_the_limit(runs, case))))
         else:
-            notes.append(report.beside_ours(case.name, ratios(runs, case.name, ours_beside(case).name)))
+            notes.append(report.against_ours(case.name, ratios(runs, case.name, our_case_for(case).name)))
     return notes
 
 

@@ -44,7 +44,7 @@ def make_checkpoint(work: Path, scale_name: str, config_class: str = "Qwen2Confi
     """The checkpoint's folder, made unless an earlier run finished it.
 
     Random weights, no end-of-sequence token (so that a generation always has the wanted length), and a tokenizer of
-    one word a token, since some peers load one. A file beside the folder, written last, holds the shape and the
+    one word a token, since some peers load one. A file next to the folder, written last, holds the shape and the
     SHA-256 of each shard.
     """
     kind = "" if config_class == "Qwen2Config" else f"-{config_class.removesuffix('Config').lower()}"

@@ -36,7 +36,7 @@ class ControlGroup:
         return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs")]
 
     def limit_to_idle_and(self, nbytes: int) -> int:
-        """Bound the group to what it uses now, without page cache that nobody uses, and `nbytes`; return the limit."""
+        """Bound the group to what it uses now, without unused page cache, and `nbytes`; return the limit."""
         name, text = self.reclaim
         with contextlib.suppress(OSError):  # what can be reclaimed has been, when it says that it is busy
             (self.folder / name).write_text(text)

@@ -15,7 +15,7 @@ class Sent:
     """Bytes of shards.
 
     Attributes:
-        sent: to whoever fetches a shard to its end.
+        sent: to a client that fetches a shard to its end.
         again: of those, bytes that had been sent before.
         probed: looked at: ranges that end before their file does, for headers.
         open: no bytes but answers that are under way.

@@ -24,8 +24,8 @@ from benchmarks.runs import failures, ratios, run_all, unprepared, versions
 from benchmarks.steps import PROMPT_TOKENS, StepsRun, prompt_for, tokens_equal
 from benchmarks.work_folder import fresh_folder
 
-BESIDE_PEERS_GOAL = 10.0
-BESIDE_TRANSFORMERS_GOAL = 0.97
+PEERS_GOAL = 10.0
+TRANSFORMERS_GOAL = 0.97
 
 
 STREAMED = {"max_memory": {"cpu": 0}}
@@ -50,11 +50,11 @@ RUNNERS = {
 GOALS = (
     ("rabbitllm-2-4bit", REFERENCE, 4.0),
     ("rabbitllm-2-8bit", REFERENCE, 1.2),
-    ("rabbitllm-2", REFERENCE, BESIDE_TRANSFORMERS_GOAL),
-    ("rabbitllm-2", "rabbitllm-1.1.0", BESIDE_PEERS_GOAL),
-    ("rabbitllm-2", "airllm-4.0.0", BESIDE_PEERS_GOAL),
-    ("rabbitllm-2-streamed", "rabbitllm-1.1.0", BESIDE_PEERS_GOAL),
-    ("rabbitllm-2-streamed", "airllm-4.0.0", BESIDE_PEERS_GOAL),
+    ("rabbitllm-2", REFERENCE, TRANSFORMERS_GOAL),
+    ("rabbitllm-2", "rabbitllm-1.1.0", PEERS_GOAL),
+    ("rabbitllm-2", "airllm-4.0.0", PEERS_GOAL),
+    ("rabbitllm-2-streamed", "rabbitllm-1.1.0", PEERS_GOAL),
+    ("rabbitllm-2-streamed", "airllm-4.0.0", PEERS_GOAL),
 )
 """Row, which other, and how many times as many tokens a second it should make."""
 

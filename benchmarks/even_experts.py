@@ -44,7 +44,7 @@ SCALES = {
 
 
 def make_even_checkpoint(work: Path, scale_name: str) -> Path:
-    """The checkpoint's folder, made unless an earlier run finished it; a file beside it, written last, says of what."""
+    """The checkpoint's folder, made unless an earlier run finished it; a file next to it, written last, says ofwhat."""
     folder, stamp = work / f"checkpoint-{scale_name}-even", work / f"checkpoint-{scale_name}-even.json"
     recipe = [FORMAT, SEED, asdict(SCALES[scale_name])]
     if stamp.exists() and json.loads(stamp.read_text()) == recipe:

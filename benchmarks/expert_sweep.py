@@ -1,4 +1,4 @@
-"""Which experts a cache should keep: policies replayed over drawn traces, beside the optimum. Runs no model.
+"""Which experts a cache should keep: policies replayed over drawn traces, and the optimum. Runs no model.
 
 Texts and routers are those of `routing.py`; requests follow one another or are decoded side by side, each with a prompt
 that is one pass. Hits are counted in passes of one token a sequence, after the first eighth. The engine's own cache is
@@ -39,7 +39,7 @@ class Traffic:
         habits: of the texts.
         topics: that take turns.
         requests, tokens, prompt: how many, and how many tokens each has and of these its prompt.
-        beside: requests that are decoded side by side.
+        at_once: requests that are decoded at a time.
     """
 
     habits: Habits
@@ -47,7 +47,7 @@ class Traffic:
     requests: int
     tokens: int
     prompt: int
-    beside: int = 1
+    at_once: int = 1
     experts: int = 512
     count: int = 10
 
@@ -56,10 +56,10 @@ _FLAT, _SKEWED = (replace(habits, noise=NOISE) for habits in (routing.FLAT, rout
 TRAFFIC: Mapping[str, Traffic] = {
     "flat, 96 tokens, 8 topics": Traffic(_FLAT, 8, 32, 96, 32),
     "flat, 48 tokens, 4 topics": Traffic(_FLAT, 4, 64, 48, 16),
-    "flat, 4 beside each other": Traffic(_FLAT, 8, 32, 96, 32, beside=4),
+    "flat, 4 beside each other": Traffic(_FLAT, 8, 32, 96, 32, at_once=4),
     "skewed, 96 tokens, 8 topics": Traffic(_SKEWED, 8, 32, 96, 32),
     "skewed, 48 tokens, 4 topics": Traffic(_SKEWED, 4, 64, 48, 16),
-    "skewed, 4 beside each other": Traffic(_SKEWED, 8, 32, 96, 32, beside=4),
+    "skewed, 4 beside each other": Traffic(_SKEWED, 8, 32, 96, 32, at_once=4),
     "8 of 128, 200 tokens, 4 topics": Traffic(LIKE_30B, 4, 8, 200, 32, experts=128, count=8),
 }
 POLICIES: Mapping[str, tuple[Callable[[], Policy], bool]] = {
@@ -81,8 +81,8 @@ def trace_of(traffic: Traffic, layers: int) -> Trace:
     ]
     alone = routing.trace(traffic.habits, texts, layers, traffic.experts, traffic.count)
     passes: list[Ids] = []
-    for at in range(0, len(alone), traffic.beside):
-        together = [one.ids for one in alone[at : at + traffic.beside]]
+    for at in range(0, len(alone), traffic.at_once):
+        together = [one.ids for one in alone[at : at + traffic.at_once]]
         passes.append(np.concatenate([ids[: traffic.prompt] for ids in together]))
         passes += [np.stack(ids) for ids in zip(*(one[traffic.prompt :] for one in together), strict=True)]
     ends = np.cumsum([len(one) for one in passes])
@@ -111,7 +111,7 @@ def sweep(layers: int) -> Table:
     for name, traffic in TRAFFIC.items():
         trace = trace_of(traffic, layers)
         sizes = np.diff(trace.ends, prepend=0)
-        counted = [bool(size == traffic.beside) and at >= len(sizes) // 8 for at, size in enumerate(sizes)]
+        counted = [bool(size == traffic.at_once) and at >= len(sizes) // 8 for at, size in enumerate(sizes)]
         for size in SIZES:
             capacity = int(trace.slots * size)
             best = replay(trace, capacity, Clairvoyant(counted), counted=counted).rate

@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def split(checkpoint: Path, compression: str | None) -> Path:
-    """The split directory beside a checkpoint, made unless it is there."""
+    """The split directory in a checkpoint's folder, made unless it is there."""
     from rabbitllm import prepare
     from rabbitllm.base.options import SplitOptions
 

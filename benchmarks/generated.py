@@ -1,4 +1,4 @@
-"""Weights that nobody stores: any range of a checkpoint of any size, from one prepared block, and the shards' digests.
+"""Weights that are not stored: any range of a checkpoint of any size, from one prepared block, and the shards' digests.
 
 The bytes of all tensors of a checkpoint, one after another, are the block over and over. Its length is no multiple of
 any power of two but 2 (it has a prime number of elements), so that equal places of two tensors, or of two chunks of

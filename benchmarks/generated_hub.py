@@ -4,8 +4,8 @@
 
 It answers what huggingface_hub and rabbitllm ask for: the model's listing (sizes, SHA-256) and tree, and files by HEAD,
 GET and GET of one range, with ETag and X-Repo-Commit. Once the digests are known it says on stdout, in one line of
-JSON, where it is; it ends when its stdin does. What it has sent is counted in a file (`Counters`), so that whoever
-watches need not ask. Knows no faults, tokens or second origins.
+JSON, where it is; it ends when its stdin does. What it has sent is counted in a file (`Counters`), so that a watching
+process need not ask. Knows no faults, tokens or second origins.
 """
 
 from __future__ import annotations

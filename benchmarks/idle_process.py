@@ -28,7 +28,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Cap:
-    """A group that a process is in, and what it may take beside what it takes when it is idle (bytes)."""
+    """A group that a process is in, and what it may take in addition to what it takes when it is idle (bytes)."""
 
     group: ControlGroup
     nbytes: int
@@ -40,7 +40,7 @@ class Idle:
 
     Attributes:
         process: itself.
-        log: what it prints beside its messages.
+        log: what it prints except its messages.
         work: folder that messages are to show no path of.
         stop_seconds: after which it is killed; None for never.
         versions: of what it runs with.

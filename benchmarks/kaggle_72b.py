@@ -43,7 +43,7 @@ from rabbitllm.store.layer_store import verify
 MODES = ("file", "stream", "auto")
 DEFAULT_MODEL = "qwen2.5-72b"
 SPARE_BYTES = 2 * 1000**3
-"""Beside what the split may take: what stays free during it, the hub cache, logs."""
+"""In addition to what the split may take: what stays free during it, the hub cache, logs."""
 SPEED_BYTES = 2 * 1000**3
 """Read from the hub, in each way, and from the disk, to say how fast they are by themselves."""
 _HERE = Path(__file__).resolve().parent

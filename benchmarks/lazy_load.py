@@ -1,4 +1,4 @@
-"""Opening a file of weights and taking tensors from it, `rabbitllm.lazy_load` beside torch, safetensors and torchhacks.
+"""Opening a file of weights and taking tensors from it, by `rabbitllm.lazy_load`, torch, safetensors and torchhacks.
 
 The same tensors lie in a torch file and in a safetensors file. Each row takes its turn in a fresh process, with its
 libraries imported and the file in the page cache; it opens the file, copies one tensor out of its middle, then every

@@ -22,7 +22,7 @@ class Line:
 
 
 def draw(path: Path, title: str, across: str, upwards: str, drawn: Sequence[Line]) -> None:
-    """Draw them, named beside their ends; beside ours, thin, what would be linear from its first point on.
+    """Draw them, named next to their ends; with ours, thin, what would be linear from its first point on.
 
     Args:
         path: of the file, .svg or .png.

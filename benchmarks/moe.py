@@ -7,7 +7,7 @@ control group of its own, bounded, once everything is imported, to what it takes
 weights in bfloat16; page cache counts too. Rows of others get two requests and few tokens, and no warm-up, since they
 read all experts for each token.
 
-Hits are counted by the engine; beside them stand what the optimum and LRU would have hit with as many slots, replayed
+Hits are counted by the engine; with them stand what the optimum and LRU would have hit with as many slots, replayed
 (`expert_policies.py`) over what the routers chose in that very process.
 
     sudo python -m benchmarks.moe [--turns 3] [--tokens 48] [--shares 25 50] [--only ROW ...] [--scale tiny]
@@ -49,7 +49,7 @@ TOPICS = 4
 OTHERS_REQUESTS, OTHERS_TOKENS = 2, 4
 RUN_LIMIT_SECONDS = 600
 LEAST_ROOM_BYTES = 128 << 20
-"""Beside the idle process, whatever the share: less than this a model that is only tried out with cannot compute in."""
+"""More than the idle process, whatever the share: with less, a model that is only tried out with cannot compute."""
 
 
 @dataclass(frozen=True)

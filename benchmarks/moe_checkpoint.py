@@ -2,8 +2,8 @@
 
 Most weights are random. What is not: a token of the vocabulary is a place in one of several texts. Its embedding holds
 what it means (`routing.meanings`), which the routers look at, and what tells it from all others, by which the head
-finds the token after it. So greedy generation goes on with the text that the prompt is from, whoever generates, and
-at 4bit too; after the last token comes the first. What the layers add to the embedding is small beside it; it is the
+finds the token after it. So greedy generation goes on with the text that the prompt is from, in every program, and
+at 4bit too; after the last token comes the first. What the layers add to the embedding is small; it is the
 context that makes routers choose otherwise than the word alone would.
 
 Written tensor by tensor, so that no more than one of them is in memory.
@@ -121,7 +121,7 @@ def passage(scale_name: str, habits: str, topic: int, piece: int, tokens: int) -
 def make_moe_checkpoint(work: Path, scale_name: str) -> Path:
     """The checkpoint's folder, made unless an earlier run finished it.
 
-    A file beside the folder, written last, holds what it was made from and the SHA-256 of each shard.
+    A file next to the folder, written last, holds what it was made from and the SHA-256 of each shard.
     """
     folder, stamp = work / f"checkpoint-{scale_name}-moe", work / f"checkpoint-{scale_name}-moe.json"
     recipe = json.loads(json.dumps([FORMAT, asdict(SCALES[scale_name]), WRITERS, [asdict(h) for h in HABITS.values()]]))

@@ -110,7 +110,7 @@ HEADINGS = (
 )
 
 
-def ours_beside(case: Case) -> Case:
+def our_case_for(case: Case) -> Case:
     """The row of this project that a row is compared with, under the same cap."""
     return Case("rabbitllm-2-4bit" if case.runner == "rabbitllm-2-4bit" else "rabbitllm-2", case.habits, case.share)
 
@@ -124,7 +124,7 @@ def tabulate(runs: Sequence[MoeRun], cases: Sequence[Case], turns: int, experts:
             report.shown(spread(run.first_token_seconds for run in found)),
             report.shown(spread(run.token_seconds for run in found), 3),
             report.shown(spread(1 / run.token_seconds for run in found), 1),
-            report.shown(ratios(runs, case.name, ours_beside(case).name), 1),
+            report.shown(ratios(runs, case.name, our_case_for(case).name), 1),
             report.shown(spread(statistics.fmean(run.step_bytes) for run in found), 0, 1e6),
             report.shown(spread(of_missed(runs, case))),
             report.shown(spread(run.slots / experts for run in cached), 0, 0.01),
@@ -163,8 +163,8 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
             notes.append(report.reach(f"{case.name}, bytes of the missed", missed, BYTES_GOAL, at_most=True))
             notes.append(report.reach(f"{case.name}, hits of the optimum", optimum, HITS_GOAL, at_most=False))
         else:
-            beside = ratios(runs, case.name, ours_beside(case).name)
-            notes.append(report.beside_ours(case.name, beside, SPEED_GOAL))
+            compared = ratios(runs, case.name, our_case_for(case).name)
+            notes.append(report.against_ours(case.name, compared, SPEED_GOAL))
     return notes
 
 

@@ -71,7 +71,7 @@ RABBITLLM_1 = Environment(
     ),
     ("rabbitllm==1.1.0",),
 )
-# what it declares beside these (flash-attn, flash-linear-attention, kvikio) needs CUDA; it runs without
+# what it declares in addition to these (flash-attn, flash-linear-attention, kvikio) needs CUDA; it runs without
 OLLM = Environment(
     "ollm-1.0.3", (*_COMMON, "transformers==4.57.3", "requests==2.32.5", "peft==0.18.0"), ("ollm==1.0.3",)
 )

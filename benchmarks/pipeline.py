@@ -1,4 +1,4 @@
-"""A model over several processes, each too small for it, beside one process as small that streams.
+"""A model over several processes, each too small for it, compared with one process as small that streams.
 
 Every process runs in a control group of its own, which is bounded, once everything is imported, to what it takes then
 and a share of the size of the weights. A Llama of 1.43 GB in bfloat16, a prompt of 16 tokens, then greedy tokens,
@@ -134,13 +134,13 @@ def tabulate(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | No
 
     def cells(row: str, found: Sequence[PipelineRun]) -> Sequence[str]:
         share = rows[row][1]
-        beside = ratios(runs, FREE if share is None else row_name(ALONE, share), row)
+        compared = ratios(runs, FREE if share is None else row_name(ALONE, share), row)
         return (
             "+".join(map(str, found[0].spans)) if found else "",
             report.shown(spread(run.streamed for run in found), 0, 1e6),
             report.shown(spread(run.first_token_seconds for run in found)),
             report.shown(spread(run.token_seconds for run in found), 3),
-            report.shown(beside),
+            report.shown(compared),
             report.verdict(tokens_equal(runs, row, FREE)),
         )
 
@@ -158,8 +158,8 @@ def notes_on(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | No
     for row, (processes, share) in rows.items():
         resident = [run for run in good(runs, row) if not run.streamed]
         if processes > 1 and share is not None and resident:
-            beside = report.median(ratios(runs, row_name(ALONE, share), row))
-            notes.append(report.reach(f"{row}, tokens/s beside one that streams", beside, GOAL, at_most=False))
+            compared = report.median(ratios(runs, row_name(ALONE, share), row))
+            notes.append(report.reach(f"{row}, tokens/s beside one that streams", compared, GOAL, at_most=False))
     return notes
 
 

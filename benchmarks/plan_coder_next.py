@@ -157,8 +157,8 @@ def row_of(tiers: Tiers, drawn: LoadPlan) -> Row:
     of_memory = dense / MEMORY_RATE + _experts_seconds(routed, drawn.model.config)
     total = sum(own.used_bytes for own in experts)
     here = sum(own.kept_bytes for own in experts) / stored
-    beside = sum(own.host_bytes for own in experts) / stored
-    unkept, unfound = ((1 - found(share)) * total for share in (here, here + beside))
+    in_host = sum(own.host_bytes for own in experts) / stored
+    unkept, unfound = ((1 - found(share)) * total for share in (here, here + in_host))
     seconds = {"weights in VRAM": of_memory, "copies": copied / LINK_RATE}
     for rate in DISK_RATES:
         disk = f"{rate / 1e9:g} GB/s"
@@ -167,7 +167,7 @@ def row_of(tiers: Tiers, drawn: LoadPlan) -> Row:
     return Row(
         tiers=tiers,
         on_gpus=here,
-        in_host=beside,
+        in_host=in_host,
         gpu_bytes=max(_taken(drawn, units, experts, budget.device) for budget in drawn.placement.budgets),
         copied=copied,
         read=read,

@@ -55,7 +55,7 @@ class PredictRun(StepsRun):
 
     @property
     def headline(self) -> float:
-        """Foretold beside measured."""
+        """What was estimated, divided by what was measured."""
         return self.predicted_token_seconds / self.token_seconds if self.token_seconds else 0.0
 
     @property

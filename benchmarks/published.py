@@ -157,7 +157,7 @@ def checkpoint(model: Model, scale: float) -> Checkpoint:
 
 
 def max_disk(model: Model, part: Checkpoint) -> int:
-    """What a split of a part of a model is allowed: the same room beside its layer files that the whole model has.
+    """What a split of a part of a model is allowed: as much room besides its layer files as the whole model has.
 
     Shards do not get smaller with fewer layers, so this is the limit under which a part behaves like the whole.
     """

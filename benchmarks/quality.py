@@ -3,7 +3,7 @@
 Each row is the same text, predicted by the model as the format leaves its weights, in float32: the mean divergence of
 its next-token distributions from those of the checkpoint (docs/QUALITY.md), and the bytes of all weights as stored. So
 only weights are compared: bitsandbytes' LLM.int8 rounds what comes in too, which is in its row; llama.cpp's kernels
-also do, which is not. What its own program makes of the same file is said beside the table.
+also do, which is not. What its own program makes of the same file is said below the table.
 
     python -m benchmarks.quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--work DIR] [--results FILE]
 
@@ -165,7 +165,7 @@ def ours(subject: Subject, work: Path) -> Iterator[Row]:
     for maker, name, wish in wishes:
         try:
             with fresh_folder(work / "split") as folder:
-                source = folder / "model"  # a copy, so that nothing is written beside the checkpoint
+                source = folder / "model"  # a copy, so that nothing is written next to the checkpoint
                 shutil.copytree(subject.folder, source, ignore=shutil.ignore_patterns("splitted_model*"))
                 model = AutoModel.from_pretrained(
                     source,

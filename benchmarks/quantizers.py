@@ -1,4 +1,4 @@
-"""The compiled quantizers beside bitsandbytes' own, on one core: MB of the source a second, and how many times as fast.
+"""The compiled quantizers and bitsandbytes' own, on one core: MB of the source a second, and how many times as fast.
 
 The two take turns on the same values, in runs as long as the splitter's, and must give the same bytes.
 

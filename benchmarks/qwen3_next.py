@@ -38,7 +38,7 @@ def tensors(config: Config) -> Iterator[Tensor]:
 
 
 def _full_attention(layer: str, config: Config) -> Iterator[Tensor]:
-    """Grouped queries; `q_proj` has a gate for every element of the output beside the queries."""
+    """Grouped queries; `q_proj` has a gate for every element of the output in addition to the queries."""
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     for which, rows in {"q": 2 * queries, "k": keys, "v": keys}.items():

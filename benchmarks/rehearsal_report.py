@@ -1,4 +1,4 @@
-"""What came of a rehearsal, for people and for whoever wants to check: tables, a drawing, JSON."""
+"""What came of a rehearsal, for people and for checks: tables, a drawing, JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outcome:
         setting: what was asked for.
         rehearsal: how it went.
         verification: of all layer files.
-        spots: a sample of every tensor beside bitsandbytes.
+        spots: a sample of every tensor compared with bitsandbytes.
         checking_seconds: for both.
         checksums: of the layer files, by layer.
         forward: of a forward pass, or its error; None if none was asked for.

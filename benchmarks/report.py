@@ -1,4 +1,4 @@
-"""Tables for people, JSON for whoever wants to check them, and the machine that the figures are from."""
+"""Tables for people, JSON for checks of them, and the machine that the figures are from."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def of_its_limit(name: str, figures: Spread | None) -> str:
     return reach(f"{name}, of its limit", median(figures), LIMIT_GOAL, at_most=True)
 
 
-def beside_ours(name: str, figures: Spread | None, goal: float = 1.0) -> str:
+def against_ours(name: str, figures: Spread | None, goal: float = 1.0) -> str:
     """Whether another's row takes as much longer as it should than this project's under the same cap."""
     return reach(f"{name}, seconds beside ours", median(figures), goal, at_most=False)
 

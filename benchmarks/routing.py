@@ -48,7 +48,7 @@ SKEWED = Habits(always=0.8, topic=1.0, theme=0.8, moment=1.5, word=0.7)
 
 @dataclass(frozen=True)
 class Published:
-    """Expert use that somebody measured of a trained model, and where it says so.
+    """Expert use that others measured of a trained model, and where it says so.
 
     Attributes:
         tokens: generated, of one text.

@@ -84,7 +84,7 @@ class SeriesSampler(Sampling):
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and all its threads so far; of one that has ended too, as long as nobody has waited for it."""
+    """Of a process and all its threads so far; of one that has ended too, as long as no process has waited for it."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 

@@ -1,4 +1,4 @@
-"""The scale model asked for what was measured here, beside the committed figures. Reads benchmarks/results.
+"""The scale model asked for what was measured here, compared with the committed figures. Reads benchmarks/results.
 
 The rates that it is given were measured in other runs than those it is compared with, but for one row, which says so.
 """

@@ -1,6 +1,6 @@
 """What machines have and what they cost: rates as published or assumed, each with where it is from. Pure data.
 
-Nothing here was measured but what says so; a price is what somebody charged on a date, and is there to be replaced.
+Nothing here was measured but what says so; a price is what a provider charged on a date, and is there to be replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Host:
         memory: of what computes: how fast it is read.
         flops: 16-bit operations a second, dense.
         link: to one GPU; None where there is none.
-        host: memory beside the GPUs that weights may take.
+        host: memory other than the GPUs' that weights may take.
         disk: how fast it is read.
         disk_room: bytes that layer files may take.
         network: to another machine.
@@ -41,7 +41,7 @@ class Host:
         weekly_hours: that it can be had.
         codes: how fast quantized weights are read where they are multiplied with as they are; None where they are made
             into 16 bits for each use.
-        layer: what a decoder layer takes beside its weights.
+        layer: what a decoder layer takes in addition to its weights.
         routed_layer: the same for one with experts.
         strain: what reading and computing do to each other.
     """

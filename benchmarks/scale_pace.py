@@ -137,7 +137,7 @@ def cache_bytes(shape: Shape, sequences: int) -> int:
 
 def streaming(host: Host, drawn: Drawn, sequences: int) -> Outcome | None:
     """A batch on one machine, which keeps what fits and streams the rest; None where it cannot: there is no room for
-    keys and values beside two buffers, or none on the disk for the layer files."""
+    keys and values with two buffers, or none on the disk for the layer files."""
     devices = max(host.gpus, 1)
     room = int(host.room.value) - cache_bytes(drawn.shape, sequences) // devices
     if room < drawn.buffers or not fits_disk(drawn.shape, host):
@@ -150,7 +150,7 @@ def streaming(host: Host, drawn: Drawn, sequences: int) -> Outcome | None:
 
 def spread(host: Host, drawn: Drawn, sequences: int) -> Outcome | None:
     """Layers over the fewest machines on which all of them stay, with micro-batches of so many sequences, one for each
-    GPU, that go around; None where not even one layer fits beside its share of keys and values.
+    GPU, that go around; None where not even one layer fits with its share of keys and values.
 
     What a micro-batch takes between machines is waited for.
     """

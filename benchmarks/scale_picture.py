@@ -1,4 +1,4 @@
-"""Lines over numbers that multiply, several panels beside each other, as a picture; drawn by matplotlib."""
+"""Lines over numbers that multiply, several panels next to each other, as a picture; drawn by matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring many continuations on the CPU with less memory than the model has, beside plain transformers.
+"""Scoring many continuations on the CPU with less memory than the model has, compared with plain transformers.
 
 Questions as a test set asks them: some examples that all begin with, a question, and four choices of which each is
 scored. A Llama of 1.43 GB in bfloat16. This project scores all of them in one pass over the weights; the goal is at

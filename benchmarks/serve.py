@@ -1,4 +1,4 @@
-"""Servers with less memory than the model has: tokens a second for 1, 4, 16 and 64 requests at once, beside others.
+"""Servers with less memory than the model has: tokens a second for 1, 4, 16 and 64 requests at once, with others.
 
 Every server runs in a control group of its own, bounded, once its libraries are imported, to what it takes then and a
 share of the size of the weights; those of 4 bits to a smaller share, so that theirs do not fit either. A Llama of 1.43
@@ -37,7 +37,7 @@ from benchmarks.server_process import Served, asked, served
 from benchmarks.work_folder import fresh_folder
 
 LEAST_ROOM_BYTES = 384 << 20
-"""Beside the idle process, whatever the share: less than this a model that is only tried out with cannot compute in."""
+"""More than the idle process, whatever the share: with less, a model that is only tried out with cannot compute."""
 WARM_UP_TOKENS = 2
 _OFFSET = 10_000
 """Between the prompts of one number of clients and the next: none comes twice, so that nothing is kept of it."""

@@ -1,4 +1,4 @@
-"""What a server's memory comes back to after loads of many clients, beside what its prefix cache holds.
+"""What a server's memory comes back to after loads of many clients, compared with what its prefix cache holds.
 
 A Llama with random weights, all of it streamed, behind `rabbitllm serve` in a process of its own; so many clients at
 once send requests with prompts of their own, ten times over. One request goes before, since the buffers that layers are
@@ -43,7 +43,7 @@ class Reading:
     cached: int
 
     @property
-    def beside_cache(self) -> int:
+    def without_cache(self) -> int:
         """What is not cache."""
         return self.anonymous - self.cached
 
@@ -78,7 +78,7 @@ def bodies(load: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def row(name: str, reading: Reading, first: Reading) -> str:
     """One line of the table, in MiB."""
-    more = reading.beside_cache - first.beside_cache
+    more = reading.without_cache - first.without_cache
     return f"| {name} | {reading.anonymous / MIB:.0f} | {reading.cached / MIB:.0f} | {more / MIB:+.0f} |"
 
 

@@ -20,7 +20,7 @@ class ServeRun(Run):
     """One server, asked by more and more clients at once.
 
     Attributes:
-        share: of the weights that it has beside what it takes idle, in percent.
+        share: of the weights that it has in addition to what it takes idle, in percent.
         limit_bytes: of its control group.
         load_seconds: until it answered.
         levels: `figures` for each number of clients, in order; those after one that failed are missing.
@@ -75,7 +75,7 @@ def of_linear(run: ServeRun, at_once: int) -> float | None:
     return linearity(at_once, together["tokens_a_second"], alone["tokens_a_second"])
 
 
-def beside_ours(runs: Sequence[ServeRun], run: ServeRun, at_once: int) -> float | None:
+def against_ours(runs: Sequence[ServeRun], run: ServeRun, at_once: int) -> float | None:
     """Tokens a second over those of this project's row of as many bits in the same turn."""
     own = next((name for name, server in SERVERS.items() if server.is_ours and server.bits == SERVERS[run.row].bits))
     level = run.level(at_once)
@@ -127,7 +127,7 @@ def _cells(runs: Sequence[ServeRun], found: Sequence[tuple[ServeRun, Mapping[str
         answered if found else "-",
         shown(of("tokens_a_second")),
         shown([of_linear(run, at_once) for run, _ in found]),
-        shown([beside_ours(runs, run, at_once) for run, _ in found]),
+        shown([against_ours(runs, run, at_once) for run, _ in found]),
         *(shown(of(name)) for name in ("first_p50", "first_p95", "between_p50", "between_p95")),
         shown([level["disk_bytes"] / 1e6 / level["tokens"] if level["tokens"] else None for _, level in found], 0),
         shown([level["core_seconds"] / level["tokens"] if level["tokens"] else None for _, level in found]),
@@ -160,8 +160,8 @@ def notes_on(runs: Sequence[ServeRun], rows: Sequence[str], at_once: Sequence[in
         for number in at_once:
             name = f"{row}, {number} at once"
             if not SERVERS[row].is_ours:
-                beside = report.median(spread(_known(beside_ours(runs, run, number) for run in good(runs, row))))
-                notes.append(report.reach(f"{name}, tokens/s beside ours", beside, 1.0, at_most=True))
+                compared = report.median(spread(_known(against_ours(runs, run, number) for run in good(runs, row))))
+                notes.append(report.reach(f"{name}, tokens/s beside ours", compared, 1.0, at_most=True))
             elif 1 < number <= LINEAR_TO:
                 linear = report.median(spread(_known(of_linear(run, number) for run in good(runs, row))))
                 notes.append(report.reach(f"{name}, of linear", linear, LINEAR_GOAL, at_most=False))

@@ -68,7 +68,7 @@ class Workload:
         checkpoint: of a Llama, in bfloat16.
         weights: bytes of it.
         vocabulary: tokens it knows; token n is the word wn.
-        folder: for what rows need beside it.
+        folder: for what rows need in addition to it.
         prompt_tokens, new_tokens: of each request.
         rounds: requests that each client sends, one after the other.
         at_once: numbers of clients, in the order in which they are tried.

@@ -128,7 +128,7 @@ def served(
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port without a listener."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

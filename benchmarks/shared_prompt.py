@@ -2,7 +2,7 @@
 
 `rabbitllm serve` with memory capped, a generated model in bfloat16. So many clients at once ask one short question
 each, behind a system prompt of 1,000 tokens: the same one for all; the same one, when an earlier request has left it
-there; and, beside them, one of the same length for each client, so that nothing can be shared. Every row in a server
+there; and, in addition, one of the same length for each client, so that nothing can be shared. Every row in a server
 of its own. What was computed is what the server's `/metrics` says of prompts, less what it says was kept.
 
     sudo python -m benchmarks.shared_prompt [--turns 3] [--clients 8] [--scale medium] [--share 100]
@@ -143,7 +143,7 @@ def tabulate(runs: Sequence[SharedRun], turns: int) -> report.Table:
     return report.tabulated(HEADINGS, runs, {row: row for row in ROWS}, turns, cells)
 
 
-def beside(runs: Sequence[SharedRun], of: Callable[[SharedRun], float]) -> Mapping[str, float | None]:
+def compared(runs: Sequence[SharedRun], of: Callable[[SharedRun], float]) -> Mapping[str, float | None]:
     """Median over that of the row that shares nothing."""
     apart = report.median(spread(of(run) for run in good(runs, APART)))
     found = {row: report.median(spread(of(run) for run in good(runs, row))) for row in (ALIKE, LEFT)}
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     ratios = (("computed", lambda run: float(run.computed_tokens)), ("first token, p50", lambda run: run.first_p50))
     for name, of in ratios:
-        for row, ratio in beside(runs, of).items():
+        for row, ratio in compared(runs, of).items():
             if ratio is not None:
                 notes.append(f"{row}: {name} {ratio:.3f} of what it is where nothing is shared.")
     report.write(options.results, title, machine, tabulate(runs, options.turns), notes, runs)

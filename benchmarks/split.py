@@ -1,4 +1,4 @@
-"""Splitting a checkpoint into layer files: time beside `cp` of the same bytes, peak disk, peak anonymous memory.
+"""Splitting a checkpoint into layer files: time compared with `cp` of the same bytes, peak disk, peak anonymous memory.
 
 In each turn every row gets a fresh copy of the checkpoint, synced and out of the page cache, made outside the timing,
 and splits it into a folder inside that copy. Time runs until the layer files are on the disk: the call itself, and

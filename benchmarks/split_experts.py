@@ -1,8 +1,8 @@
-"""Splitting hundreds of experts beside splitting a dense model of the same size: what thousands of small tensors cost.
+"""Splitting hundreds of experts and splitting a dense model of the same size: what thousands of small tensors cost.
 
 Both checkpoints have about the same size, in shards of the same, and hold the same values one after another; the one
 with experts has twice as many tensors a GB as Qwen3-Coder-Next. Each is split on the sequential route at each
-compression, in turns, into a folder beside it, until all of it is on the disk. Shards are links to those that were made
+compression, in turns, into a folder next to it, until all is on the disk. Shards are links to those that were made
 once, so that they can be given up. Process start and imports are not timed; seconds of all cores that the process takes
 are, since they depend less on what else a machine does.
 
@@ -149,14 +149,14 @@ def tabulate(runs: Sequence[ExpertsRun], rows: Sequence[str], turns: int) -> rep
 
     def cells(row: str, found: Sequence[ExpertsRun]) -> Sequence[str]:
         dense = row.replace("experts", "dense")
-        beside = row != dense
+        compared = row != dense
         return (
             f"{found[0].source_bytes / 1e9:.2f}" if found else "-",
             f"{found[0].tensors:,}" if found else "-",
             report.shown(spread(run.headline for run in found)),
             report.shown(spread(run.core_headline for run in found)),
-            report.shown(ratios(runs, row, dense) if beside else None),
-            report.shown(core_ratios(runs, row, dense) if beside else None),
+            report.shown(ratios(runs, row, dense) if compared else None),
+            report.shown(core_ratios(runs, row, dense) if compared else None),
             report.shown(spread(run.anonymous_added for run in found), 1, 2**20),
         )
 

@@ -1,12 +1,12 @@
-"""Generating on a GPU with less of its memory than the model has, beside those who claim to do that.
+"""Generating on a GPU with less of its memory than the model has, compared with the projects that claim it.
 
 A Qwen2 of 5.8 GB in bfloat16 (or of `--size` GB, up to 25), a prompt of 16 tokens, then greedy tokens, batch 1. Every
 process may hold 2, 4 or 8 GiB of the GPU's memory, as torch's own allocator enforces it (`worker_gpu.py` says why),
 and plans, where it can be told, with an eighth of that less, 256 MiB at most. What the GPU does not hold comes
 
-* from the disk: the process is in a control group that may take 2 GiB (`--ram`) beside the idle process, of which
+* from the disk: the process is in a control group that may take 2 GiB (`--ram`) more than the idle process, of which
   half is given to weights; where no group can be made, its files are dropped from the page cache before each token, and
-  nobody is given host memory for weights;
+  no row is given host memory for weights;
 * from RAM: as it comes, with four fifths of what is free given to weights.
 
 Runners follow one another, each in an environment of its own laid over this interpreter's torch, so that the disk holds
@@ -88,7 +88,7 @@ class Workload:
         prompt, tokens: token ids, and how many to generate.
         gpu: the stand-in for CUDA, or nothing.
         dtype: to compute in.
-        ram: bytes beside the idle process.
+        ram: bytes in addition to the idle process.
         is_limited: whether a control group holds it to them; else its files are dropped from the page cache.
     """
 

@@ -81,7 +81,7 @@ def computing(runs: Sequence[VramRun], case: Case) -> float:
 
 
 def ceiling_seconds(run: VramRun, compute: float) -> float:
-    """What this row's own bytes take at the rates measured beside it, or its computation, whichever is longer."""
+    """What this row's own bytes take at the rates measured with it, or its computation, whichever is longer."""
     disk = run.read_bytes / run.disk_speed if run.disk_speed else 0.0
     link = (run.copied_bytes or 0) / run.copy_speed if run.copy_speed else 0.0
     return max(disk, link, compute)
@@ -107,7 +107,7 @@ def tokens_equal(runs: Sequence[VramRun], case: Case) -> list[bool]:
     return steps.tokens_equal(runs, case.name, Case(REFERENCE, case.vram, case.host).name)
 
 
-def ours_beside(case: Case) -> Case:
+def our_case_for(case: Case) -> Case:
     """The row of this project that a row is compared with."""
     return Case(OURS[1] if case.runner.endswith("4bit") else OURS[0], case.vram, case.host)
 
@@ -138,7 +138,7 @@ def tabulate(runs: Sequence[VramRun], cases: Sequence[Case], turns: int) -> repo
             report.shown(spread(run.load_seconds for run in found), 1),
             report.shown(spread(run.first_token_seconds for run in found)),
             report.shown(spread(run.token_seconds for run in found), 3),
-            report.shown(ratios(runs, case.name, ours_beside(case).name)),
+            report.shown(ratios(runs, case.name, our_case_for(case).name)),
             report.shown(spread(run.read_bytes for run in found), 2, 1e9),
             report.shown(spread(run.copied_bytes for run in found if run.copied_bytes is not None), 2, 1e9),
             report.shown(spread(of_the_ceiling(runs, case)), 0, 0.01),
@@ -183,7 +183,7 @@ def notes_on(runs: Sequence[VramRun], cases: Sequence[Case], host: Sequence[str]
         if case.runner in OURS:
             notes.append(report.of_its_limit(case.name, spread(of_its_limit(runs, case))))
         else:
-            notes.append(report.beside_ours(case.name, ratios(runs, case.name, ours_beside(case).name)))
+            notes.append(report.against_ours(case.name, ratios(runs, case.name, our_case_for(case).name)))
     return notes
 
 

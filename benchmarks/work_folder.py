@@ -1,4 +1,4 @@
-"""A folder for what a benchmark's rows need beside the checkpoint, there for as long as it runs."""
+"""A folder for what a benchmark's rows need in addition to the checkpoint, there for as long as it runs."""
 
 from __future__ import annotations
 

@@ -310,18 +310,18 @@ def main() -> None:
         job = json.loads(sys.argv[1])
         versions = import_libraries(job["package"])
         if "gpu" in job:  # whatever a GPU needs is there before the job, so that all are idle alike
-            beside = runpy.run_path(str(Path(__file__).with_name("worker_gpu.py")))
-            TASKS.update(beside["GpuWork"](job, sys.modules[__name__]).tasks)
+            module = runpy.run_path(str(Path(__file__).with_name("worker_gpu.py")))
+            TASKS.update(module["GpuWork"](job, sys.modules[__name__]).tasks)
         if job["task"].startswith("score"):
-            beside = runpy.run_path(str(Path(__file__).with_name("worker_score.py")))
-            TASKS.update(beside["Score"](globals()).tasks)
+            module = runpy.run_path(str(Path(__file__).with_name("worker_score.py")))
+            TASKS.update(module["Score"](globals()).tasks)
         answer({"ready": versions})
         if sys.stdin.readline():
             if job["package"] in ("llama_cpp", "gguf"):  # without torch, which it would be idle with
                 TASKS.update(runpy.run_path(str(Path(__file__).with_name("worker_llama_cpp.py")))["TASKS"])
             if job["task"] in ("bulk", "scores"):
-                beside = runpy.run_path(str(Path(__file__).with_name("worker_batch.py")))
-                TASKS.update(beside["tasks"](sys.modules[__name__]))
+                module = runpy.run_path(str(Path(__file__).with_name("worker_batch.py")))
+                TASKS.update(module["tasks"](sys.modules[__name__]))
             answer(TASKS[job["task"]](job))
     except Exception as error:
         traceback.print_exc()

@@ -2,7 +2,7 @@
 
 The cap is torch's own (`set_per_process_memory_fraction`): its allocator, through which every implementation here gets
 all of its memory, refuses what is beyond it. So it binds all of them alike, those that plan for a limit and those that
-know of none, and nobody can pass it unseen; a process's CUDA context and its libraries are not counted, and are the
+know of none, and no program can pass it unseen; a process's CUDA context and its libraries are not counted, and are the
 same for all. `max_memory` alone would bind only those that can be told.
 
 A test may name another GPU than CUDA's (`job["gpu"]`, as "module:class"), with the methods of `Cuda`.
@@ -121,7 +121,7 @@ def chosen(name: str) -> Any:
 
 
 def forget_files(folders: Sequence[str]) -> None:
-    """Drop the page cache of every file below folders, but what somebody has mapped."""
+    """Drop the page cache of every file below folders, but what a process has mapped."""
     for folder in folders:
         for path in Path(folder).rglob("*"):
             if path.is_file():

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _IMPORTED = ("uvicorn", "fastapi", "openai", "transformers.cli.serve")
-"""Beside what every worker imports, so that a server's modules are there before its memory is bounded."""
+"""In addition to what every worker imports, so that a server's modules are there before its memory is bounded."""
 
 
 def rabbitllm(job: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ def read_pickle(data: bytes) -> None:
         for _ in list_opcodes(data, "fuzzed"):
             pass
     root, storages = read_torch_pickle(data, "fuzzed")
-    for record in name_tensors(root, "fuzzed").tensors.values():
+    for record in name_tensors(root, "fuzzed")[0].values():
         assert storages[record.storage.key] == record.storage
 
 

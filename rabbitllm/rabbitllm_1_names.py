@@ -160,7 +160,7 @@ def _naming(layer_names: Mapping[str, str] | LayerNaming | None) -> LayerNaming 
         lead = re.escape(head + ".") if head else ""
         number = r"\.\d+" if role == "layer_prefix" else ""
         patterns.append(rf"{lead}(?P<id>{re.escape(tail)}{number})\.")
-    return naming("layer_names", patterns)
+    return naming(patterns)
 
 
 def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | None = None) -> StateDict:

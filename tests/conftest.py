@@ -45,9 +45,9 @@ if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
     # without fused multiply-add, bitsandbytes' 8bit table has other last bits than everywhere else (`int8_code`)
     import bitsandbytes.functional
 
-    from rabbitllm.quant.library import int8_table
+    from rabbitllm.quant.schemes import code_values
 
-    bitsandbytes.functional.name2qmap["dynamic"] = int8_table(torch.device("cpu"))
+    bitsandbytes.functional.name2qmap["dynamic"] = code_values("8bit")
 
 BITS = frozenset(
     [
@@ -104,7 +104,7 @@ FIRST = (
     "engine/test_double.py",
     "benchmarks/test_kaggle_72b.py",
     "cli/test_library.py",
-    "generation/test_filed_sequences.py",
+    "generation/test_swapped_to_file.py",
     "cli/test_batch.py",
     "server/test_under_load.py",
     "evaluation/test_quality.py",

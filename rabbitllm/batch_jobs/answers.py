@@ -17,10 +17,10 @@ Spaces at the end of a context belong to the continuation too. An empty context 
 
 from __future__ import annotations
 
-import contextlib
 import queue
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -30,17 +30,26 @@ from rabbitllm.batch_jobs.asking import (
     Answered,
     PreparedItem,
     RequestBuilder,
-    answer_of,
     call_line,
-    error_line,
     missing_pydantic,
-    refused_line,
+    refused_answer,
+    unreadable_answer,
 )
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of, ordered
-from rabbitllm.batch_jobs.items import MAX_ANSWERS, BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, ScoreItem
+from rabbitllm.batch_jobs.items import (
+    MAX_ANSWERS,
+    BatchAnswer,
+    BatchCall,
+    Choose,
+    Embed,
+    Item,
+    JobLimits,
+    Key,
+    ScoreItem,
+)
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.request import BatchStats, Delta, Event, Failed, Finished, FinishReason, TokenLogprob
+from rabbitllm.generation.request import BatchStats, Delta, Event, Failed, FinishReason
 from rabbitllm.generation.request import Limits as BatchLimits
 from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
 from rabbitllm.server.api_error import BROKEN, APIError, bad
@@ -79,7 +88,7 @@ def answered(
     """
     for kind, group in groupby(items, lambda item: kind_of(item.asked)):
         if kind == ERRORS:
-            yield from ([BatchAnswer(item.index, item.key, refused_line(item), is_error=True)] for item in group)
+            yield from ([unreadable_answer(item)] for item in group)
         elif kind == GENERATIONS:
             yield from generated(model, name, group, limits, watch)
         else:
@@ -106,38 +115,31 @@ class _OpenGeneration:
         done: receives this object when all requests have ended.
 
     Attributes:
-        count: number of requests.
+        answers: of each request.
         is_refused: whether one of them was refused; then the others are not waited for.
         error: error of one of them.
     """
 
     def __init__(self, wanted: PreparedItem, done: queue.SimpleQueue[_OpenGeneration]) -> None:
         self.wanted = wanted
+        self.answers = [Answered() for _ in wanted.requests]
         self.error: Exception | None = None
-        count = len(wanted.requests)
-        self._texts: list[list[str]] = [[] for _ in range(count)]
-        self._tokens: list[list[TokenLogprob]] = [[] for _ in range(count)]
-        self._ends: list[Finished | None] = [None] * count
-        self._left = count
-        self._done = done
-        self.count = count
         self.is_refused = False
-
-    def taker(self, number: int) -> Callable[[Event], None]:
-        """The callback for the events of one request."""
-        return lambda event: self.told(number, event)
+        self._left = len(self.answers)
+        self._done = done
 
     def told(self, number: int, event: Event) -> None:
         """Handle an event of one request; runs in the batch's thread."""
+        answer = self.answers[number]
         if isinstance(event, Delta):
-            self._texts[number].append(self.wanted.text_of(event))
+            answer.text += self.wanted.text_of(event)
             if self.wanted.keeps_tokens:
-                self._tokens[number] += event.tokens
+                answer.tokens += event.tokens
             return
         if isinstance(event, Failed):
             self.error = event.error
         else:
-            self._ends[number] = event
+            answer.end = event
         self._left -= 1
         if not self._left and not self.is_refused:
             self._done.put(self)
@@ -145,16 +147,15 @@ class _OpenGeneration:
     @property
     def is_cut(self) -> bool:
         """Whether the batch ended before the item was answered."""
-        return any(end is not None and end.ended not in (FinishReason.STOP, FinishReason.LENGTH) for end in self._ends)
+        ends = (one.end for one in self.answers)
+        return any(end is not None and end.ended not in (FinishReason.STOP, FinishReason.LENGTH) for end in ends)
 
     def answer(self) -> BatchAnswer:
         """The answer to the item."""
-        answered = [
-            Answered("".join(texts), tuple(tokens), end)
-            for texts, tokens, end in zip(self._texts, self._tokens, self._ends, strict=True)
-            if end is not None
-        ]
-        return answer_of(self.wanted.item, self.wanted.answer(answered), answered)
+        item, ends = self.wanted.item, [one.finished for one in self.answers]
+        line = self.wanted.answer(self.answers)
+        new_tokens = sum(one.new_tokens for one in ends)
+        return BatchAnswer(item.index, item.key, line, False, ends[0].prompt_tokens, new_tokens)
 
 
 def generated(
@@ -202,16 +203,15 @@ def generated(
             refused += _submit(batch, begin)
             if refused:
                 yield refused
-            open_requests -= sum(each.count for each in begin if each.is_refused)
+            open_requests -= sum(len(each.answers) for each in begin if each.is_refused)
             if not open_requests:
                 if one is None:
                     return
                 continue
             over = [done.get()]
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    over.append(done.get_nowait())
-            open_requests -= sum(each.count for each in over)
+            while not done.empty():
+                over.append(done.get())
+            open_requests -= sum(len(each.answers) for each in over)
             made, failed = _answered(over, batch)
             if made:
                 yield made
@@ -227,7 +227,7 @@ def _prepared(builder: RequestBuilder, items: Iterator[Item]) -> Iterator[Prepar
         try:
             yield builder.wanted(item)
         except APIError as error:
-            yield BatchAnswer(item.index, item.key, error_line(item, error), is_error=True)
+            yield refused_answer(item, error)
 
 
 def _submit(batch: Batch, begin: list[_OpenGeneration]) -> list[BatchAnswer]:
@@ -238,12 +238,12 @@ def _submit(batch: Batch, begin: list[_OpenGeneration]) -> list[BatchAnswer]:
             handles = []
             try:
                 for number, request in enumerate(one.wanted.requests):
-                    handles.append(batch.submit(request, one.taker(number)))
+                    handles.append(batch.submit(request, partial(one.told, number)))
             except OptionError as error:
                 for handle in handles:
                     handle.cancel()
                 one.is_refused = True
-                refused.append(_refused(one.wanted.item, error))
+                refused.append(refused_answer(one.wanted.item, bad(error.problem)))
     return refused
 
 
@@ -253,7 +253,9 @@ def _answered(over: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAnsw
     failed: BaseException | None = None
     for one in over:
         if one.error is not None and not (batch.error or _ends_all(one.error)):
-            made.append(_refused(one.wanted.item, one.error))
+            broken = APIError(BROKEN, f"{type(one.error).__name__}: {one.error}")
+            refusal = bad(one.error.problem) if isinstance(one.error, OptionError) else broken
+            made.append(refused_answer(one.wanted.item, refusal))
         elif one.error is not None:
             failed = batch.error or one.error
         elif one.is_cut:
@@ -272,16 +274,12 @@ def _ends_all(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "memory" in str(error)  # torch's error on the CPU
 
 
-def _refused(item: Item, error: Exception) -> BatchAnswer:
-    told = (
-        bad(error.problem) if isinstance(error, OptionError) else APIError(BROKEN, f"{type(error).__name__}: {error}")
-    )
-    return BatchAnswer(item.index, item.key, error_line(item, told), is_error=True)
-
-
 MAX_TOKENS = 1 << 22
 """Tokens per call of scoring, which makes as few passes of them as memory allows; more would only occupy memory."""
 MAX_TEXTS = 1 << 16
+
+
+Line = Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -291,14 +289,26 @@ class _OpenScores:
     Attributes:
         item: the item.
         texts: the texts to score.
+        line_of: makes the output line from their results.
         found: results so far, by text.
-        embedding: the request, for an embedding in OpenAI's form.
     """
 
     item: Item
     texts: Sequence[ScoredText]
-    embedding: Any = None
+    line_of: Callable[[Sequence[Scored]], Line]
     found: dict[int, Scored] = field(default_factory=dict)
+
+    def answer(self) -> BatchAnswer:
+        """The answer to the item."""
+        found = [self.found[text.index] for text in self.texts]
+        if (error := next((one.error for one in found if one.error is not None), None)) is not None:
+            return refused_answer(self.item, bad(error.problem))
+        return BatchAnswer(self.item.index, self.item.key, self.line_of(found), False, self.tokens, 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(len(text.context) + len(text.continuation) for text in self.texts)
 
 
 def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> Iterator[list[BatchAnswer]]:
@@ -326,9 +336,9 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
             try:
                 one = _open_scores(builder, item, len(by_text))
             except APIError as error:
-                refused.append(BatchAnswer(item.index, item.key, error_line(item, error), is_error=True))
+                refused.append(refused_answer(item, error))
                 continue
-            tokens += sum(len(text.context) + len(text.continuation) for text in one.texts)
+            tokens += one.tokens
             by_text += [one] * len(one.texts)
             texts += one.texts
         if refused:
@@ -338,7 +348,7 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
                 one = by_text[result.index]
                 one.found[result.index] = result
                 if len(one.found) == len(one.texts):
-                    yield [_answer(builder, one)]
+                    yield [one.answer()]
 
 
 def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores:
@@ -351,19 +361,29 @@ def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores
     Raises:
         APIError: it cannot be answered.
     """
-    asked = item.asked
-    if isinstance(asked, ScoreItem | Choose):
-        wanted = asked.continuations if isinstance(asked, ScoreItem) else asked.choices
-        pairs = [_pair(builder, asked.context, text) for text in wanted]
-        return _OpenScores(item, [ScoredText(first + at, *pair) for at, pair in enumerate(pairs)])
-    if isinstance(asked, Embed):
-        ids = [builder.ids_of(text) for text in asked.texts]
-        return _OpenScores(item, [ScoredText(first + at, one, (), asked.pooling) for at, one in enumerate(ids)])
-    assert isinstance(asked, BatchCall)
-    wanted_call = _embedding_call(asked, builder)
-    pooling = asked.defaults.pooling
-    texts = [ScoredText(first + at, one, (), pooling) for at, one in enumerate(wanted_call.inputs)]
-    return _OpenScores(item, texts, wanted_call)
+    match item.asked:
+        case ScoreItem(context, texts) | Choose(context, texts):
+            pairs = [_pair(builder, context, text) for text in texts]
+            scored = [ScoredText(first + at, *pair) for at, pair in enumerate(pairs)]
+            return _OpenScores(item, scored, partial(_likelihoods, item.key, item.asked))
+        case Embed(texts, _, pooling):
+            inputs = [builder.ids_of(text) for text in texts]
+            line_of: Callable[[Sequence[Scored]], Line] = partial(_embeddings, item.key, item.asked)
+        case BatchCall(_, _, defaults) as asked:
+            checked, pooling = _embedding_call(asked, builder), defaults.pooling
+            inputs = checked.inputs
+
+            def in_openai_form(found: Sequence[Scored]) -> Line:
+                from rabbitllm.server.embeddings import embedding_object
+
+                vectors = [_vector(each, normalise=defaults.normalise) for each in found]
+                return call_line(item, 200, embedding_object(checked, vectors, builder.name))
+
+            line_of = in_openai_form
+
+        case _:
+            raise AssertionError(f"{item.asked} asks for no likelihoods and no embeddings")
+    return _OpenScores(item, [ScoredText(first + at, one, (), pooling) for at, one in enumerate(inputs)], line_of)
 
 
 def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -402,45 +422,24 @@ def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> Any:
     return CheckedEmbedding(inputs, body.encoding_format == "base64", body.dimensions)
 
 
-def _answer(builder: RequestBuilder, one: _OpenScores) -> BatchAnswer:
-    found = [one.found[text.index] for text in one.texts]
-    item = one.item
-    for result in found:
-        if result.error is not None:
-            return BatchAnswer(item.index, item.key, error_line(item, _refusal(result.error)), is_error=True)
-    line = _line(builder, one, found)
-    prompt = sum(len(text.context) + len(text.continuation) for text in one.texts)
-    return BatchAnswer(item.index, item.key, line, False, prompt, 0)
-
-
-def _line(builder: RequestBuilder, one: _OpenScores, found: Sequence[Scored]) -> Mapping[str, Any]:
-    item, asked = one.item, one.item.asked
+def _likelihoods(key: Key, asked: ScoreItem | Choose, found: Sequence[Scored]) -> Line:
     if isinstance(asked, ScoreItem):
         scores = [{"logprob": each.logprob, "tokens": each.tokens, "greedy": each.greedy} for each in found]
-        return {"id": item.key, "scores": scores} if asked.is_listed else {"id": item.key, **scores[0]}
-    if isinstance(asked, Choose):
-        logprobs = [_number(each.logprob) for each in found]
-        by_length = [value / len(text) for value, text in zip(logprobs, asked.choices, strict=True)]
-        return {
-            "id": item.key,
-            "choice": logprobs.index(max(logprobs)),
-            "choice_by_length": by_length.index(max(by_length)),
-            "logprobs": logprobs,
-            "tokens": [each.tokens for each in found],
-        }
-    if isinstance(asked, Embed):
-        vectors = [_vector(each, normalise=asked.normalise) for each in found]
-        return {"id": item.key, "embeddings": vectors} if asked.is_listed else {"id": item.key, "embedding": vectors[0]}
-    from rabbitllm.server.embeddings import embedding_object
-
-    assert isinstance(asked, BatchCall)
-    vectors = [_vector(each, normalise=asked.defaults.normalise) for each in found]
-    return call_line(item, 200, embedding_object(one.embedding, vectors, builder.name))
+        return {"id": key, "scores": scores} if asked.is_listed else {"id": key, **scores[0]}
+    logprobs = [each.logprob for each in found if each.logprob is not None]
+    by_length = [value / len(text) for value, text in zip(logprobs, asked.choices, strict=True)]
+    return {
+        "id": key,
+        "choice": logprobs.index(max(logprobs)),
+        "choice_by_length": by_length.index(max(by_length)),
+        "logprobs": logprobs,
+        "tokens": [each.tokens for each in found],
+    }
 
 
-def _number(value: float | None) -> float:
-    assert value is not None
-    return value
+def _embeddings(key: Key, asked: Embed, found: Sequence[Scored]) -> Line:
+    vectors = [_vector(each, normalise=asked.normalise) for each in found]
+    return {"id": key, "embeddings": vectors} if asked.is_listed else {"id": key, "embedding": vectors[0]}
 
 
 def _vector(found: Scored, *, normalise: bool) -> list[float]:
@@ -449,7 +448,3 @@ def _vector(found: Scored, *, normalise: bool) -> list[float]:
         return list(found.embedding)
     length = sum(value * value for value in found.embedding) ** 0.5
     return [value / length for value in found.embedding] if length else list(found.embedding)
-
-
-def _refusal(error: RabbitLLMError) -> APIError:
-    return bad(error.problem)

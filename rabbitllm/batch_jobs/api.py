@@ -6,13 +6,12 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.options import RunOptions, expand, parse_dtype, parse_max_memory, parse_size
-from rabbitllm.batch_jobs.inputs import STDIN, InputScan
+from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import MissingPackageError, system_errors_by_name
@@ -91,14 +90,13 @@ def batch(
     """
     check_installed()
 
-    from rabbitllm.batch_jobs.job import BatchJob, BatchModel, loaded, settings_of, work
+    from rabbitllm.batch_jobs.job import BatchJob, work
 
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
     defaults = Defaults(max_new_tokens, temperature, top_p, seed, texts, pooling_of(pooling), normalise)
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
-    load: Callable[[InputScan], BatchModel]
     if isinstance(model, str | os.PathLike):
         from rabbitllm import prepare
         from rabbitllm.auto_model import LoadRequest
@@ -113,20 +111,12 @@ def batch(
             trust_remote_code=trust_remote_code,
         )
         spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))
-        request = LoadRequest(spec, prepare.split_options(spec.compression, shard_policy()), run)
-        load, said = partial(loaded, request, limits=limits), settings_of(request)
-    else:
-        name = str(model.name_or_path)
-
-        def load(scan: InputScan) -> BatchModel:
-            return BatchModel(model)
-
-        said = {"dtype": str(model.dtype).removeprefix("torch.")}
+        model = LoadRequest(spec, prepare.split_options(spec.compression, shard_policy()), run)
     if isinstance(inputs, str | os.PathLike) and str(inputs) != STDIN:
         inputs = expand(Path(inputs))
 
     def made(path: Path) -> Progress:
-        return work(BatchJob(inputs, path, name, load, defaults, limits, said, columns, overwrite))
+        return work(BatchJob(inputs, path, model, defaults, limits, columns, overwrite))
 
     if out is not None:
         return made(expand(Path(out)))

@@ -37,19 +37,25 @@ FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _SEEDS = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answered:
-    """An answered request of an item.
+    """The answer to one request of an item, as it is made.
 
     Attributes:
-        text: the whole text.
-        tokens: all tokens, if the item wants them; else none.
-        finished: its end.
+        text: the text so far.
+        tokens: the tokens so far, if the item wants them; else none.
+        end: how it ended; None while it runs.
     """
 
-    text: str
-    tokens: tuple[TokenLogprob, ...]
-    finished: Finished
+    text: str = ""
+    tokens: tuple[TokenLogprob, ...] = ()
+    end: Finished | None = None
+
+    @property
+    def finished(self) -> Finished:
+        """The end of a finished one."""
+        assert self.end is not None
+        return self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +201,14 @@ def missing_pydantic(error: ImportError) -> MissingPackageError:
     )
 
 
-def error_line(item: Item, error: APIError) -> Mapping[str, Any]:
-    """The output line of an item that is invalid or unsupported."""
+def refused_answer(item: Item, error: APIError) -> BatchAnswer:
+    """The answer to an item that is invalid or unsupported."""
     if isinstance(item.asked, BatchCall):
-        return call_line(item, error.status, error.as_object())
-    code = error.code or ("internal_error" if error.status >= BROKEN else "invalid_line")
-    return {"id": item.key, "error": {"code": code, "message": error.message}}
+        line = call_line(item, error.status, error.as_object())
+    else:
+        code = error.code or ("internal_error" if error.status >= BROKEN else "invalid_line")
+        line = {"id": item.key, "error": {"code": code, "message": error.message}}
+    return BatchAnswer(item.index, item.key, line, is_error=True)
 
 
 def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -209,35 +217,22 @@ def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, 
     return {"id": _new("batch_req_"), "custom_id": item.key, "response": response, "error": None}
 
 
-def refused_line(item: Item) -> Mapping[str, Any]:
-    """The output line of an unreadable input line."""
+def unreadable_answer(item: Item) -> BatchAnswer:
+    """The answer to an input line that is no item."""
     assert isinstance(item.asked, Refused)
     error = {"code": item.asked.code, "message": item.asked.message}
+    line: dict[str, Any] = {"id": item.key}
     if item.asked.as_call:
-        return {"id": _new("batch_req_"), "custom_id": item.key, "response": None, "error": error}
-    return {"id": item.key, "error": error}
-
-
-def answer_of(item: Item, line: Mapping[str, Any], answered: Sequence[Answered]) -> BatchAnswer:
-    """The answer of a generation."""
-    finished = [one.finished for one in answered]
-    return BatchAnswer(
-        item.index, item.key, line, False, finished[0].prompt_tokens, sum(one.new_tokens for one in finished)
-    )
+        line = {"id": _new("batch_req_"), "custom_id": item.key, "response": None}
+    return BatchAnswer(item.index, item.key, {**line, "error": error}, is_error=True)
 
 
 def _own_line(item: Item, answered: Sequence[Answered]) -> Mapping[str, Any]:
-    made = [
-        {"text": one.text, "finish": FINISHES[one.finished.ended], "new_tokens": one.finished.new_tokens}
-        for one in answered
-    ]
-    prompt = answered[0].finished.prompt_tokens
-    if len(made) == 1:
-        (one,) = made
-        new = one.pop("new_tokens")
-        return {"id": item.key, **one, "prompt_tokens": prompt, "new_tokens": new}
-    new_tokens = sum(one.finished.new_tokens for one in answered)
-    return {"id": item.key, "answers": made, "prompt_tokens": prompt, "new_tokens": new_tokens}
+    made = [{"text": one.text, "finish": FINISHES[one.finished.ended]} for one in answered]
+    counts = [one.finished.new_tokens for one in answered]
+    of_each = [{**one, "new_tokens": count} for one, count in zip(made, counts, strict=True)]
+    texts = made[0] if len(made) == 1 else {"answers": of_each}
+    return {"id": item.key, **texts, "prompt_tokens": answered[0].finished.prompt_tokens, "new_tokens": sum(counts)}
 
 
 def _new(lead: str) -> str:

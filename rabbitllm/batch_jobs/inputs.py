@@ -21,7 +21,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,37 +52,43 @@ MAX_LINE_BYTES = 16 << 20
 _BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class InputScan:
-    """The scan of an input.
+    """The scan of an input; each array is (lines,) int64.
 
     Attributes:
         file: the input.
         defaults: for values that lines omit.
         digest: digest of all bytes in hexadecimal.
         offsets, numbers: of each line, in bytes and from 1.
+        kinds: see `kind_of`.
         lengths: estimated tokens of each line, generated ones included.
-        kinds: of each; see `order.kind_of`.
-        beginnings: a hash of each line's beginning.
+        beginnings, keys: hashes of each line's beginning and of its key.
     """
 
     file: BinaryIO
     defaults: Defaults
-    digest: str = ""
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    numbers: array[int] = field(default_factory=lambda: array("q"))
-    lengths: array[int] = field(default_factory=lambda: array("q"))
-    kinds: array[int] = field(default_factory=lambda: array("b"))
-    beginnings: array[int] = field(default_factory=lambda: array("q"))
+    digest: str
+    offsets: Any
+    numbers: Any
+    kinds: Any
+    lengths: Any
+    beginnings: Any
+    keys: Any
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def item(self, index: int) -> Item:
         """Read a line again."""
-        self.file.seek(self.offsets[index])
+        self.file.seek(int(self.offsets[index]))
         raw, _ = _line(self.file)
-        return _item(raw, self.numbers[index], index, self.defaults)
+        return _item(raw, int(self.numbers[index]), index, self.defaults)
+
+    def longest(self, count: int) -> tuple[int, ...]:
+        """The largest estimated numbers of tokens of lines that ask for a generation, at most `count`."""
+        found = np.sort(self.lengths[self.kinds == GENERATIONS])[::-1]
+        return tuple(int(length) for length in found[:count])
 
     def ordered(self, wanted: Iterable[int]) -> list[int]:
         """Indices in the order in which to answer them.
@@ -91,7 +97,7 @@ class InputScan:
             wanted: indices of lines.
         """
         chosen = np.fromiter(wanted, dtype=np.int64)
-        order = in_order(*(np.array(values)[chosen] for values in (self.kinds, self.lengths, self.beginnings)))
+        order = in_order(self.kinds[chosen], self.lengths[chosen], self.beginnings[chosen])
         return [int(index) for index in chosen[order]]
 
 
@@ -105,10 +111,9 @@ def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
     Raises:
         InputError: a duplicate id, or no lines.
     """
-    made = InputScan(file, defaults)
     digest = hashlib.blake2b(digest_size=16)
-    keys = array("q")
-    number = 0
+    rows = array("q")
+    number = count = 0
     while True:
         offset = file.tell()
         raw, length = _line(file, digest)
@@ -117,18 +122,14 @@ def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
         number += 1
         if not raw.strip():
             continue
-        item = _item(raw, number, len(made), defaults)
-        made.offsets.append(offset)
-        made.numbers.append(number)
-        made.kinds.append(kind_of(item.asked))
+        item = _item(raw, number, count, defaults)
         text, tokens = sized(item.asked)
-        made.lengths.append(tokens)
-        made.beginnings.append(hashed(text[:BEGINNING]))
-        keys.append(hashed(item.key))
-    made.digest = digest.hexdigest()
-    if not len(made):
+        rows.extend((offset, number, kind_of(item.asked), tokens, hashed(text[:BEGINNING]), hashed(item.key)))
+        count += 1
+    if not count:
         raise InputError("The input has no lines.", 'Lines are such as {"id": 1, "prompt": "What is a rabbit?"}.')
-    _refuse_duplicates(made, keys)
+    made = InputScan(file, defaults, digest.hexdigest(), *np.array(rows).reshape(count, -1).T)
+    _refuse_duplicates(made)
     return made
 
 
@@ -164,13 +165,13 @@ def _line(file: BinaryIO, digest: Any = None) -> tuple[bytes, int]:
     return raw, length
 
 
-def _refuse_duplicates(scan: InputScan, keys: array[int]) -> None:
+def _refuse_duplicates(scan: InputScan) -> None:
     """
     Raises:
         InputError: a duplicate id.
     """
-    order = np.argsort(np.array(keys), kind="stable")
-    hashes = np.array(keys)[order]
+    order = np.argsort(scan.keys, kind="stable")
+    hashes = scan.keys[order]
     for position in np.flatnonzero(hashes[1:] == hashes[:-1]):
         first, second = (int(order[at]) for at in (position, position + 1))
         key = scan.item(first).key
@@ -348,15 +349,19 @@ def _blocks_of(file: BinaryIO) -> Iterator[bytes]:
         yield block
 
 
-def _joined(records: Iterable[Any], columns: Mapping[str, str] | None) -> Iterator[bytes]:
-    """Records as lines, in blocks of some MB."""
+def in_blocks(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines in blocks of some MB."""
     out = io.BytesIO()
-    for number, record in enumerate(records, 1):
-        out.write(_line_of(record, columns or {}, number))
+    for line in lines:
+        out.write(line)
         if out.tell() >= BLOCK_BYTES:
             yield out.getvalue()
             out = io.BytesIO()
     yield out.getvalue()
+
+
+def _joined(records: Iterable[Any], columns: Mapping[str, str] | None) -> Iterator[bytes]:
+    return in_blocks(_line_of(record, columns or {}, number) for number, record in enumerate(records, 1))
 
 
 def _line_of(record: Any, columns: Mapping[str, str], number: int) -> bytes:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from rabbitllm.errors import OptionError
 
@@ -222,8 +222,6 @@ KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS
 _SEEDS = (1 << 63) - 1
 _NAMES = {bool: "true or false", str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
-_Value = TypeVar("_Value")
-
 
 class LineError(ValueError):
     """An invalid line; the message has the value found and the value expected."""
@@ -322,18 +320,12 @@ def _generation(value: Mapping[str, Any], kind: str, index: int, defaults: Defau
         what = _tokens(given, kind)
     if not what:
         raise LineError(f"{kind} is empty")
-    asked = value.get("max_tokens") if value.get("max_tokens") is not None else value.get("max_new_tokens")
-    most = (
-        defaults.max_new_tokens if asked is None else _number(asked, "max_tokens", int, lambda n: n >= 1, "1 or more")
-    )
-    temperature = _optional(value, "temperature", float, lambda n: 0 <= n <= 100, "0 or more", defaults.temperature)
-    top_p = _optional(value, "top_p", float, lambda n: 0 < n <= 1, "more than 0 and at most 1", defaults.top_p)
-    seed = _optional(value, "seed", int, lambda n: -_SEEDS <= n <= _SEEDS, "one of 64 bits", None)
-    if seed is None and defaults.seed is not None:
-        seed = (defaults.seed + index) & _SEEDS
-    n = _optional(value, "n", int, lambda n: 1 <= n <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}", 1)
-    assert n is not None
-    return Generate(what, most, temperature, top_p, seed, _stops(value, defaults), n)
+    limit = "max_new_tokens" if value.get("max_tokens") is None else "max_tokens"
+    most = _number(value, limit, defaults.max_new_tokens)
+    temperature = _number(value, "temperature", defaults.temperature)
+    top_p = _number(value, "top_p", defaults.top_p)
+    seed = _number(value, "seed", None if defaults.seed is None else (defaults.seed + index) & _SEEDS)
+    return Generate(what, most, temperature, top_p, seed, _stops(value, defaults), _number(value, "n", 1))
 
 
 def _messages(given: Any) -> tuple[Mapping[str, Any], ...]:
@@ -396,23 +388,25 @@ def _stops(value: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in texts if text))
 
 
-def _optional(
-    value: Mapping[str, Any],
-    name: str,
-    kind: type[_Value],
-    is_good: Callable[[Any], bool],
-    wanted: str,
-    default: _Value | None,
-) -> _Value | None:
+_NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
+    "max_tokens": (int, lambda n: n >= 1, "1 or more"),
+    "max_new_tokens": (int, lambda n: n >= 1, "1 or more"),
+    "temperature": (float, lambda n: 0 <= n <= 100, "0 or more"),
+    "top_p": (float, lambda n: 0 < n <= 1, "more than 0 and at most 1"),
+    "seed": (int, lambda n: -_SEEDS <= n <= _SEEDS, "one of 64 bits"),
+    "n": (int, lambda n: 1 <= n <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}"),
+}
+"""Key -> its kind, whether a value is allowed, and what is expected."""
+
+
+def _number(value: Mapping[str, Any], name: str, default: Any) -> Any:
     given = value.get(name)
-    return default if given is None else _number(given, name, kind, is_good, wanted)
-
-
-def _number(given: Any, name: str, kind: type[_Value], is_good: Callable[[Any], bool], wanted: str) -> _Value:
-    fitting = type(given) is int or (kind is float and type(given) is float)
-    if not fitting or not is_good(given):
+    if given is None:
+        return default
+    kind, is_good, wanted = _NUMBERS[name]
+    if not (type(given) is int or (kind is float and type(given) is float)) or not is_good(given):
         raise LineError(f"{name} is {_shown(given)}; expected {wanted}")
-    return kind(given)  # type: ignore[call-arg]
+    return kind(given)
 
 
 def _kind(value: Any) -> str:

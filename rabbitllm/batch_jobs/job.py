@@ -30,7 +30,7 @@ from rich.console import Console
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.display import JobDisplay, Progress
-from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, GENERATIONS, InputScan, scanned
+from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, InputScan, scanned
 from rabbitllm.batch_jobs.inputs import opened as opened_input
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opened
@@ -55,11 +55,9 @@ class BatchJob:
     Attributes:
         source: the input; see `inputs.opened`.
         out: the output.
-        name: the model's name as the user gave it.
-        load: loads the model for a scanned input.
+        model: the request for the model; or a model from `AutoModel.from_pretrained`.
         defaults: for values that lines omit.
         limits: limits of the batch.
-        settings: other settings that change answers; compression, dtype, revision.
         columns: see `inputs.opened`.
         overwrite: see `journal.opened`.
         elsewhere: provides the missing answers, if no model is loaded in this process.
@@ -67,14 +65,25 @@ class BatchJob:
 
     source: Any
     out: Path
-    name: str
-    load: Callable[[InputScan], BatchModel]
+    model: LoadRequest | Any
     defaults: Defaults
     limits: JobLimits
-    settings: Mapping[str, Any]
     columns: Mapping[str, str] | None = None
     overwrite: bool = False
     elsewhere: Callable[[InputScan, BatchJournal], Groups] | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name as the user gave it."""
+        return str(self.model.spec.name if isinstance(self.model, LoadRequest) else self.model.name_or_path)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the model that change answers."""
+        if not isinstance(self.model, LoadRequest):
+            return {"dtype": str(self.model.dtype).removeprefix("torch.")}
+        spec = self.model.spec
+        return {"compression": spec.compression, "revision": spec.access.revision, "dtype": self.model.run.dtype}
 
 
 def work(batch: BatchJob) -> Progress:
@@ -108,7 +117,10 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
     if batch.elsewhere is not None:
         with _displayed(shown):
             return keep(batch.elsewhere(scan, journal), journal, shown.told)
-    ready = batch.load(scan)
+    if isinstance(batch.model, LoadRequest):
+        ready = loaded(batch.model, scan.longest(batch.limits.sequences), batch.limits)
+    else:
+        ready = BatchModel(batch.model)
     if ready.weights is not None:
         journal.check_weights(ready.weights)
     limits = batch.limits
@@ -143,78 +155,46 @@ def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], objec
     Raises:
         RabbitLLMError, OSError, MemoryError: see `answers.answers` and `BatchJournal.add`; earlier answers are kept.
     """
-    writer = _Writer(journal, tell)
+    start, tokens, failed = time.monotonic(), [0, 0], list[BaseException]()
+    waiting: queue.SimpleQueue[list[BatchAnswer] | None] = queue.SimpleQueue()
+
+    def progress() -> Progress:
+        counts = len(journal), journal.done, journal.errors, journal.resumed
+        return Progress(*counts, tokens[0], tokens[1], time.monotonic() - start)
+
+    def write() -> None:
+        tell(progress())
+        taken: list[list[BatchAnswer] | None] = []
+        try:
+            while None not in taken:
+                taken = [waiting.get()]
+                while not waiting.empty():
+                    taken.append(waiting.get())
+                answers = [one for group in taken for one in group or ()]
+                if answers:
+                    journal.add(answers)
+                    tokens[0] += sum(one.prompt_tokens for one in answers)
+                    tokens[1] += sum(one.new_tokens for one in answers)
+                    tell(progress())
+        except BaseException as error:
+            failed.append(error)
+
+    def check() -> None:
+        if failed:
+            raise failed[0]
+
+    writer = threading.Thread(target=write, name="rabbitllm-journal", daemon=True)
+    writer.start()
     try:
         with contextlib.closing(groups):
             for group in groups:
-                writer.put(group)
+                check()
+                waiting.put(group)
     finally:
-        writer.close()
-    writer.check()
-    return writer.progress
-
-
-class _Writer:
-    """Appends answers to a journal in a thread; see `keep`."""
-
-    def __init__(self, journal: BatchJournal, tell: Callable[[Progress], object]) -> None:
-        self._journal = journal
-        self._tell = tell
-        self._start = time.monotonic()
-        self._tokens = [0, 0]
-        self._queue: queue.SimpleQueue[list[BatchAnswer] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="rabbitllm-journal", daemon=True)
-        self._thread.start()
-
-    @property
-    def progress(self) -> Progress:
-        """The current progress."""
-        journal = self._journal
-        seconds = time.monotonic() - self._start
-        read, made = self._tokens
-        return Progress(len(journal), journal.done, journal.errors, journal.resumed, read, made, seconds)
-
-    def put(self, answers: list[BatchAnswer]) -> None:
-        """Queue answers for writing.
-
-        Raises:
-            RabbitLLMError: earlier answers could not be written.
-        """
-        self.check()
-        self._queue.put(answers)
-
-    def check(self) -> None:
-        """Raise the error of a failed write."""
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Write the queued answers, and end the thread."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        over = False
-        self._tell(self.progress)
-        while not over:
-            groups = [self._queue.get()]
-            try:
-                while True:
-                    groups.append(self._queue.get_nowait())
-            except queue.Empty:
-                pass
-            over = None in groups
-            answers = [one for group in groups if group is not None for one in group]
-            if answers and self._error is None:
-                try:
-                    self._journal.add(answers)
-                except BaseException as error:
-                    self._error = error
-                    continue
-                self._tokens[0] += sum(one.prompt_tokens for one in answers)
-                self._tokens[1] += sum(one.new_tokens for one in answers)
-                self._tell(self.progress)
+        waiting.put(None)
+        writer.join()
+    check()
+    return progress()
 
 
 SPARE_TOKENS = 256
@@ -243,12 +223,12 @@ class BatchModel:
     weights: str | None = None
 
 
-def loaded(request: LoadRequest, scan: InputScan, limits: JobLimits) -> BatchModel:
+def loaded(request: LoadRequest, lengths: Sequence[int], limits: JobLimits) -> BatchModel:
     """Load the model.
 
     Args:
         request: the model, its split and its run.
-        scan: the scan of the input.
+        lengths: estimated tokens of the longest lines that ask for a generation.
         limits: limits of the batch; without one of the KV cache it gets the need of the lines, up to half of the free
             memory.
 
@@ -259,7 +239,6 @@ def loaded(request: LoadRequest, scan: InputScan, limits: JobLimits) -> BatchMod
         run, found = request.run, pulled(request)
         cache_bytes, pass_bytes = limits.cache_bytes, 0
         if found is not None and run.max_memory is None:
-            lengths = [length for length, kind in zip(scan.lengths, scan.kinds, strict=True) if kind == GENERATIONS]
             free = sum(device.free_bytes() for device in resolve_devices(run.device, None))
             config = read_config(found.config_folder, run.trust_remote_code)
             if cache_bytes is None:
@@ -275,12 +254,6 @@ def loaded(request: LoadRequest, scan: InputScan, limits: JobLimits) -> BatchMod
     if found is None:
         return BatchModel(model, cache_bytes)
     return BatchModel(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
-
-
-def settings_of(request: LoadRequest) -> dict[str, Any]:
-    """The settings of a model that change answers, without its name."""
-    spec = request.spec
-    return {"compression": spec.compression, "revision": spec.access.revision, "dtype": request.run.dtype}
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.options import parse_dtype
+from rabbitllm.batch_jobs.inputs import BLOCK_BYTES, in_blocks
 from rabbitllm.batch_jobs.items import BatchAnswer
 from rabbitllm.errors import ResultsError
 from rabbitllm.storage import durable
@@ -34,7 +35,6 @@ SUFFIX = ".journal"
 DONE_SUFFIX = ".done"
 LOCK_SUFFIX = ".lock"
 VERSION = 1
-BLOCK_BYTES = 4 << 20
 _ABSENT = -1
 
 
@@ -134,7 +134,7 @@ class BatchJournal:
             file = durable.GrowingFile(part, 0, write_back=True)
             try:
                 at = checksum = 0
-                for block in _blocks(self._lines()):
+                for block in in_blocks(self._lines()):
                     file.write_at(memoryview(block), at)
                     at += len(block)
                     checksum = zlib.crc32(block, checksum)
@@ -296,19 +296,6 @@ def _answer_in(line: bytes) -> dict[str, Any] | None:
 
 def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
-def _blocks(lines: Iterator[bytes]) -> Iterator[bytes]:
-    held: list[bytes] = []
-    size = 0
-    for line in lines:
-        held.append(line)
-        size += len(line)
-        if size >= BLOCK_BYTES:
-            yield b"".join(held)
-            held, size = [], 0
-    if held:
-        yield b"".join(held)
 
 
 def _unwritten(error: OSError, path: Path) -> ResultsError:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -209,18 +209,14 @@ def standard_surface() -> Surface:
         with contextlib.suppress(ImportError):  # gives `input` history and editing, where available
             import readline  # noqa: F401
     else:
-        _tolerate_any_bytes(sys.stdin)
+        with contextlib.suppress(AttributeError, ValueError):  # stdin is no text file
+            cast(Any, sys.stdin).reconfigure(errors="replace")
     return Surface(
         lambda prompt: input(prompt if interactive else ""),
         sys.stdout,
         Console(highlight=False, stderr=not interactive),
         interactive,
     )
-
-
-def _tolerate_any_bytes(stream: Any) -> None:
-    with contextlib.suppress(AttributeError, ValueError):  # the stream is no text file
-        stream.reconfigure(errors="replace")
 
 
 class ChatLoop:
@@ -281,16 +277,12 @@ class ChatLoop:
 
     def _take(self, message: str) -> bool:
         """Handle a message or command; returns whether to continue."""
-        if not message.strip():
-            return True
         command = command_of(message) if "\n" not in message else None
-        if command is None:
+        if command is not None:
+            self._carry_out(command)
+        elif message.strip():
             self._ask(message.strip())
-            return True
-        if command.name == "/exit":
-            return False
-        self._carry_out(command)
-        return True
+        return command is None or command.name != "/exit"
 
     def _ask(self, question: str) -> None:
         question = question.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
@@ -378,13 +370,13 @@ class ChatLoop:
     def _put(self, text: str) -> None:
         print_text(text, self._surface.answers)
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, style: str = "dim") -> None:
         notes = self._surface.notes
-        notes.print(Text(text, "dim"), soft_wrap=not notes.is_terminal)
+        notes.print(Text(text, style), soft_wrap=not notes.is_terminal)
 
     def _refuse(self, text: str) -> None:
         self._failed = True
-        self._surface.notes.print(Text(f"error: {text}", "red"), soft_wrap=not self._surface.notes.is_terminal)
+        self._note(f"error: {text}", "red")
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[tuple[Callable[[int, int], None], Callable[[], None]]]:

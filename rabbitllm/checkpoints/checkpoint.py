@@ -11,11 +11,14 @@ import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage.files import PositionalFile
+
+if TYPE_CHECKING:
+    from rabbitllm.checkpoints.meta_checkpoint import MetaCheckpoint
 
 SIDECAR_PATTERNS = (
     "*.json",
@@ -175,6 +178,9 @@ class Checkpoint(Protocol):
 
     index: CheckpointIndex
 
+    meta: MetaCheckpoint | None = None
+    """What Meta's own format says, if the checkpoint has it."""
+
     @property
     def deletable(self) -> bool:
         """Whether shards can be deleted where they are; False on a read-only mount."""
@@ -198,7 +204,7 @@ class Checkpoint(Protocol):
         Raises:
             CheckpointError: the header contradicts the rest of the checkpoint.
         """
-        ...
+        return header if self.meta is None else self.meta.taken_from(shard, header)
 
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ...) -> Path:
         """A local path to the whole shard, fetched if necessary.
@@ -252,11 +258,15 @@ class Checkpoint(Protocol):
 
     def downloads(self) -> Downloads | None:
         """The files that `sidecars` will download into the hub cache; None for a local source."""
+        return None
+
+    def copied_sizes(self) -> Mapping[str, int]:
+        """The sizes in bytes of `sidecars`, without fetching them."""
         ...
 
     def sidecar_sizes(self) -> Mapping[str, int]:
         """The sizes in bytes of `sidecars` and `derived`, without fetching files that are only copied."""
-        ...
+        return {**self.copied_sizes(), **{name: len(content) for name, content in self.derived().items()}}
 
 
 def ignore_progress(path: Path, have: int) -> None:

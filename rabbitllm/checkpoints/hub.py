@@ -21,6 +21,7 @@ from rabbitllm.base.progress import BytesFetched, DownloadStarted, tell
 from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints import fetch, hub_cache
 from rabbitllm.checkpoints.checkpoint import (
+    Checkpoint,
     Disposal,
     Downloads,
     Release,
@@ -42,7 +43,6 @@ from rabbitllm.checkpoints.index import (
     read_index,
 )
 from rabbitllm.checkpoints.meta_checkpoint import (
-    MetaCheckpoint,
     ranks_of,
     read_meta,
 )
@@ -67,23 +67,6 @@ FIRST_READ_BYTES = 256 << 10
 """Bytes fetched first from the start of a shard; 97 % of headers are shorter, so one request is enough."""
 TAIL_READ_BYTES = 256 << 10
 """Bytes fetched first from the end of a torch zip, where its directory is; that of 2,000 tensors is shorter."""
-
-
-def read_remote_header(file: fetch.RemoteFile, shard: str) -> Header:
-    """Read and check the header of a shard.
-
-    The bytes between the storages of a torch file are not requested: offsets follow without them. They are checked
-    once the shard is here.
-
-    Args:
-        file: the remote file.
-        shard: name for the specs and for messages.
-
-    Raises:
-        CorruptShardError, UnsafePickleError, UnreadableFormatError: see `read_shard_header`.
-        HubError: see `fetch.read_range`.
-    """
-    return parse_shard_header(_Ranges(file).read_at, file.size, shard, scattered=False)
 
 
 class _Ranges:
@@ -204,13 +187,12 @@ class HubRepository:
 
         return self.access.cache_dir or Path(constants.HF_HUB_CACHE)
 
-    def download(self, name: str, bar: type[Any] | None = None) -> Path:
+    def download(self, name: str, *, is_reported: bool = False) -> Path:
         """A file in the user's own hub cache, downloaded by huggingface_hub if it is missing.
 
         Args:
             name: of the file.
-            bar: a tqdm class for the progress of the download; by default a silent one, since only small files (config,
-                index, tokenizer) are fetched without a display.
+            is_reported: whether its bytes are reported as events, as of large files.
         """
         from huggingface_hub import hf_hub_download
 
@@ -223,7 +205,7 @@ class HubRepository:
                     revision=self.commit,
                     token=access.token,
                     cache_dir=access.cache_dir,
-                    tqdm_class=bar or _silent_bar(),
+                    tqdm_class=_silent_bar(name if is_reported else None),
                 )
             )
 
@@ -242,7 +224,7 @@ class HubRepository:
         snapshot = hub_cache.snapshot_of(folder)
         return (snapshot, Path(found)) if snapshot is not None else None
 
-    def identity(self, shards: Iterable[str]) -> SourceIdentity:
+    def identity_of(self, shards: Iterable[str]) -> SourceIdentity:
         """The identity of these shards at this commit, from the listing alone."""
         marks = {name: self.files[name].fingerprint for name in shards if name in self.files}
         return SourceIdentity("hub", self.repo_id, self.commit, marks)
@@ -275,7 +257,9 @@ class HubRepository:
 
     def _remote_header(self, shard: str, listed: HubFile) -> Header:
         with translated(self.repo_id):
-            return read_remote_header(self._remote(shard, listed), shard)
+            # offsets follow without the bytes between the storages of a torch file, which are checked once it is here
+            ranges = _Ranges(self._remote(shard, listed))
+            return parse_shard_header(ranges.read_at, listed.size, shard, scattered=False)
 
     def _remote(self, shard: str, listed: HubFile) -> fetch.RemoteFile:
         from huggingface_hub import hf_hub_url
@@ -413,14 +397,12 @@ def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:
     if missing:
         tell(DownloadStarted(repository.label, len(missing), sum(file.size for file in missing)))
 
-    def download(name: str) -> Path:
-        return repository.download(name, _telling_bar(name))
-
-    first, *_ = side_by_side(download, sorted(wanted), DOWNLOAD_THREADS)
+    first, *_ = side_by_side(lambda name: repository.download(name, is_reported=True), sorted(wanted), DOWNLOAD_THREADS)
     return first.parents[min(wanted).count("/")]
 
 
-def _silent_bar() -> type[Any]:
+def _silent_bar(reported: str | None = None) -> type[Any]:
+    """A tqdm class that shows nothing; it reports the bytes of a file of this name as events."""
     from tqdm import tqdm
 
     class SilentBar(tqdm):  # type: ignore[misc]
@@ -428,112 +410,83 @@ def _silent_bar() -> type[Any]:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
+            if reported is not None and (left := int(options.get("initial", 0))):
+                tell(BytesFetched(reported, left, earlier=True))
+
+        def update(self, n: float | None = 1) -> None:
+            if reported is not None:
+                tell(BytesFetched(reported, int(n or 0)))
 
     return SilentBar
 
 
-def _telling_bar(file: str) -> type[Any]:
-    """A silent tqdm class that reports the bytes of a file as events."""
-
-    class TellingBar(_silent_bar()):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            if left := int(options.get("initial", 0)):
-                tell(BytesFetched(file, left, earlier=True))
-
-        def update(self, n: float | None = 1) -> None:
-            tell(BytesFetched(file, int(n or 0)))
-
-    return TellingBar
-
-
-class HubCheckpoint:
+class HubCheckpoint(HubRepository, Checkpoint):
     """The weights of a repository, as the splitter sees them."""
 
     def __init__(self, repository: HubRepository) -> None:
-        self.repository = repository
-        self.label = repository.label
-        self._meta: MetaCheckpoint | None = None
+        super().__init__(**{field.name: getattr(repository, field.name) for field in dataclasses.fields(HubRepository)})
         self.index = self._find_index()
 
     def _find_index(self) -> CheckpointIndex:
-        entry = self.repository.entry()
+        entry = self.entry()
         if is_index(entry):
-            return read_index(self.repository.download(entry))
+            return read_index(self.download(entry))
         if is_meta(entry):
-            ranks = ranks_of((name for name in self.repository.files if "/" not in name), self.label)
-            self._meta = read_meta(self.repository.download(entry), ranks)
-            return self._meta.index(self._first_rank, ranks[0])
-        facts = self.repository.facts(entry)
+            ranks = ranks_of((name for name in self.files if "/" not in name), self.label)
+            self.meta = read_meta(self.download(entry), ranks)
+            return self.meta.index(self._first_rank, ranks[0])
+        facts = super().facts(entry)
         assert facts is not None
         return index_of({tensor.name: entry for tensor in facts.header.tensors})
 
     @functools.cached_property
     def _first_rank(self) -> Header:
         """The header of the first rank, with its own names; all ranks have the same names and shapes."""
-        assert self._meta is not None
-        facts = self.repository.facts(self._meta.ranks[0])
+        assert self.meta is not None
+        facts = super().facts(self.meta.ranks[0])
         assert facts is not None
         return facts.header
 
     @property
     def deletable(self) -> bool:
         """Staged files can always be deleted; files in the user's cache only if that is writable."""
-        cache = self.repository.cache
+        cache = self.cache
         return not cache.exists() or os.access(cache, os.W_OK)
 
     def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
         """Complete from the hub's listing, whichever shards are still needed."""
-        return self.repository.identity(self.index.shards)
-
-    def stages(self, shard: str) -> bool:
-        return self.repository.stages(shard)
+        return self.identity_of(self.index.shards)
 
     def facts(self, shard: str) -> ShardMetadata | None:
         check_shard_name(shard, self.label)
-        found = self.repository.facts(shard)
+        found = super().facts(shard)
         return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
 
-    def taken_from(self, shard: str, header: Header) -> Header:
-        return header if self._meta is None else self._meta.taken_from(shard, header)
-
-    def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ignore_progress) -> Path:
-        return self.repository.acquire(shard, on_have)
-
-    def stream(self, shard: str) -> Generator[bytes]:
-        return self.repository.stream(shard)
-
-    def release(self, shard: str) -> Release:
-        return self.repository.release(shard)
-
     def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
-        cached = {shard: found[0] for shard in shards if (found := self.repository.cached(shard)) is not None}
+        cached = {shard: found[0] for shard in shards if (found := self.cached(shard)) is not None}
         return hub_cache.freed_bytes(next(iter(cached.values())), cached, device) if cached else {}
 
     def discard_rest(self) -> list[Path]:
-        cached = self.repository.cached("config.json") or self.repository.cached(self.repository.entry())
+        cached = self.cached("config.json") or self.cached(self.entry())
         return hub_cache.free_rest(cached[0]) if cached else []
 
     def sidecars(self) -> Mapping[str, Path]:
-        return {name: self.repository.download(name) for name in sorted(self._copied_sizes())}
+        return {name: self.download(name) for name in sorted(self.copied_sizes())}
 
     @functools.cached_property
     def _derived(self) -> Mapping[str, bytes]:
-        if self._meta is None:
+        if self.meta is None:
             return {}
-        rank = self._meta.ranks[0]
-        return self._meta.derived(self._first_rank, rank, self._copied_sizes(), self.repository.download)
+        rank = self.meta.ranks[0]
+        return self.meta.derived(self._first_rank, rank, self.copied_sizes(), self.download)
 
     def derived(self) -> Mapping[str, bytes]:
         return self._derived
 
     def downloads(self) -> Downloads:
-        wanted = self._copied_sizes().items()
-        sizes = {name: size for name, size in wanted if self.repository.cached(name) is None}
-        return Downloads(self.repository.cache, sizes, len(self.repository.files))
+        wanted = self.copied_sizes().items()
+        sizes = {name: size for name, size in wanted if self.cached(name) is None}
+        return Downloads(self.cache, sizes, len(self.files))
 
-    def sidecar_sizes(self) -> Mapping[str, int]:
-        return {**self._copied_sizes(), **{name: len(content) for name, content in self.derived().items()}}
-
-    def _copied_sizes(self) -> Mapping[str, int]:
-        return {name: file.size for name, file in self.repository.files.items() if is_sidecar(name, file.size)}
+    def copied_sizes(self) -> Mapping[str, int]:
+        return {name: file.size for name, file in self.files.items() if is_sidecar(name, file.size)}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
-from rabbitllm.formats.bounded import read_json
+from rabbitllm.formats.bounded import read_json, short
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -136,11 +136,6 @@ def _some(names: Collection[str]) -> str:
     return f"{shown} and more" if len(names) > 5 else shown
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
 def natural_key(name: str) -> tuple[object, ...]:
     """A sort key that puts `shard-2` before `shard-10`, whatever the padding."""
     pieces = _DIGITS.split(name)  # text and digits in turns, text first
@@ -169,7 +164,7 @@ def read_index(path: Path) -> CheckpointIndex:
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
             raise InvalidIndexError(
-                f"{path} puts tensor {tensor[:80]!r} into {_short(shard)}; expected the name of a shard.", _REMEDY
+                f"{path} puts tensor {tensor[:80]!r} into {short(shard, 120)}; expected the name of a shard.", _REMEDY
             )
         check_shard_name(shard, path.name)
     index = index_of(weight_map)
@@ -187,7 +182,8 @@ def check_shard_name(shard: str, source: str) -> None:
     segments = shard.split("/")
     if len(segments) > 2 or not all(_SEGMENT.fullmatch(part) and not _DEVICE.fullmatch(part) for part in segments):
         raise UnsafePathError(
-            f"{source} names the shard {_short(shard)}; expected a plain file name inside the checkpoint's own folder.",
+            f"{source} names the shard {short(shard, 120)}; expected a plain file name inside the checkpoint's own "
+            "folder.",
             _HOSTILE,
         )
 
@@ -200,8 +196,8 @@ def _check_distinct(shards: Iterable[str], source: str) -> None:
         other = seen.setdefault(shard.casefold().replace("/", "--"), shard)
         if other != shard:
             raise UnsafePathError(
-                f"{source} names the shards {_short(other)} and {_short(shard)}, which can become one file; expected "
-                "names that differ in more than case and slashes.",
+                f"{source} names the shards {short(other, 120)} and {short(shard, 120)}, which can become one file; "
+                "expected names that differ in more than case and slashes.",
                 _HOSTILE,
             )
 

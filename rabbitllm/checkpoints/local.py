@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.checkpoint import (
+    Checkpoint,
     Disposal,
     Release,
     ShardMetadata,
@@ -55,7 +56,7 @@ _DAMAGED = (
 )
 
 
-class LocalCheckpoint:
+class LocalCheckpoint(Checkpoint):
     """A folder of shards: safetensors or files of `torch.save`, including Meta's own format.
 
     Args:
@@ -88,11 +89,10 @@ class LocalCheckpoint:
         self._missing_from = missing_from
         self._fetched: set[str] = set()
         self._entry: str | None = None
-        self._meta: MetaCheckpoint | None = None
         if index is not None:
             self.index = index
             if all(map(is_rank, index.shards)) and (folder / META_PARAMETERS).is_file():
-                self._meta = self._read_meta(index.shards)
+                self.meta = self._read_meta(index.shards)
         else:
             self.index = self._find_index(known_shards)
         for shard in self.index.shards:
@@ -107,9 +107,9 @@ class LocalCheckpoint:
             elsewhere = self._missing_from.files if self._missing_from is not None else ()
             here = (path.name for path in self.folder.iterdir() if path.is_file())
             ranks = ranks_of({*here, *elsewhere, *known_shards}, self.label)
-            self._meta = self._read_meta(ranks)
+            self.meta = self._read_meta(ranks)
             header, shard = self._any_rank()
-            return self._meta.index(header, shard)
+            return self.meta.index(header, shard)
         return index_of({tensor.name: entry for tensor in self._header(entry).tensors})
 
     def _read_meta(self, ranks: tuple[str, ...]) -> MetaCheckpoint:
@@ -118,8 +118,8 @@ class LocalCheckpoint:
 
     def _any_rank(self) -> tuple[Header, str]:
         """The header of the first rank in the folder, with its own names, and its file; all have the same shapes."""
-        assert self._meta is not None
-        shard = next(rank for rank in self._meta.ranks if (self.folder / rank).exists())
+        assert self.meta is not None
+        shard = next(rank for rank in self.meta.ranks if (self.folder / rank).exists())
         self._check(shard)
         return self._header(shard), shard
 
@@ -152,9 +152,6 @@ class LocalCheckpoint:
         taken = self.taken_from(shard, header)
         return ShardMetadata(shard, stat.size, self._fingerprint(path, header), taken, stat=stat)
 
-    def taken_from(self, shard: str, header: Header) -> Header:
-        return header if self._meta is None else self._meta.taken_from(shard, header)
-
     def _header(self, shard: str) -> Header:
         """The header of a shard; errors of a damaged one come with a remedy."""
         try:
@@ -178,7 +175,7 @@ class LocalCheckpoint:
             self._fetched.add(shard)
             return self._missing_from.acquire(shard, on_have)
         raise MissingShardError(
-            f"{path} is missing; the index says it holds {self._count(shard)} tensors.",
+            f"{path} is missing; the index says it holds {[*self.index.weight_map.values()].count(shard)} tensors.",
             "Put the shard at that path, or give the id of the repository it came from.",
         )
 
@@ -186,9 +183,6 @@ class LocalCheckpoint:
         assert self._missing_from is not None, "only a shard that would be staged can be streamed"
         self._fetched.add(shard)
         return self._missing_from.stream(shard)
-
-    def _count(self, shard: str) -> int:
-        return sum(name == shard for name in self.index.weight_map.values())
 
     def release(self, shard: str) -> Release:
         path = self.folder / shard
@@ -235,19 +229,15 @@ class LocalCheckpoint:
 
     @functools.cached_property
     def _derived(self) -> Mapping[str, bytes]:
-        if self._meta is None or not any((self.folder / rank).exists() for rank in self._meta.ranks):
+        if self.meta is None or not any((self.folder / rank).exists() for rank in self.meta.ranks):
             return {}
-        return self._meta.derived(*self._any_rank(), self.sidecars(), lambda name: self.folder / name)
+        return self.meta.derived(*self._any_rank(), self.sidecars(), lambda name: self.folder / name)
 
     def derived(self) -> Mapping[str, bytes]:
         return self._derived
 
-    def downloads(self) -> None:
-        return None
-
-    def sidecar_sizes(self) -> Mapping[str, int]:
-        copied = {name: path.stat().st_size for name, path in self.sidecars().items()}
-        return {**copied, **{name: len(content) for name, content in self.derived().items()}}
+    def copied_sizes(self) -> Mapping[str, int]:
+        return {name: path.stat().st_size for name, path in self.sidecars().items()}
 
 
 def entry_in(folder: Path) -> str:

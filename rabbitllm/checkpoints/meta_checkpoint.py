@@ -57,16 +57,8 @@ _SPACE = "\u2581"
 _ADVICE = "Put the model's tokenizer.json in transformers' format into the same folder; it is then used instead."
 
 
-@dataclass(frozen=True, slots=True)
-class DerivedTokenizer:
-    """A tokenizer and its properties that the model needs; `files` are name -> content."""
-
-    vocabulary: LlamaVocabulary
-    files: Mapping[str, bytes]
-
-
-def derive_tokenizer(path: Path, later: bool, longest: int) -> DerivedTokenizer:
-    """Convert a `tokenizer.model` for transformers.
+def derive_tokenizer(path: Path, later: bool, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
+    """Convert a `tokenizer.model` for transformers: properties that the model needs, and files, name -> content.
 
     Args:
         path: path of the file.
@@ -83,7 +75,7 @@ def derive_tokenizer(path: Path, later: bool, longest: int) -> DerivedTokenizer:
     return _from_pieces(read_model(path), path.name, longest)
 
 
-def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> DerivedTokenizer:
+def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     letters = _byte_letters()
     texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
     ids = {text: rank for rank, text in enumerate(texts)}
@@ -109,7 +101,7 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> DerivedTo
     }
     vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + number for number in stops))
     config = _config(longest, bos_token=bos, eos_token=end)
-    return DerivedTokenizer(vocabulary, {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)})
+    return vocabulary, {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)}
 
 
 def special_tokens(later: bool) -> tuple[str, ...]:
@@ -132,7 +124,7 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
-def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> DerivedTokenizer:
+def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     _check_like_llama(model, file)
     texts = [text.decode() for text in model.pieces.texts]
     types = model.pieces.types
@@ -178,7 +170,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> DerivedT
     vocabulary = LlamaVocabulary(False, len(texts), special.bos, (special.eos,))
     names = {"bos_token": texts[special.bos], "eos_token": texts[special.eos], "unk_token": texts[special.unk]}
     files = {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(_config(longest, **names))}
-    return DerivedTokenizer(vocabulary, files)
+    return vocabulary, files
 
 
 def _check_like_llama(model: SentencePieceModel, file: str) -> None:
@@ -363,9 +355,7 @@ class MetaCheckpoint:
         files: dict[str, bytes] = {}
         if vocabulary is not None and not set(TOKENIZER_NAMES) & there:
             longest = context_length(self.params, shapes, None)
-            tokenizer = derive_tokenizer(vocabulary, self.params.scaled_rope, longest)
-            known = tokenizer.vocabulary
-            files |= tokenizer.files
+            known, files = derive_tokenizer(vocabulary, self.params.scaled_rope, longest)
             if known.size > shapes.vocab_size:
                 raise InvalidIndexError(
                     f"{VOCABULARY_NAME} has {known.size:,} tokens, the weights have {shapes.vocab_size:,}.",

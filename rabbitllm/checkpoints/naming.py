@@ -33,7 +33,6 @@ class LayerName:
 class LayerNaming:
     """The patterns of one family, in the order of matching."""
 
-    family: str
     patterns: tuple[re.Pattern[str], ...]
 
     def find(self, tensor: str) -> LayerName | None:
@@ -44,11 +43,10 @@ class LayerNaming:
         return None
 
 
-def naming(family: str, patterns: Iterable[str]) -> LayerNaming:
+def naming(patterns: Iterable[str]) -> LayerNaming:
     r"""A `LayerNaming` from regular expressions.
 
     Args:
-        family: a `model_type` of transformers, or any word for messages.
         patterns: each with a group named `id`, e.g. `r"model\.(?P<id>layers\.\d+)\."`.
 
     Raises:
@@ -65,7 +63,7 @@ def naming(family: str, patterns: Iterable[str]) -> LayerNaming:
                 f"the layer pattern {text!r} has no group named 'id', as in r'model\\.(?P<id>layers\\.\\d+)\\.'"
             )
         compiled.append(pattern)
-    return LayerNaming(family, tuple(compiled))
+    return LayerNaming(tuple(compiled))
 
 
 # Quantization state that bitsandbytes stores with a weight that was published quantized: `lm_head.weight.absmax`.
@@ -136,7 +134,7 @@ def register_layer_naming(family: str, patterns: Sequence[str]) -> None:
     Raises:
         OptionError: a pattern is not usable.
     """
-    _registered[family] = naming(family, patterns)
+    _registered[family] = naming(patterns)
 
 
 def naming_for(family: str | None) -> LayerNaming | None:
@@ -145,7 +143,7 @@ def naming_for(family: str | None) -> LayerNaming | None:
         return None
     if family in _registered:
         return _registered[family]
-    return naming(family, FAMILIES[family]) if family in FAMILIES else None
+    return naming(FAMILIES[family]) if family in FAMILIES else None
 
 
 def guessed_naming() -> LayerNaming:
@@ -154,7 +152,7 @@ def guessed_naming() -> LayerNaming:
     `backbone.layers.3.mixer.A_log` is in `backbone.layers.3`, `vision.stages.1.blocks.0.conv.weight` in
     `vision.stages.1`; `model.projector.weight`, which is in no list, is in `projector`.
     """
-    return naming("guessed", _BLOCKS)
+    return naming(_BLOCKS)
 
 
 def assign_layers(

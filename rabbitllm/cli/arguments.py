@@ -130,11 +130,6 @@ TopPOption = Annotated[float | None, typer.Option(help="Sample among the likelie
 SeedOption = Annotated[int | None, typer.Option(help="Seed of sampling, for the same text again.")]
 
 
-def compression_of(word: str) -> str | None:
-    """`none` in any spelling -> None."""
-    return None if word.lower() == "none" else word
-
-
 def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
     """`cpu=24GiB`, one for each device -> the argument `max_memory`.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -93,7 +92,7 @@ def batch_command(
     from rabbitllm.batch_jobs.display import put_end, record, said_when_interrupted
     from rabbitllm.batch_jobs.inputs import STDIN, columns_of
     from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
-    from rabbitllm.batch_jobs.job import BatchJob, loaded, settings_of, work
+    from rabbitllm.batch_jobs.job import BatchJob, work
 
     request = options.request(model)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
@@ -101,21 +100,18 @@ def batch_command(
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
     output = expand(out)
     task = BatchJob(
-        source=source if source == STDIN else expand(source),
-        out=output,
-        name=model,
-        load=partial(loaded, request, limits=limits),
-        defaults=Defaults(max_new_tokens, temperature, top_p, seed, tuple(stop or ()), pooling_of(pooling), normalise),
-        limits=limits,
-        settings=settings_of(request),
-        columns=columns_of(column or ()),
-        overwrite=overwrite,
+        source if source == STDIN else expand(source),
+        output,
+        request,
+        Defaults(max_new_tokens, temperature, top_p, seed, tuple(stop or ()), pooling_of(pooling), normalise),
+        limits,
+        columns_of(column or ()),
+        overwrite,
     )
     if ray is not None:
         from rabbitllm.ray.lines import answering_on
 
-        elsewhere = answering_on(ray, request, model, limits, ray_workers)
-        task = replace(task, elsewhere=elsewhere)
+        task = replace(task, elsewhere=answering_on(ray, request, limits, ray_workers))
     disable_progress_bars()  # shards have our own bar, and other files are small
     console = Console(stderr=True, highlight=False)
     try:

@@ -8,35 +8,29 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli.arguments import (
-    DeviceOption,
+    NO_OPTIONS,
     FitScalesOption,
-    FolderOption,
     JsonOption,
-    MaxDiskOption,
-    MemoryOption,
     MinFreeDiskOption,
     ModelArgument,
-    RevisionOption,
-    compression_of,
+    ModelOptions,
     limits_of,
     put_json,
+    with_model_options,
 )
 
 
+@with_model_options(
+    *("dtype", "sequential", "no_split", "verify_source", "trust_remote_code", "no_verify_checksums", "fast_bfloat16"),
+    uncompressed=True,
+)
 def plan_command(
     model: ModelArgument,
-    compression: Annotated[
-        str, typer.Option(help="Preferred compression: none, 8bit, 4bit, 4bit-double or auto.")
-    ] = "none",
-    folder: FolderOption = None,
-    revision: RevisionOption = None,
-    max_disk: MaxDiskOption = None,
+    options: ModelOptions = NO_OPTIONS,
     min_free_disk: MinFreeDiskOption = "1GB",
     bandwidth: Annotated[
         str | None, typer.Option(help="Bytes per second at which shards arrive, e.g. 12MB; by default measured.")
     ] = None,
-    device: DeviceOption = None,
-    max_memory: MemoryOption = None,
     fit_scales: FitScalesOption = False,
     plot: Annotated[
         Path | None,
@@ -56,6 +50,7 @@ def plan_command(
     from rabbitllm.display.pictures import check_picture
     from rabbitllm.estimate.plan import plan
     from rabbitllm.estimate.report import draw_plan, show
+    from rabbitllm.models.library import compression_to_run
     from rabbitllm.splitter.split_estimate import as_json as as_record
 
     if plot is not None:
@@ -64,14 +59,14 @@ def plan_command(
     with Console(stderr=True).status("reading headers, measuring …"):
         forecast = plan(
             model,
-            compression=compression_of(compression),
-            layer_shards_saving_path=folder,
-            revision=revision,
-            max_disk=max_disk,
+            compression=compression_to_run(model, options.compression),
+            layer_shards_saving_path=options.folder,
+            revision=options.revision,
+            max_disk=options.max_disk,
             min_free_disk=min_free_disk,
             bandwidth=bandwidth,
-            device=device,
-            max_memory=limits_of(max_memory),
+            device=options.device,
+            max_memory=limits_of(options.max_memory),
             fit_scales=fit_scales,
         )
     if plot is not None:

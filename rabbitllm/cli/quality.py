@@ -8,28 +8,25 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli.arguments import (
-    CompressionHereOption,
+    NO_OPTIONS,
     DequantizeOption,
-    DeviceOption,
-    FolderOption,
     JsonOption,
-    MemoryOption,
     ModelArgument,
-    NoVerifyOption,
-    RevisionOption,
-    TrustOption,
+    ModelOptions,
     limits_of,
     put_json,
+    with_model_options,
 )
 
 
+@with_model_options("dtype", "max_disk", "sequential", "no_split", "verify_source", "fast_bfloat16")
 def quality_command(
     model: ModelArgument,
     against: Annotated[
         str | None, typer.Option(help="Model to compare with; by default the same one uncompressed.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="File of UTF-8 text; by default a bundled one.")] = None,
-    compression: CompressionHereOption = None,
+    options: ModelOptions = NO_OPTIONS,
     window: Annotated[
         int | None, typer.Option(help="Tokens in a window; by default 512, or the model's context.", min=2)
     ] = None,
@@ -41,14 +38,8 @@ def quality_command(
             min=0,
         ),
     ] = None,
-    device: DeviceOption = None,
-    max_memory: MemoryOption = None,
     dtype: Annotated[str, typer.Option(help="Dtype to compute in; auto for the config's.")] = "float32",
     exact: DequantizeOption = False,
-    folder: FolderOption = None,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    no_verify_checksums: NoVerifyOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tell what compression costs: how far next-token distributions are from the uncompressed model's, and perplexity.
@@ -67,18 +58,18 @@ def quality_command(
             model,
             against,
             text=text,
-            compression=compression,
+            compression=options.compression,
             window=window,
             tokens=tokens,
             problems=problems,
-            device=device,
-            max_memory=limits_of(max_memory),
+            device=options.device,
+            max_memory=limits_of(options.max_memory),
             dtype=None if dtype == "auto" else dtype,
             exact=exact,
-            layer_shards_saving_path=folder,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            verify_checksums=not no_verify_checksums,
+            layer_shards_saving_path=options.folder,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+            verify_checksums=not options.no_verify_checksums,
             say=lambda said: status.update(f"{said} …"),
         )
     if as_json:

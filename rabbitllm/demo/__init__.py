@@ -1,6 +1,5 @@
 """The bundled demonstration model: its problems, its weights and its recorded score.
 
-``tasks`` makes the problems with only the standard library; the checkpoint in ``model/`` and the numbers in
-``score.json`` come from the repository's ``tools/train_demo.py``.  Nothing here depends on how a
-checkpoint is split or streamed.
+``tasks`` makes the problems, with only the standard library, from the facts in ``facts.json``; the checkpoint in
+``model/`` and the numbers in ``score.json`` come from the repository's ``tools/train_demo.py``.
 """

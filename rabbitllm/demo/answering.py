@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from rabbitllm.demo.tasks import Problem
+from rabbitllm.demo.tasks import Problem, exact_match
 
 LONGEST_ANSWER = 20
 """Limit of tokens; every correct answer is shorter."""
+BATCH = 50
 
 
 @torch.inference_mode()
@@ -26,3 +27,10 @@ def answers(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> list[str
     ids, mask = batch["input_ids"], batch["attention_mask"]
     output = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=LONGEST_ANSWER)
     return [text.strip() for text in tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)]
+
+
+def right_answers(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> int:
+    """How many problems a model answers exactly."""
+    batches = (problems[at : at + BATCH] for at in range(0, len(problems), BATCH))
+    pairs = (pair for batch in batches for pair in zip(answers(model, tokenizer, batch), batch, strict=True))
+    return sum(exact_match(text, problem) for text, problem in pairs)

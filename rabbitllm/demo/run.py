@@ -30,7 +30,6 @@ COMPRESSION = "4bit"
 ALLOWED_DROP = 0.02
 """Allowed drop below the recorded score: other kernels round differently."""
 QUESTIONS_SHOWN = 6
-BATCH = 50
 BAR_WIDTH = 24
 SAMPLE_SECONDS = 0.005
 CHECKPOINT = "rabbitllm-demo-model"
@@ -168,6 +167,7 @@ def run(folder: Path, problems: int, plot: Path | None = None, console: Console 
         console: receives the output; stdout by default.
     """
     from rabbitllm import AutoModel
+    from rabbitllm.demo.answering import right_answers
 
     console = Console() if console is None else console
     checkpoint = _fresh_copy(folder)
@@ -187,7 +187,7 @@ def run(folder: Path, problems: int, plot: Path | None = None, console: Console 
     chosen = held_out(problems - problems % len(KINDS), 0)
     console.print(f"\nReady after {ready:.1f} s. The model answers problems that it was never trained on:\n")
     asked, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN])
-    right = sum(exact_match(text, problem) for text, problem in _answer_all(model, chosen))
+    right = right_answers(model, model.tokenizer, chosen)
     outcome = Outcome(
         compression=COMPRESSION,
         source_bytes=size,
@@ -239,14 +239,6 @@ def _ask(console: Console, model: Any, problems: list[Problem]) -> tuple[tuple[D
         mark = "[green]right[/]" if one.right else f"[red]wrong, {problem.answer}[/]"
         console.print(f"  {question:<44} {answer:<22} {mark}", highlight=False)
     return tuple(asked), tokens / seconds
-
-
-def _answer_all(model: Any, problems: list[Problem]) -> Iterator[tuple[str, Problem]]:
-    from rabbitllm.demo.answering import answers
-
-    for at in range(0, len(problems), BATCH):
-        batch = problems[at : at + BATCH]
-        yield from zip(answers(model, model.tokenizer, batch), batch, strict=True)
 
 
 def _sum_up(console: Console, outcome: Outcome) -> None:

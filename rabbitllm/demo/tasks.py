@@ -14,11 +14,11 @@ Independent of tokenizers, models and torch.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from rabbitllm.demo.facts import RELATIONS
+from importlib.resources import files
 
 KINDS: tuple[str, ...] = ("sum", "comparison", "sorting", "fact")
 
@@ -48,6 +48,22 @@ class Problem:
     def text(self) -> str:
         """The prompt with its answer, as used in training (the tokenizer adds the end token)."""
         return f"{self.prompt} {self.answer}"
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Facts of one relation: wordings with a ``{x}`` to fill, and the answer for every subject."""
+
+    name: str
+    wordings: tuple[str, ...]
+    answers: dict[str, str]
+
+
+RELATIONS = tuple(
+    Relation(one["name"], tuple(one["wordings"]), one["answers"])
+    for one in json.loads(files("rabbitllm.demo").joinpath("facts.json").read_text(encoding="utf-8"))
+)
+"""The small facts that the bundled model is trained on."""
 
 
 def ask(question: str) -> str:

@@ -389,7 +389,7 @@ def _disk_figure(record: DiskRecord) -> Any:
     label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]
     facts = f"a checkpoint of {took}; peak {amount(peak.total)}{limit}"
     figure.suptitle(f"{label}\n{facts}", x=0.01, ha="left", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 

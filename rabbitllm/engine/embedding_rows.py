@@ -58,15 +58,7 @@ def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> 
 
 
 class EmbeddingRows:
-    """The hook that binds the rows; register with `with_kwargs=True`.
-
-    Args:
-        source: the embedding's unit.
-        part: a reader of its mapped parts, on the host.
-        device: the device of the embedding.
-        unbind: restores the placeholder.
-        checks: compares rows that are used for the first time with their checksums; None for no comparison.
-    """
+    """The hook that binds the rows; register with `with_kwargs=True`."""
 
     def __init__(
         self,
@@ -100,12 +92,8 @@ class EmbeddingRows:
         renumbered = renumbered.to(ids.device)
         return ((renumbered, *args[1:]), kwargs) if args else (args, kwargs | {first: renumbered})
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free the rows."""
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Free the rows after an interrupt that kept torch from calling `after`."""
+    def let_go(self, *hook: Any) -> None:
+        """Free the rows: as a forward hook, or after an interrupt that kept torch from calling it."""
         self._unbind()
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -43,13 +42,6 @@ def expert_sources(
 
     These are the modules that transformers computes through its registry of experts kernels, and all of whose weights
     are made of one stored tensor for each expert, or of slices of one, by operations that do not mix experts.
-
-    Args:
-        model: the skeleton.
-        units: its units.
-        weights: the recipes of the parameters.
-        store: the files of the stored tensors.
-        packs: how quantized matrices are multiplied in their stored form; None to dequantize all of them.
     """
     found = []
     for unit in units:
@@ -63,9 +55,8 @@ def expert_sources(
                 if leaves:
                     experts: int = module.num_experts
                     used = min(_used(model, module), experts)
-                    found.append(
-                        packed_by(ExpertSource(name, unit.name, module, experts, used, *_lay_out(leaves)), packs)
-                    )
+                    source = ExpertSource(name, unit.name, module, experts, used, leaves, _lay_out(leaves))
+                    found.append(packed_by(source, packs))
     return found
 
 
@@ -223,8 +214,8 @@ def _number(name: str) -> int:
     return int(found[-1]) if found else -1
 
 
-def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
-    """Give every part its offset in an expert's bytes.
+def _lay_out(leaves: Mapping[str, Leaf]) -> int:
+    """Give every part its offset in an expert's bytes; return the bytes of an expert.
 
     The payloads of a leaf whose blocks stack are contiguous, and so are their scales, so that they form one matrix.
     These runs are in the order of the first expert's file, so that one read covers as many as possible.
@@ -239,30 +230,10 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
     runs = sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0])))
     for leaf in leaves.values():  # made from the bytes that are read, and put after them
         runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])
-    places: dict[int, int] = {}
     end = 0
     for run in filter(None, runs):
         end = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         for part in run:
-            places[id(part)] = end
+            part.at = end
             end += part.nbytes
-
-    def placed(part: ExpertPart | None) -> Any:
-        return replace(part, at=places[id(part)]) if part is not None else None
-
-    made = {
-        key: replace(
-            leaf,
-            blocks=tuple(
-                replace(
-                    b,
-                    payload=placed(b.payload),
-                    scales=placed(b.scales),
-                    nesting=b.nesting and replace(b.nesting, made=placed(b.nesting.made)),
-                )
-                for b in leaf.blocks
-            ),
-        )
-        for key, leaf in leaves.items()
-    }
-    return made, -(-end // BLOCK) * BLOCK
+    return -(-end // BLOCK) * BLOCK

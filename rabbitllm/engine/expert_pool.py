@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ Values = npt.NDArray[np.float64]
 
 
 @dataclass(eq=False)
-class _ModuleSlots:
+class ModuleSlots:
     """One module's slots and experts.
 
     Attributes:
@@ -65,6 +65,11 @@ class _ModuleSlots:
         weighed: Values = self.uses.T @ _WEIGHTS
         return weighed
 
+    @property
+    def best(self) -> Numbers:
+        """The experts that were used, those of most worth first."""
+        return np.argsort(-self.worth, kind="stable")[: np.count_nonzero(self.worth)]
+
 
 _WEIGHTS = 1.0 / np.array(HALF_LIVES)
 _KEPT = 2.0**-_WEIGHTS
@@ -74,16 +79,15 @@ _KEPT = 2.0**-_WEIGHTS
 class ExpertCache:
     """Slots of one size, and the experts in them.
 
-    Args:
-        experts: how many each module has.
-        slots: their number.
+    Attributes:
+        modules: the slots and experts of each module.
     """
 
     def __init__(self, experts: Sequence[int], slots: int) -> None:
         self.slots = slots
         ends = np.cumsum([0, *experts]) * slots // max(sum(experts), 1)
-        self._shelves = [
-            _ModuleSlots(int(begin), np.full(end - begin, -1), np.full(count, -1), np.zeros((len(HALF_LIVES), count)))
+        self.modules = [
+            ModuleSlots(int(begin), np.full(end - begin, -1), np.full(count, -1), np.zeros((len(HALF_LIVES), count)))
             for count, begin, end in zip(experts, ends[:-1], ends[1:], strict=True)
         ]
 
@@ -96,13 +100,13 @@ class ExpertCache:
             counts: how many of the tokens use each; the uses count as spread evenly over the tokens.
             tokens: the number of tokens of the pass.
         """
-        uses, left = self._shelves[module].uses, _KEPT**tokens
+        uses, left = self.modules[module].uses, _KEPT**tokens
         uses *= left[:, None]
         uses[:, experts] += np.outer((1 - left) / (1 - _KEPT), counts / tokens)
 
     def slots_of(self, module: int, experts: Numbers) -> Numbers:
         """The slot of each of these experts, -1 for none."""
-        shelf = self._shelves[module]
+        shelf = self.modules[module]
         found = shelf.slot[experts]
         return np.where(found >= 0, found + shelf.begin, -1)
 
@@ -117,7 +121,7 @@ class ExpertCache:
         Returns:
             The slot of each, -1 for none.
         """
-        shelf, given = self._shelves[module], np.full(len(experts), -1)
+        shelf, given = self.modules[module], np.full(len(experts), -1)
         worth = shelf.worth
         of_slots = np.where(shelf.owner >= 0, worth[shelf.owner], -1.0)
         of_slots[busy - shelf.begin] = np.inf
@@ -135,7 +139,7 @@ class ExpertCache:
 
     def forget(self, module: int, slot: int) -> None:
         """Mark a slot of a module as empty: its expert was not read, or is in other memory now."""
-        shelf = self._shelves[module]
+        shelf = self.modules[module]
         expert = shelf.owner[slot - shelf.begin]
         if expert >= 0:
             shelf.slot[expert] = shelf.owner[slot - shelf.begin] = -1
@@ -143,20 +147,7 @@ class ExpertCache:
     @property
     def held(self) -> int:
         """The number of occupied slots."""
-        return sum(int(np.count_nonzero(shelf.owner >= 0)) for shelf in self._shelves)
-
-    def uses(self) -> list[Values]:
-        """The decayed use counts of each module's experts, (half-lives, experts)."""
-        return [shelf.uses.copy() for shelf in self._shelves]
-
-    def learn(self, module: int, uses: Values) -> None:
-        """Take over another cache's use counts of a module's experts."""
-        self._shelves[module].uses[:] = uses
-
-    def best(self, module: int) -> Numbers:
-        """The experts of a module that were used, those of most worth first."""
-        worth = self._shelves[module].worth
-        return np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]
+        return sum(int(np.count_nonzero(shelf.owner >= 0)) for shelf in self.modules)
 
 
 Whose = tuple[int, int]
@@ -168,12 +159,12 @@ class ExpertSlot:
     """Memory of one expert. It records its expert once all of the expert's bytes are in it.
 
     Attributes:
-        memory: uint8, on the device.
-        left: the mark of its last use, for the next copy into it.
+        memory: uint8, on the device or in host memory.
+        left: the mark of its last use, for the next copy into it; in host memory the ticket of its last upload.
         coming: the pending fill.
         ticket: of the copy that filled it, until the computation waits for that copy.
         has: the expert that is completely in it.
-        ready: (kind of module, leaf) -> the weight, of leaves that are used in their stored form: a view of the memory,
+        ready: (module, leaf) -> the weight, of leaves that are used in their stored form: a view of the memory,
             whichever expert is in it.
         made: the leaves whose scales were dequantized for the expert that is in it.
     """
@@ -250,14 +241,10 @@ class ExpertPool:
         self._model = model
         self._device = device
         self._profiler = profiler
-        kinds = [source.kind for source in sources]
-        self._kinds = [kinds.index(kind) for kind in kinds]
         self._disk = disk
         self._nbytes = slot_bytes(sources)
         on_host = host.take_anyhow(host_slots * self._nbytes) if host is not None and host_slots else None
-        self._host = [] if on_host is None else self._cut(on_host, host_slots)
-        self._host_has: list[Whose | None] = [None] * host_slots
-        self._host_left: list[Any] = [None] * host_slots
+        self._host = [] if on_host is None else [ExpertSlot(part, None) for part in self._cut(on_host, host_slots)]
         staging = () if host is None else (host.take_anyhow(self._nbytes) for _ in range(EXPERT_STAGING))
         self._staging = deque(staging)
         self._keeper = host  # kept, since its buffers are unpinned when it is freed
@@ -286,7 +273,7 @@ class ExpertPool:
         source = self.sources[module]
         for cache in (self.cache, self.host_cache):
             cache.use(module, experts, counts, tokens)
-        slots = self._kept(module, experts)
+        slots = _really(self.cache, self._slots, module, experts)
         here = slots >= 0
         missing = experts[~here]
         given = self.cache.admit(module, missing, slots[here])
@@ -307,23 +294,19 @@ class ExpertPool:
         self._count(source, int(np.count_nonzero(here)), shelves)
 
     def warm(self, uses: Mapping[str, Values]) -> None:
-        """Take over earlier use counts, and read the experts of most worth, as far as there are slots.
-
-        Args:
-            uses: of each module, as `uses` returned them.
-        """
+        """Take over earlier use counts, and read the experts of most worth, as far as there are slots."""
         self.end()
         for module, source in enumerate(self.sources):
             for cache in (self.cache, self.host_cache):
-                cache.learn(module, uses[source.name])
-            best = self.cache.best(module)
-            missing = best[self._kept(module, best) < 0]
+                cache.modules[module].uses[:] = uses[source.name]
+            best = self.cache.modules[module].best
+            missing = best[_really(self.cache, self._slots, module, best) < 0]
             given = self.cache.admit(module, missing, best[:0])
             for expert, number in zip(missing[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
                 self._send(module, expert, self._slots[number], Shelf())
             if self._host:
                 spilled = missing[given < 0]
-                spilled = spilled[self._kept_on_host(module, spilled) < 0]
+                spilled = spilled[_really(self.host_cache, self._host, module, spilled) < 0]
                 given = self.host_cache.admit(module, spilled, spilled[:0])
                 for expert, number in zip(spilled[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
                     self._sent.append((self._threads.submit(self._shelve, module, expert, number), None))
@@ -331,15 +314,7 @@ class ExpertPool:
 
     def uses(self) -> dict[str, Values]:
         """How often each expert of each module was used, older uses weighted less."""
-        return {source.name: found for source, found in zip(self.sources, self.cache.uses(), strict=True)}
-
-    def _kept(self, module: int, experts: Numbers) -> Numbers:
-        """The slots of experts, -1 for none."""
-        return _really(self.cache, module, experts, lambda number: self._slots[number].has)
-
-    def _kept_on_host(self, module: int, experts: Numbers) -> Numbers:
-        """The slots of experts in host memory, -1 for none."""
-        return _really(self.host_cache, module, experts, self._host_has.__getitem__)
+        return {source.name: own.uses.copy() for source, own in zip(self.sources, self.cache.modules, strict=True)}
 
     def _shelves(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[Shelf], tuple[int, ...]]:
         """The slot in host memory of each missing expert, and the slots that are free after this pass.
@@ -348,7 +323,7 @@ class ExpertPool:
         """
         if not self._host:
             return [Shelf()] * len(missing), ()
-        at = self._kept_on_host(module, missing)
+        at = _really(self.host_cache, self._host, module, missing)
         filled = at >= 0
         homeless = ~filled & (given < 0)
         at[homeless] = self.host_cache.admit(module, missing[homeless], at[filled])
@@ -421,7 +396,7 @@ class ExpertPool:
             free.append(slot)
 
     def _weight(self, module: int, leaf: str, slot: ExpertSlot, expert: int) -> torch.Tensor:
-        source, key = self.sources[module], (self._kinds[module], leaf)
+        source, key = self.sources[module], (module, leaf)
         self._wait(source, slot)
         chosen = source.leaves[leaf]
 
@@ -476,8 +451,8 @@ class ExpertPool:
         elif shelf.number >= 0:
             if not shelf.filled:
                 self._shelve(module, expert, shelf.number)
-            ticket = self._upload(self._host[shelf.number], slot, source.extent(leaf))
-            self._host_left[shelf.number] = ticket
+            kept = self._host[shelf.number]
+            kept.left = ticket = self._upload(kept.memory, slot, source.extent(leaf))
         else:
             staged = self._staging.popleft()  # one for each thread
             try:
@@ -493,11 +468,12 @@ class ExpertPool:
         return self._device.upload(host[extent], slot.memory[extent], slot.left)
 
     def _shelve(self, module: int, expert: int, place: int) -> None:
-        self._host_has[place] = None
-        if self._host_left[place] is not None:
-            self._device.landed(self._host_left[place])
-        self._read(self.sources[module], expert, None, self._host[place])
-        self._host_has[place] = (module, expert)
+        kept = self._host[place]
+        kept.has = None
+        if kept.left is not None:
+            self._device.landed(kept.left)
+        self._read(self.sources[module], expert, None, kept.memory)
+        kept.has = (module, expert)
 
     def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
         spans = source.spans(expert, leaf)
@@ -506,12 +482,7 @@ class ExpertPool:
 
 
 class PooledExperts:
-    """The experts of one module of a pool.
-
-    Args:
-        pool: the pool that has them.
-        module: the module's index among the pool's sources.
-    """
+    """The experts of one module of a pool."""
 
     def __init__(self, pool: ExpertPool, module: int) -> None:
         self._pool = pool
@@ -547,11 +518,11 @@ def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tu
     return chosen[known], counts[known], len(index)
 
 
-def _really(cache: ExpertCache, module: int, experts: Numbers, has: Callable[[int], tuple[int, int] | None]) -> Numbers:
+def _really(cache: ExpertCache, slots: Sequence[ExpertSlot], module: int, experts: Numbers) -> Numbers:
     """The slots of experts, -1 for none, after the removal of experts whose slot was never filled: a read failed, or a
     pass was interrupted between the choice of a slot and its fill."""
     for expert, slot in zip(experts.tolist(), cache.slots_of(module, experts).tolist(), strict=True):
-        if slot >= 0 and has(slot) != (module, expert):
+        if slot >= 0 and slots[slot].has != (module, expert):
             cache.forget(module, slot)
     return cache.slots_of(module, experts)
 

@@ -7,7 +7,7 @@ are kept as arrays, not as an object for each of the tens of thousands of expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -31,7 +31,7 @@ BytesOf = Callable[["ExpertPart"], torch.Tensor]
 """A part of one expert -> its bytes, uint8 (nbytes,)."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ExpertPart:
     """Bytes of one kind that each expert has.
 
@@ -287,24 +287,6 @@ class ExpertSource:
         )
 
     @property
-    def kind(self) -> Hashable:
-        """A key that is equal for modules whose experts have the same memory layout and code tables."""
-        return tuple(
-            (
-                key,
-                leaf.shape,
-                leaf.recipe.dtype,
-                leaf.stacks,
-                leaf.packed,
-                tuple((part.dtype, part.shape, part.at) for part in leaf.parts),
-                tuple(
-                    (block.form, _raw(block.table), block.nesting and block.nesting.made.at) for block in leaf.blocks
-                ),
-            )
-            for key, leaf in self.leaves.items()
-        )
-
-    @property
     def is_ready(self) -> bool:
         """Whether every weight is used in its stored form: as a view, or multiplied from its codes."""
         return all(leaf.is_view or leaf.packed is not None for leaf in self.leaves.values())
@@ -344,10 +326,6 @@ class ExpertSource:
             for runs in self._runs.values()
             for part, nbytes in runs
         )
-
-
-def _raw(table: torch.Tensor | None) -> bytes | None:
-    return None if table is None else table.cpu().numpy().tobytes()
 
 
 def packed_by(source: ExpertSource, packs: Packs | None) -> ExpertSource:

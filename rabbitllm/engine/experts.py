@@ -8,6 +8,7 @@ are copied into one tensor, which serves that operation only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
@@ -24,8 +25,9 @@ from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import ReadMode, SpanReader
-from rabbitllm.engine.weight_tensors import Grouping, QuantizedWeight, WeightStandIn
+from rabbitllm.engine.weight_tensors import QuantizedWeight, WeightStandIn
 from rabbitllm.errors import AbsentWeightError
+from rabbitllm.quant.products import GroupedProduct, Matrix
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
@@ -137,7 +139,8 @@ class ExpertStack(WeightStandIn):
         first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
         product = self._grouped(rows, first)
         if product is not None:
-            matrices = (weight.matrix for weight in chain([first], weights) if isinstance(weight, QuantizedWeight))
+            found = (getattr(weight, "matrix", None) for weight in chain([first], weights))
+            matrices = (matrix for matrix in found if isinstance(matrix, Matrix))
             at_once = list(islice(matrices, max(len(here), 1)))
             product.multiply(at_once, spans[: len(at_once)])
             for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
@@ -148,7 +151,7 @@ class ExpertStack(WeightStandIn):
             out[begin:end] = self._product(rows[begin:end], weight)
         return out
 
-    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> Grouping | None:
+    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> GroupedProduct | None:
         """A grouped product for weights like this one; None if they are multiplied one by one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
         if not self.turned or not isinstance(weight, QuantizedWeight) or needs_gradient:
@@ -207,13 +210,7 @@ FileBytes = Callable[[str], torch.Tensor]
 
 
 class MappedExperts:
-    """The experts of one module.
-
-    Args:
-        model: the skeleton, for conversions.
-        source: the module's experts.
-        file_bytes: provides the mapped files.
-    """
+    """The experts of one module."""
 
     def __init__(self, model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes) -> None:
         self._model = model
@@ -263,14 +260,7 @@ class MappedExperts:
 
 def mapped_bytes(store: WeightFiles) -> FileBytes:
     """The bytes of a store's files, each mapped once."""
-    found: dict[str, torch.Tensor] = {}
-
-    def read(file: str) -> torch.Tensor:
-        if file not in found:
-            found[file] = torch.frombuffer(store.mapped(file).whole(), dtype=torch.uint8)
-        return found[file]
-
-    return read
+    return functools.cache(lambda file: torch.frombuffer(store.mapped(file).whole(), dtype=torch.uint8))
 
 
 def expert_costs(sources: Sequence[ExpertSource]) -> list[ExpertCost]:
@@ -300,15 +290,6 @@ def bind_experts(
     ways: Mapping[str, ReadMode],
 ) -> dict[str, ExpertPool]:
     """Give every routed module its experts.
-
-    Args:
-        model: the skeleton; stacks and hooks are added to it.
-        sources: the modules.
-        placement: the tiers and devices of their experts.
-        devices: by name.
-        store: the layer files.
-        profiler: records reads and hits.
-        ways: device -> how its experts are read.
 
     Returns:
         Device name -> its pool, for those that have one.

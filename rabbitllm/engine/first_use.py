@@ -68,11 +68,6 @@ class ReadAhead:
         for thread in work:
             thread.start()
 
-    def is_checked(self, unit: str) -> bool:
-        """Whether a unit's bytes were compared and are undamaged, or are not compared at all."""
-        found = self._checked.get(unit)
-        return found is None or (found.done() and found.exception() is None)
-
     def wait_for(self, unit: str) -> None:
         """Wait until a unit's bytes are compared with their checksums.
 
@@ -150,13 +145,7 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
 
 
 def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Workers) -> None:
-    """Compare the experts that a mapped module uses, while it computes with them.
-
-    Args:
-        source: the module.
-        checks: the checksums of its files, by block.
-        thread: computes the checksums.
-    """
+    """Compare the experts that a mapped module uses, while it computes with them."""
     left, pending = set(range(source.experts)), list[Future[set[int]]]()
 
     def compare(experts: set[int]) -> set[int]:

@@ -22,9 +22,9 @@ def route_llama4(model: nn.Module) -> None:
     arguments of a module that the registry serves.
     """
     for moe in model.modules():
-        if type(moe).__name__ != "Llama4TextMoe":
-            continue
         layer: Any = moe
+        if type(moe).__name__ != "Llama4TextMoe" or layer.top_k > 2:  # published models use one
+            continue
         experts = layer.experts
         experts.config, experts.has_gate, experts.is_transposed = layer.shared_expert.config, True, True
         experts.forward = partial(experts_forward, experts)
@@ -57,8 +57,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """The sum of the routed experts' outputs for each token.
 
-    Two terms and any number of zeros have the same sum in any order. More terms are summed as in transformers, with
-    all the zeros.
+    At most two experts a token: two terms and any number of zeros have the same sum in any order.
 
     Args:
         experts: the module, with `gate_up_proj` (experts, hidden, 2 x intermediate) and `down_proj` (experts,
@@ -72,18 +71,13 @@ def experts_forward(
     """
     scores = top_k_weights.new_zeros(len(hidden_states), experts.num_experts).scatter_(1, top_k_index, top_k_weights)
     summed = torch.zeros_like(hidden_states)
-    few = top_k_index.shape[1] <= 2
-    terms = None if few else hidden_states.new_zeros(experts.num_experts, *hidden_states.shape)
     hit = torch.unique(top_k_index)
     at_once = min(torch.get_num_threads(), len(hit))
     for some in torch.split(hit, at_once) if at_once else ():
         inputs = hidden_states * scores.t()[some].unsqueeze(-1)
-        for expert, made in zip(some.tolist(), _multiplied(experts, some, inputs), strict=True):
-            if terms is None:
-                summed += made
-            else:
-                terms[expert] = made
-    return summed if terms is None else terms.sum(dim=0)
+        for made in _multiplied(experts, some, inputs):
+            summed += made
+    return summed
 
 
 def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

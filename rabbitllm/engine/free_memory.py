@@ -101,7 +101,7 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
     from the disk again and again. Mapped files that are charged to another group do not count. Formats: cgroups(7), the
     kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
     """
-    mapped = _mapped_bytes(root)
+    mapped = _status_bytes(root, "RssFile")  # files of this process that are mapped and in memory
     found = []
     for folder, limit_name, kinds in _groups(root):
         try:
@@ -149,11 +149,6 @@ def _upwards(path: str) -> Iterator[PurePosixPath]:
     own = PurePosixPath(path.lstrip("/"))
     yield own
     yield from own.parents if own != PurePosixPath() else ()
-
-
-def _mapped_bytes(root: Path) -> int:
-    """Bytes of mapped files of this process that are in memory."""
-    return _status_bytes(root, "RssFile")
 
 
 def _status_bytes(root: Path, field: str) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +105,14 @@ def load_model(
         sources, experts = _fused(sources, experts, placement, by_name, weights, store)
     profiler.in_place = _in_place(model, sources, placement)
     mapped = _mapped_units(sources, placement, by_name)
-    read = {source.unit.name: source.spans for source in mapped if not _is_looked_up(model, source)}
+    embedding = input_embedding(model)  # in its stored form a pass touches a few rows of it
+    read = {s.unit.name: s.spans for s in mapped if not (s.is_view and can_bring_rows(s, embedding))}
     ahead = ReadAhead(read, store, store.checks)
     with torch.no_grad():
         pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
         lanes = device_executors(sources, placement, by_name, store, profiler, kept, way)
         streamer = Streamer(model, sources, placement, lanes, store, profiler, pools, options.prefetching)
-    _compare_before_use(model, mapped, ahead, store.checks)
+    _compare_before_use(mapped, read, ahead, store.checks)
     home_device = by_name[placement.home].torch_device
     if len(chosen) > 1:  # callers expect the output on the device of their inputs
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
@@ -143,12 +144,11 @@ def load_model(
 def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
     """Device and tier -> stored bytes that each pass uses in place; an embedding does not count, since it uses rows."""
     embedding = input_embedding(model)
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for placed in placement.units:
         if placed.tier in _MAPPED and sources[placed.unit].unit.module is not embedding:
-            key = f"{placed.device} {placed.tier.value}"
-            found[key] = found.get(key, 0) + placed.stored
-    return found
+            found[f"{placed.device} {placed.tier.value}"] += placed.stored
+    return dict(found)
 
 
 def _mapped_units(
@@ -159,23 +159,18 @@ def _mapped_units(
     return [sources[unit] for unit in stays]
 
 
-def _is_looked_up(model: nn.Module, source: UnitSource) -> bool:
-    """Whether a resident unit is the input embedding in its stored form, of which a pass touches a few rows."""
-    return source.is_view and can_bring_rows(source, input_embedding(model))
-
-
 def _compare_before_use(
-    model: nn.Module, mapped: Sequence[UnitSource], ahead: ReadAhead, checks: LayerChecks | None
+    mapped: Sequence[UnitSource], read: Container[str], ahead: ReadAhead, checks: LayerChecks | None
 ) -> None:
-    """Have the bytes of each mapped unit, or the rows that are looked up, compared with checksums before its use."""
+    """Have each mapped unit compared with checksums before its use: those in `read` whole, others by their rows."""
     if checks is None:
         return
     for source in mapped:
         unit = source.unit
-        if _is_looked_up(model, source):
-            check_rows_before(unit.module, next(iter(source.stored.values())), checks)
-        elif not ahead.is_checked(unit.name):
+        if unit.name in read:
             wait_before(unit.module, functools.partial(ahead.wait_for, unit.name))
+        else:
+            check_rows_before(unit.module, next(iter(source.stored.values())), checks)
 
 
 def _way(
@@ -214,9 +209,6 @@ def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:
 
 MAX_ROWS = 4096
 """Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
-WORTH_IT = 0.9
-"""Maximum time relative to dequantizing: an equally fast product is not worth different rounding."""
-_ROUNDS, _REPEATS = 3, 4
 
 
 def _fused(
@@ -227,7 +219,7 @@ def _fused(
     weights: WeightMap,
     store: WeightFiles,
 ) -> tuple[Mapping[str, UnitSource], Sequence[ExpertSource]]:
-    """Units and experts; what GPUs would dequantize for each use is multiplied from its codes where that is faster.
+    """Units and experts; what GPUs would dequantize for each use is multiplied from its codes where that works.
 
     Resident units were dequantized once and stay so, which serves any number of inputs at once.
     """
@@ -243,12 +235,12 @@ def _fused(
 
 
 def fused_packs(device: Device) -> Packs:
-    """The choice whether a device multiplies one input from 4bit codes or dequantizes the matrix first: both are timed.
+    """The choice whether a device multiplies one input from 4bit codes, as bitsandbytes does, or dequantizes first.
 
-    The faster way depends on the GPU, the shape and the version of bitsandbytes; the trial also verifies the kernel's
-    result on this device. One trial for each shape and dtype, with random codes and inputs, when the model is loaded.
+    A product from codes moves a ninth of the bytes. A trial for each shape and dtype, with random codes and inputs,
+    verifies the kernel's result on this device.
     """
-    trial = functools.cache(functools.partial(_try, device))
+    trial = functools.cache(functools.partial(_is_right, device))
 
     def packs(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
         if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -260,54 +252,24 @@ def fused_packs(device: Device) -> Packs:
     return packs
 
 
-def is_sooner(fused_seconds: float, dequantized_seconds: float) -> bool:
-    """Whether products from codes are faster by enough to be used."""
-    return fused_seconds < WORTH_IT * dequantized_seconds
-
-
 def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two products differ only by rounding."""
     error = float((fused.float() - expected.float()).norm())
     return error <= max(8 * torch.finfo(fused.dtype).eps, 1e-5) * float(expected.float().norm())
 
 
-def _try(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
+def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
-    try:
-        matrix, x = _sample(device, form, dtype)
-        near = is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantized(dtype)))
-        if not near:
-            logger.warning("bitsandbytes multiplies 4bit codes wrongly on %s; layers are dequantized.", device.name)
-            return False
-        fused = _seconds(device, lambda: matrix.linear(x, None))
-        plain = _seconds(device, lambda: torch.nn.functional.linear(x, matrix.dequantized(dtype)))
-    except Exception as error:
-        logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
-        return False
-    logger.info(
-        "%s at 4bit on %s: %.0f us from codes, %.0f us dequantized.", form.shape, device.name, fused * 1e6, plain * 1e6
-    )
-    return is_sooner(fused, plain)
-
-
-def _sample(device: Device, form: Quantized, dtype: torch.dtype) -> tuple[FusedMatrix, torch.Tensor]:
     (rows, columns), place = form.shape, device.torch_device
     generator = torch.Generator().manual_seed(0)
     payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)
     absmax = torch.rand(rows * columns // NF4_BLOCK, generator=generator)
-    table, x = torch.linspace(-1, 1, 16), torch.randn(1, columns, generator=generator).to(dtype)
-    return FusedMatrix(form, payload.to(place), absmax.to(place), table.to(place)), x.to(place)
-
-
-def _seconds(device: Device, work: Callable[[], torch.Tensor]) -> float:
-    """Seconds of one call: the best of a few rounds, after a warm-up."""
-    work()
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        device.synchronise()
-        begun = time.perf_counter()
-        for _ in range(_REPEATS):
-            work()
-        device.synchronise()
-        best = min(best, (time.perf_counter() - begun) / _REPEATS)
-    return best
+    table, inputs = torch.linspace(-1, 1, 16), torch.randn(1, columns, generator=generator).to(dtype)
+    try:
+        matrix, x = FusedMatrix(form, payload.to(place), absmax.to(place), table.to(place)), inputs.to(place)
+        if is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantized(dtype))):
+            return True
+        logger.warning("bitsandbytes multiplies 4bit codes wrongly on %s; layers are dequantized.", device.name)
+    except Exception as error:
+        logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
+    return False

@@ -7,10 +7,12 @@ A process may compute a part of the model; the units of the others have a name a
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,41 +72,19 @@ class ModelPart:
     budgets: Mapping[str, int]
 
 
-class PartChooser(Protocol):
-    """Chooses the part that this process computes, before any weight is read."""
-
-    def __call__(
-        self,
-        model: Any,
-        sources: Mapping[str, UnitSource],
-        costs: Sequence[UnitCost],
-        store: WeightFiles,
-        budgets: Mapping[str, int],
-    ) -> ModelPart:
-        """
-        Args:
-            model: the skeleton, on the meta device.
-            sources: its units, in the order of a pass.
-            costs: the memory cost of each, in the same order.
-            store: the weights.
-            budgets: device -> bytes for weights if this process computed the whole model.
-
-        Raises:
-            RabbitLLMError: the model cannot be divided, or the other processes are missing or differ.
-        """
-        ...
+PartChooser = Callable[
+    [Any, Mapping[str, UnitSource], Sequence[UnitCost], WeightFiles, Mapping[str, int]],
+    ModelPart,
+]
+"""Chooses the part that this process computes, before any weight is read, from the skeleton, its units in the order of
+a pass, the memory cost of each in the same order, the weights, and device -> bytes for weights if this process computed
+the whole model. Raises `RabbitLLMError` if the model cannot be divided, or other processes are missing or differ."""
 
 
 def unit_costs(
     model: nn.Module, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource] = ()
 ) -> list[UnitCost]:
-    """A cost for each unit, in the order of `sources`, which is that of a pass.
-
-    Args:
-        model: the skeleton.
-        sources: the units, without the experts that are streamed individually.
-        experts: the experts modules that are streamed by expert.
-    """
+    """A cost for each unit, in the order of `sources`, which is that of a pass."""
     routed: dict[str, int] = {}
     shared = _shared(sources.values())
     for expert in experts:
@@ -131,11 +111,8 @@ def _shared(sources: Iterable[UnitSource]) -> set[str]:
 
     In a plan of a large model one source stands for many layers, which share no tensors.
     """
-    users: dict[str, set[int]] = {}
-    for source in sources:
-        for job in source.jobs:
-            users.setdefault(job.recipe.key, set()).add(id(source))
-    return {key for key, own in users.items() if len(own) > 1}
+    distinct = {id(source): {job.recipe.key for job in source.jobs} for source in sources}
+    return {key for key, count in Counter(chain.from_iterable(distinct.values())).items() if count > 1}
 
 
 def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource]) -> int:
@@ -210,12 +187,6 @@ class LoadPlan:
 @uncollected()
 def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices: Sequence[Device]) -> LoadPlan:
     """Decide all that `load_model` decides from names and sizes alone.
-
-    Args:
-        store: the tensors; planned ones need no files.
-        options: see `RunOptions`.
-        home: the folder of the config.
-        devices: the devices to compute on.
 
     Raises:
         IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
@@ -410,15 +381,7 @@ def place_units(
     devices: Sequence[Device],
     options: RunOptions,
 ) -> Placement:
-    """The placement of every unit, within the free memory or the caller's limits.
-
-    Args:
-        model: the skeleton.
-        sources: its units, in the order of a pass.
-        experts: the modules whose experts are streamed individually.
-        devices: the devices to compute on.
-        options: see `RunOptions`.
-    """
+    """The placement of every unit, within the free memory or the caller's limits."""
     costs = unit_costs(model, sources, experts)
     budgets = [Budget(device.name, budget_of(device, options), device.shares_host_memory) for device in devices]
     return place(

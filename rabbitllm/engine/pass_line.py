@@ -11,7 +11,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -55,37 +54,6 @@ WORK = {"disk": 3, "copies": 7, "dequantize": 6, "compute": 5}
 of its share in the line."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunningPass:
-    """A running pass.
-
-    Attributes:
-        number: counted from 1, of all passes of this model.
-        prompt: tokens of the prompt in a prefill; 0 in a decode pass.
-        layer: units that have computed.
-        layers: units of a pass.
-        tokens: generated so far by this generation, over the whole batch.
-        tokens_per_second: since the prefill; None before the first of these tokens.
-        spent: seconds of each kind of `WORK`, in this pass and the previous ones of its kind, of this generation.
-        seconds: since this pass began.
-    """
-
-    number: int
-    prompt: int
-    layer: int
-    layers: int
-    tokens: int
-    tokens_per_second: float | None
-    spent: Mapping[str, float]
-    seconds: float
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Kind of work -> part of all, from 0 to 1; empty before anything was spent."""
-        total = sum(self.spent.values())
-        return {name: self.spent.get(name, 0.0) / total for name in WORK} if total > 0 else {}
-
-
 def _reference(text: Any) -> Any:
     """A weak reference to a KV cache, so that the cache can be freed; None without a cache, or for a tuple."""
     try:
@@ -95,19 +63,21 @@ def _reference(text: Any) -> Any:
 
 
 class PassLedger:
-    """Records the passes of one thread; another thread may call `state`. The caller passes the time.
+    """Records the passes of one thread; another thread may read. The caller passes the time, seconds of any one clock.
 
     Shares are of the caller's time. A GPU computes asynchronously, so there the time in which the host waits for
     weights is reported, and the rest counts as computing.
 
-    Args:
-        layers: units of a pass.
+    Attributes:
+        number: of the running pass, counted from 1, of all passes of this model.
+        layer: units that have computed in it.
+        tokens: generated so far by this generation, over the whole batch.
     """
 
     def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._number = self._done = self._tokens = 0
-        self._entry: PassInput | None = None
+        self.layers = layers
+        self.number = self.layer = self.tokens = 0
+        self._entry = PassInput(0, 0, 0)
         self._text: Any = None
         self._start = self._prompt_end = 0.0
         self._spent = Counter[str]()
@@ -118,21 +88,21 @@ class PassLedger:
         Args:
             entry: the size of the input.
             text: the KV cache; the pass continues a generation if it is the cache of the last pass.
-            now: seconds of any one clock.
+            now: the time.
         """
         last, cache = self._entry, self._text() if self._text is not None else None
-        continues = last is not None and text is not None and cache is text
-        made = last.made(entry) if continues and last is not None else None
-        if not continues or made is None:
-            self._tokens, self._prompt_end = 0, now
-        elif last is not None:
-            self._tokens += made
+        continues = text is not None and cache is text
+        made = last.made(entry) if continues else None
+        if made is None:
+            self.tokens, self._prompt_end = 0, now
+        else:
+            self.tokens += made
             if last.kind == PROMPT:
                 self._prompt_end = now
-        if not continues or last is None or last.kind != entry.kind:
+        if not continues or last.kind != entry.kind:
             self._spent = Counter()
         self._entry, self._text = entry, _reference(text)
-        self._number, self._done, self._start = self._number + 1, 0, now
+        self.number, self.layer, self._start = self.number + 1, 0, now
         return not continues
 
     def spend(self, **seconds: float) -> None:
@@ -141,17 +111,28 @@ class PassLedger:
 
     def unit_done(self) -> None:
         """Record that a unit has computed."""
-        self._done += 1
+        self.layer = min(self.layer + 1, self.layers)
 
-    def state(self, now: float) -> RunningPass:
-        """The state of the pass."""
-        entry, elapsed = self._entry, now - self._prompt_end
-        prompt = entry.batch * entry.length if entry is not None and entry.kind == PROMPT else 0
-        timed = self._tokens - (entry.batch if entry is not None else 0)  # the first comes from the prefill
-        rate = timed / elapsed if timed > 0 and elapsed > 0 and not prompt else None
-        done = min(self._done, self._layers)
-        spent, seconds = dict(self._spent), now - self._start
-        return RunningPass(self._number, prompt, done, self._layers, self._tokens, rate, spent, seconds)
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt in a prefill; 0 in a decode pass."""
+        return self._entry.batch * self._entry.length if self._entry.kind == PROMPT else 0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Kind of `WORK` -> part of the time of this pass and the previous ones of its kind, of this generation."""
+        spent = dict(self._spent)
+        total = sum(spent.values())
+        return {name: spent.get(name, 0.0) / total for name in WORK} if total > 0 else {}
+
+    def seconds(self, now: float) -> float:
+        """Seconds since this pass began."""
+        return now - self._start
+
+    def tokens_per_second(self, now: float) -> float | None:
+        """Since the prefill; None before the first of these tokens."""
+        timed, elapsed = self.tokens - self._entry.batch, now - self._prompt_end  # the first comes from the prefill
+        return timed / elapsed if timed > 0 and elapsed > 0 and not self.prompt else None
 
 
 SLOW_SECONDS = 2.0
@@ -192,12 +173,7 @@ class PassLine:
 
     @contextlib.contextmanager
     def over(self, entry: PassInput, text: Any) -> Iterator[None]:
-        """A context around one pass; a nested one belongs to the outer pass.
-
-        Args:
-            entry: the size of the input.
-            text: the KV cache.
-        """
+        """A context around one pass; a nested one belongs to the outer pass."""
         if self._open:
             yield
             return
@@ -217,14 +193,24 @@ class PassLine:
 
     def rows(self, width: int) -> Sequence[Row]:
         """The line as a row of the region."""
-        return [fitting(pieces_of(self._state()), width)]
+        return [fitting(self._pieces(), width)]
 
     def line(self) -> str:
         """The line as plain text, for the region."""
-        return ", ".join(piece.text for piece in pieces_of(self._state()) if piece.text)
+        return ", ".join(piece.text for piece in self._pieces() if piece.text)
 
-    def _state(self) -> RunningPass:
-        return self._ledger.state(self._clock())
+    def _pieces(self) -> list[LinePiece]:
+        """The pieces of the line, the most important with the lowest rank."""
+        ledger, now = self._ledger, self._clock()
+        found = [
+            LinePiece(f"pass {ledger.number}", 0),
+            LinePiece(f"{ledger.prompt:,} tokens of prompt" if ledger.prompt else "", 2),
+            LinePiece(f"layer {ledger.layer} of {ledger.layers}", 1),
+            LinePiece(duration(ledger.seconds(now)) if ledger.prompt else "", 4),
+            LinePiece(_pace_text(ledger.tokens_per_second(now)), 2, "bold"),
+        ]
+        shares = [(name, share) for name, share in ledger.shares.items() if share >= 0.005]
+        return found + [LinePiece(f"{name} {100 * share:.0f} %", WORK[name]) for name, share in shares]
 
     def _before_weights(self, module: nn.Module, args: Any) -> None:
         if self._open:
@@ -252,19 +238,6 @@ class PassLine:
         self._ledger.spend(disk=waited[0], copies=waited[1], **{work: worked})
         self._mark, self._waited_before = now, (disk, copies)
         return now
-
-
-def pieces_of(state: RunningPass) -> list[LinePiece]:
-    """The pieces of the line, the most important with the lowest rank."""
-    found = [
-        LinePiece(f"pass {state.number}", 0),
-        LinePiece(f"{state.prompt:,} tokens of prompt" if state.prompt else "", 2),
-        LinePiece(f"layer {state.layer} of {state.layers}", 1),
-        LinePiece(duration(state.seconds) if state.prompt else "", 4),
-        LinePiece(_pace_text(state.tokens_per_second), 2, "bold"),
-    ]
-    shares = [(name, share) for name, share in state.shares.items() if share >= 0.005]
-    return found + [LinePiece(f"{name} {100 * share:.0f} %", WORK[name]) for name, share in shares]
 
 
 def _pace_text(rate: float | None) -> str:

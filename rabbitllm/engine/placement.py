@@ -7,6 +7,7 @@ fixed subset is resident, spread evenly, so that the transfers of the other unit
 from __future__ import annotations
 
 import enum
+import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rabbitllm.base.terminal import size
+from rabbitllm.telemetry.report import aligned
 
 SLOTS = 2
 """Buffers of a device for streamed units: one in use and one that is being filled."""
@@ -254,17 +256,7 @@ class Placement:
                     if chosen:
                         nbytes = sum(p.counted for p in chosen)
                         rows.append((budget.device, what + tier.value, str(len(chosen)), size(nbytes)))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = []
-        for row in rows:
-            columns = (
-                row[0].ljust(widths[0]),
-                row[1].ljust(widths[1]),
-                row[2].rjust(widths[2]),
-                row[3].rjust(widths[3]),
-            )
-            lines.append("  ".join(columns))
-        return "\n".join([*lines, *map(_in_words, self.pools), *self._traffic()])
+        return "\n".join([*aligned(rows, left=(0, 1)), *map(_in_words, self.pools), *self._traffic()])
 
     def _traffic(self) -> list[str]:
         """The line about the bytes that each pass copies and reads; empty if there are none."""
@@ -422,10 +414,7 @@ def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[Un
     if not any(shares):
         shares = [1] * len(budgets)
     runs: list[list[UnitCost]] = [[] for _ in budgets]
-    ends, at = [], 0.0
-    for share in shares:
-        at += share / sum(shares)
-        ends.append(at)
+    ends = list(itertools.accumulate(share / sum(shares) for share in shares))
     passed, device = 0, 0
     for cost in costs:
         middle = (passed + (cost.stored + cost.routed) / 2) / total
@@ -505,12 +494,7 @@ _COUNTING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED, Tier.ROWS, 
 
 
 def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTensor]]) -> tuple[PlacedUnit, ...]:
-    """The units, each with the bytes of its tensors that are counted at another unit of its device.
-
-    Args:
-        placement: of all units.
-        shared: unit -> its shared tensors.
-    """
+    """The units, each with the bytes of its tensors that are counted at another unit of its device."""
     hosts = {budget.device for budget in placement.budgets if budget.is_host}
     tied: dict[str, int] = {}
     counted: set[tuple[str, str]] = set()

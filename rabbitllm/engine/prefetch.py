@@ -63,12 +63,7 @@ Job = Callable[[BufferSlot], Any]
 
 
 class Prefetcher:
-    """The buffers and their thread.
-
-    Args:
-        slots: the buffers.
-        thread: the name of the thread.
-    """
+    """The buffers and their thread."""
 
     def __init__(self, slots: Sequence[BufferSlot], thread: str) -> None:
         self._slots = tuple(slots)
@@ -94,13 +89,18 @@ class Prefetcher:
             _, future = self._pending.pop(unit)
             future.cancel()
 
-    def take(self, unit: str) -> FilledSlot:
-        """A unit that `is_coming`; blocks until its job is done. `give_back` it after use.
+    def take(self, unit: str, job: Job | None = None) -> FilledSlot:
+        """A unit; blocks until its job is done. `give_back` it after use.
+
+        If it has no buffer, all other requests are dropped, and `job` fills one.
 
         Raises:
             Exception: the error of the job; the unit may be requested again.
             RuntimeError: every buffer is in use.
         """
+        if unit not in self._pending and job is not None:
+            self.forget()
+            self.request(unit, job)
         if unit not in self._pending:
             raise RuntimeError(f"there is no free buffer for {unit}")
         slot, future = self._pending[unit]
@@ -200,10 +200,7 @@ class Loader:
 
     def bring(self, unit: str) -> FilledSlot:
         """The unit's bytes, like `take`, without a record of the wait."""
-        if not self._ahead.is_coming(unit):
-            self._ahead.forget()  # other units were expected; their buffers are needed now
-            self.request(unit)
-        return self._ahead.take(unit)
+        return self._ahead.take(unit, partial(self._read, unit))
 
     def give_back(self, loaded: FilledSlot, ticket: Any = None) -> None:
         """Declare a slot free once the upload of this ticket is complete."""
@@ -285,12 +282,6 @@ def keep_units(
     placement: Placement, sources: Mapping[str, UnitSource], devices: Mapping[str, Device], store: WeightFiles
 ) -> tuple[Placement, dict[str, HostBuffers]]:
     """Read the units of `Tier.PINNED` into pinned memory.
-
-    Args:
-        placement: of all units.
-        sources: every unit.
-        devices: by name.
-        store: the layer files.
 
     Returns:
         The placement, where units that could not be pinned are streamed, and device name -> its pinned memory, for each
@@ -378,10 +369,7 @@ class Uploader:
     def take(self, unit: str) -> FilledSlot:
         """The unit's bytes on the device; blocks until their copy is queued. `give_back` its slot after use."""
         start = time.perf_counter()
-        if not self._ahead.is_coming(unit):
-            self._ahead.forget()  # other units were expected; their slots are needed now
-            self._ahead.request(unit, partial(self._upload, unit, None))
-        loaded = self._ahead.take(unit)
+        loaded = self._ahead.take(unit, partial(self._upload, unit, None))
         waited, stage = time.perf_counter() - start, UPLOAD_WAIT if unit in self._kept else READ_WAIT
         if stage is READ_WAIT:
             self.waited += waited

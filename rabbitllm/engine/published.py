@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,23 +228,29 @@ def for_many_passes(converter: Any) -> Any:
     from rabbitllm.engine.published_conversions import ExpertMatrices, QuickFp8, QuickMxfp4, WrapAgain
 
     first, *others = converter.operations
-    kind = type(first).__name__
-    if kind == "Bnb4bitDeserialize":
-        first = WrapAgain(first)
-    elif kind == "Fp8Dequantize":
-        first = QuickFp8(first.hf_quantizer)
-    elif kind == "Mxfp4Dequantize":
-        first = QuickMxfp4(first.hf_quantizer)
-    elif kind == "CompressedTensorsDequantize":
-        first = ExpertMatrices(first)
+    ours: Mapping[str, Callable[[], Any]] = {
+        "Bnb4bitDeserialize": lambda: WrapAgain(first),
+        "Fp8Dequantize": lambda: QuickFp8(first.hf_quantizer),
+        "Mxfp4Dequantize": lambda: QuickMxfp4(first.hf_quantizer),
+        "CompressedTensorsDequantize": lambda: ExpertMatrices(first),
+    }
     made = copy.copy(converter)
-    made.operations = [first, *others]
+    made.operations = [ours.get(type(first).__name__, lambda: first)(), *others]
     return made
 
 
 def wraps(converter: Any) -> bool:
     """Whether a conversion's result is a view of the stored bytes."""
-    return converter is not None and any(type(operation).__name__ in _WRAPPED for operation in converter.operations)
+    return _has_one_of(_WRAPPED, converter)
+
+
+def is_opaque(converter: Any) -> bool:
+    """Whether a conversion reads its tensors, so that it cannot be tried out without their bytes."""
+    return _has_one_of(_OPAQUE, converter)
+
+
+def _has_one_of(kinds: Collection[str], converter: Any) -> bool:
+    return converter is not None and any(type(operation).__name__ in kinds for operation in converter.operations)
 
 
 def needed(sources: tuple[tuple[str, str], ...], quantizer: Any) -> tuple[tuple[str, str], ...]:
@@ -287,11 +293,6 @@ def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
     else:
         problem = f"the tensor for {key} holds codes ({stored.parts[0].dtype}) and has no scales."
     raise IncompleteSplitError(problem, _FETCH_AGAIN)
-
-
-def is_opaque(converter: Any) -> bool:
-    """Whether a conversion reads its tensors, so that it cannot be tried out without their bytes."""
-    return converter is not None and any(type(operation).__name__ in _OPAQUE for operation in converter.operations)
 
 
 def check_opaque(

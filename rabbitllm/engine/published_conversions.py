@@ -49,13 +49,10 @@ _SCALED_ACTIVATIONS = ("starcoder2", "falcon", "mpt", "gptj", "gpt_neox", "gpt_b
 
 def awq_weight(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix (N, K) of AWQ's parts."""
-    if qweight.device == _CPU:
-        zeros = _awq_integers(qzeros)
-        group = torch.arange(len(qweight)) // (len(qweight) // len(scales))
-        return _by_kernel(qweight, 4, zeros, scales, group, torch.tensor(_AWQ_ORDER), dtype)
-    codes = _awq_integers(qweight)  # (K, N)
-    grouped = codes.view(scales.shape[0], -1, scales.shape[1]) - _awq_integers(qzeros)[:, None]
-    return _product(grouped, scales[:, None]).flatten(0, 1).t().contiguous().to(dtype)
+    if len(qweight) % len(scales):
+        raise ValueError(f"{len(qweight)} inputs in {len(scales)} groups")
+    group = torch.arange(len(qweight), device=qweight.device) // (len(qweight) // len(scales))
+    return _weight(qweight, 4, _awq_integers(qzeros), scales, group, torch.tensor(_AWQ_ORDER), dtype)
 
 
 def gptq_weight(
@@ -80,14 +77,10 @@ def gptq_weight(
     if g_idx is None:
         inputs = qweight.shape[0] * 32 // bits
         g_idx = torch.arange(inputs, device=qweight.device) // -(-inputs // scales.shape[0])
-    group = g_idx.to(torch.int64)
-    if qweight.device == _CPU:
-        return _by_kernel(qweight, bits, zeros, scales, group, None, dtype)
-    codes = _integers(qweight, bits, 1).flatten(0, 1)  # (K, N)
-    return _product(codes - zeros[group], scales[group]).t().contiguous().to(dtype)
+    return _weight(qweight, bits, zeros, scales, g_idx.to(torch.int64), None, dtype)
 
 
-def _by_kernel(
+def _weight(
     packed: torch.Tensor,
     bits: int,
     zeros: torch.Tensor,
@@ -96,19 +89,19 @@ def _by_kernel(
     order: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The matrix (N, K), by a compiled kernel; see `published_kernels.integers`.
+    """The matrix (N, K), on a CPU by a compiled kernel; see `published_kernels.integers`.
 
     Raises:
         ValueError: the sizes of the parts do not match, or a group does not exist.
     """
     inputs, outputs = len(group), scales.shape[1]
     wanted = (inputs, outputs * bits // 32) if order is not None else (inputs * bits // 32, outputs)
-    if (
-        tuple(packed.shape) != wanted
-        or zeros.shape != scales.shape
-        or not 0 <= int(group.min()) <= int(group.max()) < len(scales)
-    ):
+    fit, on_cpu = tuple(packed.shape) == wanted and zeros.shape == scales.shape, packed.device == _CPU
+    if not fit or (on_cpu and not 0 <= int(group.min()) <= int(group.max()) < len(scales)):
         raise ValueError(f"parts of shapes {tuple(packed.shape)}, {tuple(zeros.shape)} and {tuple(scales.shape)}")
+    if not on_cpu:
+        codes = _integers(packed, bits, 1).flatten(0, 1) if order is None else _awq_integers(packed)  # (K, N)
+        return ((codes - zeros[group]).float() * scales[group].float()).t().contiguous().to(dtype)
     made = torch.empty(outputs, inputs)
     given = (zeros.int().contiguous().numpy(), scales.float().contiguous().numpy(), group.contiguous().numpy())
     turns = order.numpy() if order is not None else None
@@ -130,10 +123,6 @@ def _integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     shape[dim] = len(shifts)
     found: torch.Tensor = (packed.unsqueeze(dim) >> shifts.view(shape)) & (2**bits - 1)
     return found
-
-
-def _product(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return codes.to(torch.float32) * scales.to(torch.float32)
 
 
 def _by_projection(input_dict: Mapping[str, Any]) -> dict[str, list[dict[str, torch.Tensor]]]:
@@ -320,9 +309,6 @@ class WrapAgain(ConversionOps):  # type: ignore[misc]
     transformers' own operation reads a part of each weight's state from JSON in a tensor, and puts a number from it
     into another tensor. With tensors on a GPU, each matrix of each pass would wait for the computation. The state is
     the same in each pass, so it is read in the first only.
-
-    Args:
-        first: transformers' operation.
     """
 
     def __init__(self, first: Any) -> None:
@@ -375,9 +361,6 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
 
     Experts of another format (int8, FP8 with a scale per block) are decompressed matrix by matrix, by the compressor
     that compressed-tensors has for dense matrices of that format.
-
-    Args:
-        first: transformers' `CompressedTensorsDequantize`.
     """
 
     def __init__(self, first: Any) -> None:

@@ -228,7 +228,6 @@ def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
     The routing bias of DeepSeek-V3 is such a buffer.
     """
-    import torch
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -239,13 +238,19 @@ def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
         match = pattern.search(name)
         if match is None or tensor.dtype == (wanted := plan[by_group[match.lastgroup]]):
             continue
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        empty = torch.empty_like(tensor, dtype=wanted)
-        if leaf in module._parameters:
-            module._parameters[leaf] = torch.nn.Parameter(empty)
-        else:
-            module._buffers[leaf] = empty
+        _put_empty(model, name, dtype=wanted)
+
+
+def _put_empty(model: PreTrainedModel, name: str, **others: Any) -> None:
+    """Replace a parameter or a buffer by an empty one like it, with another dtype or device."""
+    import torch
+
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._parameters:
+        module._parameters[leaf] = torch.nn.Parameter(torch.empty_like(module._parameters[leaf], **others))
+    else:
+        module._buffers[leaf] = torch.empty_like(module._buffers[leaf], **others)
 
 
 _TOKEN_SETTINGS = (
@@ -334,18 +339,10 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
         device_of: module path -> torch device, a callable.
         absent: full names that the checkpoint lacks and the model class allows it to lack.
     """
-    import torch
-
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensor._is_hf_initialized = name not in absent
     for name in (*(name for name, _ in model.named_non_persistent_buffers()), *absent):
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        if leaf in module._parameters:
-            empty = torch.empty_like(module._parameters[leaf], device=device_of(path))
-            module._parameters[leaf] = torch.nn.Parameter(empty)
-        else:
-            module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device_of(path))
+        _put_empty(model, name, device=device_of(name.rpartition(".")[0]))
     for module in model.modules():
         module._is_hf_initialized = False  # set when the module was made, on the meta device
     with _BUILDING:

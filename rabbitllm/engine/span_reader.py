@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import heapq
 import logging
 import time
@@ -91,7 +92,6 @@ class SpanReader:
         self._store = store
         self.way = way
         self._checks = checks
-        self._summing: Workers | None = None
 
     def read(self, spans: Iterable[FileSpan], buffer: memoryview) -> None:
         """Fill `buffer`, which begins on a page and ends at or after the end of the last span's block.
@@ -143,12 +143,10 @@ class SpanReader:
         for future in summed:
             future.result()
 
-    @property
+    @functools.cached_property
     def _summers(self) -> Workers:
         """The thread that sums one piece while the next is read."""
-        if self._summing is None:
-            self._summing = Workers(1, "checksums")
-        return self._summing
+        return Workers(1, "checksums")
 
 
 def compare(checks: LayerChecks, runs: Iterable[FileSpan | TensorSpec]) -> None:

@@ -100,11 +100,7 @@ class StreamedModel:
 
     @contextlib.contextmanager
     def joint_pass(self, entry: PassInput) -> Iterator[None]:
-        """A context around one pass of several callers; see `rabbitllm.generation`.
-
-        Args:
-            entry: the size of the input of all of them.
-        """
+        """A context around one pass of several callers; see `rabbitllm.generation`."""
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, None)
         with self.streamer.passing(), torch.no_grad(), shown, self.profiler.forward(entry, None):
             yield

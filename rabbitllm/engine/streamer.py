@@ -138,17 +138,7 @@ def device_executors(
     kept: Mapping[str, HostBuffers],
     way: ReadMode = THROUGH_THE_CACHE,
 ) -> dict[str, DeviceExecutor]:
-    """An executor for each device, with the buffers of its streamed units.
-
-    Args:
-        sources: every unit.
-        placement: the device and tier of each.
-        devices: by name.
-        store: the split directory.
-        profiler: records times.
-        kept: device name -> its pinned host memory, with units.
-        way: how streamed units are read.
-    """
+    """An executor for each device, with the buffers of its streamed units."""
     made = {}
     for name, device in devices.items():
         moving = {
@@ -171,16 +161,6 @@ def device_executors(
 
 class Streamer:
     """Installs the hooks of a model and owns the loaders and buffers that they use.
-
-    Args:
-        model: the skeleton, with its buffers.
-        sources: every unit, in the order of a pass.
-        placement: the device and tier of each.
-        lanes: device name -> its executor.
-        store: the split directory.
-        profiler: records times.
-        pools: device name -> the pool of its streamed experts.
-        prefetching: read the next unit while this one computes.
 
     Attributes:
         turn: held by the thread that runs a pass; see `passing`.
@@ -360,7 +340,7 @@ class Streamer:
             rows = EmbeddingRows(source, self._mapped, device.torch_device, unbind, checks)
             self.embedding_rows = rows
             unit.module.register_forward_pre_hook(rows.before, with_kwargs=True)
-            unit.module.register_forward_hook(rows.after, always_call=True)
+            unit.module.register_forward_hook(rows.let_go, always_call=True)
         elif tier is Tier.PACKED:
             part = self._packed[unit.name] = self._part(source, device)
             self._hook(source, device, lambda: part, unbind)

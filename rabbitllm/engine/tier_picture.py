@@ -7,6 +7,7 @@ The lower part has a bar for each device and the disk, with the bytes on it. A p
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,15 +43,16 @@ COLOURS: Mapping[str, str] = {
 apart."""
 ON_DISK = (DISK, EXPERTS_AWAY, ROWS)
 """Labels of bytes that are only in the layer file between two passes."""
-_ON_GPU: Mapping[Tier, str] = {Tier.RESIDENT: READY, Tier.PACKED: STORED}
-_ON_HOST: Mapping[Tier, str] = {Tier.RESIDENT: MAPPED, Tier.PACKED: CODES}
-_ANYWHERE: Mapping[Tier, str] = {
-    Tier.ROWS: ROWS,
-    Tier.MAPPED: ROWS,
-    Tier.PINNED: LOCKED,
-    Tier.STREAMED: DISK,
-    Tier.ELSEWHERE: AWAY,
+_LABELS: Mapping[Tier, tuple[str, str]] = {
+    Tier.RESIDENT: (READY, MAPPED),
+    Tier.PACKED: (STORED, CODES),
+    Tier.ROWS: (ROWS, ROWS),
+    Tier.MAPPED: (ROWS, ROWS),
+    Tier.PINNED: (LOCKED, LOCKED),
+    Tier.STREAMED: (DISK, DISK),
+    Tier.ELSEWHERE: (AWAY, AWAY),
 }
+"""Tier -> label on a GPU, and on the host."""
 _WIDTH = 8.5
 """Inches; at 800 pixels a point of type is more than one pixel."""
 _AXIS, _LETTER, _GAP = 7.0, 0.085, 0.12
@@ -84,7 +86,7 @@ def bars(placement: Placement) -> tuple[Bar, ...]:
         experts.setdefault(enclosing(placed.unit, units) or placed.unit, []).append(placed)
     found = []
     for placed in placement.units:
-        parts: Counter[str] = Counter({_word(placed, hosts): placed.counted})
+        parts: Counter[str] = Counter({_LABELS[placed.tier][placed.device in hosts]: placed.counted})
         for own in experts.get(placed.unit, ()):
             kept, near = shares[own.device] if own.tier is Tier.ROUTED else (1.0, 0.0)
             parts[EXPERTS] += round(kept * own.stored)
@@ -92,11 +94,6 @@ def bars(placement: Placement) -> tuple[Bar, ...]:
             parts[EXPERTS_AWAY] += own.stored - round(kept * own.stored) - round(near * own.stored)
         found.append(Bar(placed.unit, placed.device, {word: n for word in COLOURS if (n := parts[word])}))
     return tuple(found)
-
-
-def _word(placed: PlacedUnit, hosts: set[str]) -> str:
-    own = _ON_HOST if placed.device in hosts else _ON_GPU
-    return own.get(placed.tier) or _ANYWHERE[placed.tier]
 
 
 def places(placement: Placement) -> dict[str, dict[str, int]]:
@@ -170,11 +167,9 @@ def _units(axes: Any, shown: Sequence[Bar], size: float, name: str) -> None:
 
 def _spans(shown: Sequence[Bar]) -> Iterator[tuple[int, int, str]]:
     """First and last bar of each device, in their order."""
-    first = 0
-    for at, bar in enumerate(shown):
-        if at + 1 == len(shown) or shown[at + 1].device != bar.device:
-            yield first, at, bar.device
-            first = at + 1
+    for device, run in itertools.groupby(range(len(shown)), lambda at: shown[at].device):
+        bars_of_device = list(run)
+        yield bars_of_device[0], bars_of_device[-1], device
 
 
 def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:

@@ -147,12 +147,11 @@ def _places(module: nn.Module, path: str, *, recurse: bool) -> Iterator[Place]:
     owners = module.named_modules() if recurse else [("", module)]
     for inner, owner in owners:
         prefix = ".".join(part for part in (path, inner) if part)
-        for leaf, parameter in owner._parameters.items():
-            if parameter is not None:
-                yield _place(owner, owner._parameters, leaf, prefix, parameter)
-        for leaf, buffer in owner._buffers.items():
-            if buffer is not None and leaf not in owner._non_persistent_buffers_set:
-                yield _place(owner, owner._buffers, leaf, prefix, buffer)
+        tables: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)
+        for table in tables:
+            for leaf, tensor in table.items():
+                if tensor is not None and leaf not in owner._non_persistent_buffers_set:
+                    yield _place(owner, table, leaf, prefix, tensor)
 
 
 def _place(owner: nn.Module, table: MutableMapping[str, Any], leaf: str, prefix: str, tensor: torch.Tensor) -> Place:
@@ -188,11 +187,6 @@ class UnitJob:
     recipe: Recipe
     places: tuple[tuple[str, Place], ...]
     packed: tuple[tuple[type[StoredMatrix], Place], ...] = ()
-
-    def alone(self, target: str) -> UnitJob:
-        """The same job for one target only."""
-        places = tuple(entry for entry in self.places if entry[1].target == target)
-        return UnitJob(self.recipe, places, tuple(entry for entry in self.packed if entry[1].target == target))
 
 
 @dataclass(frozen=True)
@@ -258,11 +252,7 @@ class UnitSource:
         *,
         apart: bool = False,
     ) -> None:
-        """Make the parameters and bind them.
-
-        Args:
-            model, part, memo, apart: see `made`.
-        """
+        """Make the parameters and bind them."""
         for place, tensor in self.made(model, part, memo, apart=apart):
             place.bind(tensor)
 
@@ -284,17 +274,19 @@ class UnitSource:
             apart: copy tensors that would be views of stored parts, so that these can be freed.
             only: the only target to make; None for all.
         """
-        for job in self.jobs if only is None else [job.alone(only) for job in self.jobs]:
+        for job in self.jobs:
             for kind, place in job.packed:
-                yield place, self._packed(kind, job.recipe, part)
-            if not job.places:
+                if only in (None, place.target):
+                    yield place, self._packed(kind, job.recipe, part)
+            wanted = [(target, place) for target, place in job.places if only in (None, place.target)]
+            if not wanted:
                 continue
             made = memo.get(job.recipe.key) if memo is not None else None
             if made is None:
                 made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, apart))
                 if memo is not None:
                     memo[job.recipe.key] = made
-            for target, place in job.places:
+            for target, place in wanted:
                 yield place, made[target]
 
     def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
@@ -348,14 +340,7 @@ def mapped_part(store: WeightFiles) -> PartReader:
 
 
 def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs | None = None) -> UnitSource:
-    """The source of a unit.
-
-    Args:
-        unit: the module and its parameters.
-        weights: the recipes of the parameters.
-        store: the files of the stored tensors.
-        packs: how quantized weights of Linears are multiplied from their codes; None to dequantize all of them.
-    """
+    """The source of a unit."""
     by_key: dict[str, tuple[Recipe, list[tuple[str, Place]], list[tuple[type[StoredMatrix], Place]]]] = {}
     for place in unit.places:
         recipe = weights.recipe(place.target)

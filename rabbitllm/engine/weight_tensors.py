@@ -11,40 +11,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map
 
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
-from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant.products import FusedMatrix, Matrix
 
+StoredMatrix: TypeAlias = Matrix | FusedMatrix
+"""A quantized matrix (N, K) as its stored parts, on the device that multiplies it."""
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad"})
 """In-place methods that do not change the values."""
-
-
-def refuse_writing(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, kind: type, why: str
-) -> None:
-    """Refuse a function of torch that would write to a weight of this kind.
-
-    Args:
-        func, args, kwargs: from `__torch_function__`.
-        kind: the type of the weights.
-        why: the reason, for the message.
-
-    Raises:
-        ReadOnlyWeightError: the function writes to such a weight.
-    """
-    named = kwargs or {}
-    target = args[0] if args else named.get("tensor", named.get("input"))  # torch.nn.init passes it by name
-    written = isinstance(target, kind) and _writes_to_the_first(func)
-    if written or isinstance(named.get("out"), kind):
-        raise ReadOnlyWeightError(
-            f"A weight of this model cannot be written to: {why}.",
-            "Leave an adapter unmerged: then it changes no weights. To merge it, or to change weights, load the "
-            "model uncompressed and with enough max_memory for all of it, or with transformers itself.",
-        )
 
 
 def _writes_to_the_first(func: Callable[..., Any]) -> bool:
@@ -96,6 +74,17 @@ class WeightStandIn(torch.Tensor):
         return None
 
     @classmethod
+    def _refuse_writing(cls, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> None:
+        """Raise `ReadOnlyWeightError` for a function of torch that would write to a weight of this kind."""
+        target = args[0] if args else given.get("tensor", given.get("input"))  # torch.nn.init passes it by name
+        if (isinstance(target, cls) and _writes_to_the_first(func)) or isinstance(given.get("out"), cls):
+            raise ReadOnlyWeightError(
+                f"A weight of this model cannot be written to: {cls._why}.",
+                "Leave an adapter unmerged: then it changes no weights. To merge it, or to change weights, load the "
+                "model uncompressed and with enough max_memory for all of it, or with transformers itself.",
+            )
+
+    @classmethod
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -107,7 +96,7 @@ class WeightStandIn(torch.Tensor):
         answer = cls._answers.get(func)
         if answer is not None and (found := answer(*args, **given)) is not None:
             return found
-        refuse_writing(func, args, kwargs, cls, cls._why)
+        cls._refuse_writing(func, args, given)
         if func in cls._by_memory:
             return func(args[0].whole(), *args[1:], **given)
         if func in _ADDRESSES:
@@ -204,7 +193,7 @@ class AbsentWeight(WeightStandIn):
 
 def _clone(*args: Any, **others: Any) -> None:
     if called_by("peft"):  # it clones the weights that it will merge into
-        refuse_writing(torch.Tensor.copy_, args, None, AbsentWeight, AbsentWeight._why)
+        AbsentWeight._refuse_writing(torch.Tensor.copy_, args, {})
 
 
 def _new_tensor(form: torch.Tensor, data: Any, **others: Any) -> torch.Tensor:
@@ -271,55 +260,8 @@ def called_by(package: str) -> bool:
     return False
 
 
-class Grouping(Protocol):
-    """Groups of rows (S, K), each times a matrix of its own."""
-
-    def multiply(self, matrices: Sequence[Any], groups: Sequence[tuple[int, int]]) -> None:
-        """Add the product `x[begin:end] @ W.T` for each of these matrices and its group (begin, end)."""
-        ...
-
-    def result(self) -> torch.Tensor:
-        """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
-        ...
-
-
-class StoredMatrix(Protocol):
-    """A matrix (N, K) as its stored parts, on the device that multiplies it."""
-
-    def __init__(self, form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> None: ...
-
-    @property
-    def form(self) -> Quantized: ...
-
-    @property
-    def payload(self) -> torch.Tensor: ...
-
-    @property
-    def absmax(self) -> torch.Tensor: ...
-
-    @property
-    def table(self) -> torch.Tensor: ...
-
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The dequantized matrix."""
-        ...
-
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ W.T + bias`, (..., K) -> (..., N)."""
-        ...
-
-    def grouped(self, x: torch.Tensor) -> Grouping | None:
-        """Products of groups of these rows (S, K) with matrices like this one; None if one by one is as fast."""
-        ...
-
-
 class QuantizedWeight(WeightStandIn):
-    """A quantized matrix as a tensor.
-
-    Args:
-        matrix: its stored parts; nothing is copied.
-        dtype: of the tensor, and of the matrix when it is dequantized.
-    """
+    """A quantized matrix as a tensor."""
 
     matrix: StoredMatrix
     _why = "it is there by its codes alone, at 4bit or 8bit"

@@ -38,32 +38,8 @@ Renamed = tuple[str, str | None]
 """The name in the model, and the source pattern of its converter, None without one."""
 
 
-def in_load_order(names: Iterable[str]) -> list[str]:
-    """Checkpoint keys in the order in which transformers loads them."""
-    from transformers.core_model_loading import dot_natural_key
-
-    keys: dict[str, Any] = {}
-
-    def key(name: str) -> list[Any]:  # the pieces between dots are independent, and most of them repeat
-        found = []
-        for piece in name.split("."):
-            known = keys.get(piece)
-            if known is None:
-                known = keys[piece] = dot_natural_key(piece)[0]
-            found.append(known)
-        return found
-
-    return sorted(names, key=key)
-
-
 class KeyRenaming:
-    """Maps a checkpoint's keys to names in a model.
-
-    Args:
-        renamings, converters: of the model, from transformers.
-        prefix: the model's `base_model_prefix`.
-        expected: the model's own names.
-    """
+    """Maps a checkpoint's keys to names in a model."""
 
     def __init__(
         self, renamings: list[Any], converters: list[Any], prefix: str, expected: Mapping[str, torch.Tensor]
@@ -169,12 +145,6 @@ def map_weights(
 ) -> WeightMap:
     """Match a split directory's tensors with a model's parameters.
 
-    Args:
-        model: the skeleton.
-        stored: checkpoint name -> stored tensor.
-        where: the folder, for messages.
-        quantizer: of weights that are published quantized, see `engine.published`.
-
     Raises:
         IncompleteSplitError: a parameter has no tensor, or one of another shape; all of them are named.
     """
@@ -252,7 +222,7 @@ def _recipes(
     quantizer: Any,
 ) -> tuple[dict[str, Recipe], list[str]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 
     mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -261,7 +231,7 @@ def _recipes(
     groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     unused = []
     renamed = KeyRenaming(renamings, converters, model.base_model_prefix, expected)
-    for name in in_load_order(stored):
+    for name in sorted(stored, key=dot_natural_key):  # the order in which transformers loads
         target, pattern = renamed(name)
         if target not in expected:
             unused.append(name)

@@ -25,8 +25,8 @@ from rabbitllm.base.options import RunOptions, expand, parse_max_memory
 from rabbitllm.base.terminal import Column, counted, harmless, put, put_fact, put_table, size
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
-from rabbitllm.demo.answering import answers
-from rabbitllm.demo.tasks import Problem, exact_match, held_out
+from rabbitllm.demo.answering import right_answers
+from rabbitllm.demo.tasks import Problem, held_out
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_errors_by_name
@@ -203,8 +203,6 @@ WINDOW, TOKENS, PROBLEMS = 512, 4096, 400
 """Defaults: tokens of a window, predicted tokens, and held-out problems."""
 DTYPE = "float32"
 """The default dtype of the computation: the rounding of bfloat16 would be as large as the loss of 8bit."""
-BATCH = 50
-"""Number of problems that are answered at a time."""
 PROBLEMS_TEXT, BUNDLED_TEXT = "held-out problems", "the bundled text"
 
 
@@ -249,6 +247,7 @@ class Quality:
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain values: sizes in bytes, divergences in nats."""
+        names = {"error": "standard_error", "percentile": "percentile_99"}
         divergence = asdict(self.summary.divergence)
         return {
             "model": _side(self.model, self.summary.perplexity),
@@ -257,13 +256,7 @@ class Quality:
             "windows": self.windows,
             "positions": self.summary.positions,
             "dtype": self.dtype,
-            "divergence": {
-                "mean": divergence["mean"],
-                "standard_error": divergence["error"],
-                "median": divergence["median"],
-                "percentile_99": divergence["percentile"],
-                "largest": divergence["largest"],
-            },
+            "divergence": {names.get(name, name): value for name, value in divergence.items()},
             "agreement": self.summary.agreement,
             "problems": self.problems,
         }
@@ -344,7 +337,7 @@ def quality(
         side = _side_of(one, named)
         if asked:
             say("answering problems")
-            side = replace(side, right=_right(one, tokenizer, asked))
+            side = replace(side, right=right_answers(one, tokenizer, asked))
         sides.append(side)
     dtype_name = str(compared.dtype).removeprefix("torch.")
     return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
@@ -393,16 +386,6 @@ def _tokenizer_of(reference: Any, model: Any) -> Any:
             "Compare a model with one it was made from.",
         )
     return first
-
-
-def _right(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> int:
-    """How many problems a model answers exactly."""
-    right = 0
-    for begin in range(0, len(problems), BATCH):
-        some = problems[begin : begin + BATCH]
-        given = answers(model, tokenizer, some)
-        right += sum(exact_match(answer, problem) for answer, problem in zip(given, some, strict=True))
-    return right
 
 
 def _side_of(model: Any, named: ModelSpec | None) -> Side:

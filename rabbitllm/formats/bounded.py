@@ -62,7 +62,7 @@ def decode_message(raw: bytes) -> Any:
         ValueError: it is malformed; the message says what was found.
     """
     try:
-        value = decode_json(raw, _no_number, _whole)
+        value = decode_json(raw, no_constant, _whole)
         if b"\\u" in raw:  # lone surrogates, which no tokenizer accepts
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -72,7 +72,8 @@ def decode_message(raw: bytes) -> Any:
     return value
 
 
-def _no_number(word: str) -> Any:
+def no_constant(word: str) -> Any:
+    """Refuse NaN and the infinities."""
     raise ValueError(f"{word} is no JSON")
 
 
@@ -89,6 +90,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {twice[:80]!r} appears twice")
     return table
+
+
+def short(value: object, most: int = 80) -> str:
+    """The beginning of a value's text for messages, at most so many characters."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def text_of(value: object) -> str:
@@ -114,13 +121,9 @@ def read_json(path: Path) -> dict[str, Any]:
         InvalidIndexError: the file is not a regular file, not one JSON object, not UTF-8, repeats a key, or exceeds
             `MAX_BYTES` or the limits of `decode_json`.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
-        raise InvalidIndexError(f"{path} is no regular file; expected JSON.", "Put the file itself there.")
-    if found.st_size > MAX_BYTES:
-        raise InvalidIndexError(f"{path.name} has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read.", _REMEDY)
+    raw = _small(path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is no JSON file: it {what}.", _REMEDY))
     try:
-        decoded = decode_json(path.read_bytes())
+        decoded = decode_json(raw)
     except ValueError as error:
         raise InvalidIndexError(f"{path} is not valid JSON: {error}.", _REMEDY) from None
     if not isinstance(decoded, dict):
@@ -144,12 +147,16 @@ def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> 
         CorruptVocabularyError: it is not a regular file, or is larger.
     """
     try:
-        found = path.stat()
+        return _small(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Name the tokenizer.model itself.") from None
+
+
+def _small(path: Path, limit: int, refusal: Callable[[str], Exception]) -> bytes:
+    found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
-        raise refusal("it is no regular file")
-    if found.st_size > MAX_FILE_BYTES:
-        raise refusal(f"it has {found.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+        raise refusal("is no regular file")
+    if found.st_size > limit:
+        raise refusal(f"has {found.st_size:,} bytes; at most {limit:,} are read")
     with path.open("rb") as stream:
-        return stream.read(MAX_FILE_BYTES)
+        return stream.read(limit)

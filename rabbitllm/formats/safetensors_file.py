@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.formats.bounded import decode_json
+from rabbitllm.formats.bounded import decode_json, no_constant, short
 from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, torch_dtype
 from rabbitllm.storage.files import CAN_MAP_PRIVATELY, PositionalFile
 
@@ -132,15 +132,11 @@ def _decode(raw: bytes, file: str) -> dict[str, Any]:
     if not raw.startswith(b"{"):
         raise _corrupt(file, f"its header starts with {raw[:1]!r}; a safetensors header starts with '{{'")
     try:
-        decoded = decode_json(raw, _no_constant, _no_minus_zero if b"-0" in raw else None)
+        decoded = decode_json(raw, no_constant, _no_minus_zero if b"-0" in raw else None)
     except ValueError as error:
         raise _corrupt(file, f"its header is not valid JSON ({error})") from None
     assert isinstance(decoded, dict)
     return decoded
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
 
 
 def _no_minus_zero(text: str) -> int:
@@ -155,24 +151,24 @@ def _spec(name: str, entry: object, data_start: int, file: str) -> TensorSpec:
     if not name or not name.isprintable():
         raise _unsound(file, name, "has a name that is empty or not printable")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise _unsound(file, name, f"is described by {_short(entry)}; expected dtype, shape and data_offsets alone")
+        raise _unsound(file, name, f"is described by {short(entry)}; expected dtype, shape and data_offsets alone")
     dtype, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _unsound(file, name, f"has dtype {_short(dtype)}; known ones are {', '.join(DTYPES)}")
+        raise _unsound(file, name, f"has dtype {short(dtype)}; known ones are {', '.join(DTYPES)}")
     if not _naturals(sizes) or len(sizes) > MAX_DIMENSIONS:
-        raise _unsound(file, name, f"has shape {_short(sizes)}; expected at most {MAX_DIMENSIONS} natural numbers")
+        raise _unsound(file, name, f"has shape {short(sizes)}; expected at most {MAX_DIMENSIONS} natural numbers")
     shape = tuple(sizes)
     if not _is_countable(shape):
-        raise _unsound(file, name, f"has shape {_short(sizes)}; no tensor is that large")
+        raise _unsound(file, name, f"has shape {short(sizes)}; no tensor is that large")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise _unsound(file, name, f"has data_offsets {_short(offsets)}; expected [begin, end]")
+        raise _unsound(file, name, f"has data_offsets {short(offsets)}; expected [begin, end]")
     nbytes = offsets[1] - offsets[0]
     try:
         expected = byte_size(dtype, shape)
     except ValueError as error:
         raise _corrupt(file, f"tensor {name!r}: {error}") from None
     if nbytes != expected:
-        raise _unsound(file, name, f"spans {nbytes:,} bytes; {dtype} of shape {_short(sizes)} needs {expected:,}")
+        raise _unsound(file, name, f"spans {nbytes:,} bytes; {dtype} of shape {short(sizes)} needs {expected:,}")
     return TensorSpec(name, dtype, shape, file, data_start + offsets[0], nbytes)
 
 
@@ -201,11 +197,6 @@ def _naturals(value: object) -> bool:
         if type(number) is not int or not 0 <= number < _LIMIT:
             return False
     return True
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _corrupt(file: str, what: str) -> CorruptShardError:

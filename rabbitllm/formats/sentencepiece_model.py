@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rabbitllm.errors import CorruptVocabularyError
-from rabbitllm.formats.bounded import read_bytes
+from rabbitllm.formats.bounded import read_bytes, short
 from rabbitllm.formats.protobuf import (
     FieldKind,
     FieldRead,
@@ -225,7 +225,7 @@ def _check_unique(pieces: Pieces, bpe: bool) -> None:
     for number, text in enumerate(pieces.texts):
         first = seen.setdefault((not bpe and pieces.is_reserved(number), text), number)
         if first != number:
-            raise ValueError(f"pieces {first:,} and {number:,} are both {_short(text)}")
+            raise ValueError(f"pieces {first:,} and {number:,} are both {short(text.decode())}")
 
 
 def _check_byte_pieces(pieces: Pieces, byte_fallback: bool) -> None:
@@ -234,21 +234,11 @@ def _check_byte_pieces(pieces: Pieces, byte_fallback: bool) -> None:
         raise ValueError(f"piece {numbers[0]:,} is of type byte and the trainer spec has no byte_fallback")
     for number in numbers:
         if not _BYTE_PIECE.fullmatch(pieces.texts[number]):
-            raise ValueError(f"byte piece {number:,} is {_short(pieces.texts[number])}; expected <0x00> to <0xFF>")
+            raise ValueError(
+                f"byte piece {number:,} is {short(pieces.texts[number].decode())}; expected <0x00> to <0xFF>"
+            )
     if byte_fallback and len(numbers) != 256:
         raise ValueError(f"it has {len(numbers)} byte pieces; byte_fallback needs 256")
-
-
-def check_id(name: str, value: int, pieces: int) -> None:
-    """Refuse an id outside the vocabulary; -1 means none.
-
-    The library ignores these ids and looks pieces up by their texts, but converters to other formats use the ids.
-
-    Raises:
-        ValueError: it is below -1, or not below the number of pieces.
-    """
-    if not -1 <= value < pieces:
-        raise ValueError(f"{name} is {value:,}; expected -1 (none) or the id of one of {pieces:,} pieces")
 
 
 def check_charsmap(data: bytes, begin: int, end: int) -> None:
@@ -289,11 +279,6 @@ def check_charsmap(data: bytes, begin: int, end: int) -> None:
     (root,) = struct.unpack_from("<I", data, begin + 4)
     if not root >> 10 or root & 0x3FF or root >> 31:
         raise ValueError(f"the root of its charsmap is {root:#010x}; expected one that leads to other units")
-
-
-def _short(text: bytes) -> str:
-    shown = repr(text.decode())
-    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 MAX_SPEC_BYTES = 4 << 20
@@ -444,19 +429,14 @@ _TRAINER, _NORMALIZER, _SAMPLE = schema_of(TrainerSpec), schema_of(NormalizerSpe
 _SAMPLES = {1: SchemaField("samples", FieldKind.SPAN, repeated=True)}
 
 
-def read_model(path: Path, file: str | None = None) -> SentencePieceModel:
+def read_model(path: Path) -> SentencePieceModel:
     """Read and check a local `tokenizer.model`.
-
-    Args:
-        path: the file.
-        file: the name for error messages; the file's own by default.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
         CorruptVocabularyError: see `parse_model`; or it is not a regular file, or has more than 64 MiB.
     """
-    name = file or path.name
-    return parse_model(read_bytes(path, lambda what: _corrupt(name, what)), name)
+    return parse_model(read_bytes(path, lambda what: _corrupt(path.name, what)), path.name)
 
 
 def parse_model(data: bytes, file: str) -> SentencePieceModel:
@@ -480,8 +460,9 @@ def _parse(data: bytes) -> SentencePieceModel:
     told = _message(data, found.get("trainer_spec"), _TRAINER)
     trainer = TrainerSpec(**told)
     check_pieces(pieces, trainer.byte_fallback, trainer.model_type is ModelType.BPE)
-    for name in sorted(_IDS & told.keys()):
-        check_id(name, told[name], len(pieces))
+    for name in sorted(_IDS & told.keys()):  # which the library ignores, but converters to other formats use
+        if not -1 <= told[name] < len(pieces):
+            raise ValueError(f"{name} is {told[name]:,}; expected -1 (none) or the id of one of {len(pieces):,} pieces")
     denormalizer = found.get("denormalizer_spec")
     samples = _message(data, found.get("self_test_data"), _SAMPLES).get("samples", ())
     return SentencePieceModel(

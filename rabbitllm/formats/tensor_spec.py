@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -186,16 +187,6 @@ GAP_BYTES = 4096
 """Gaps up to this size are read with the elements: a read costs as much as copying about this much."""
 
 
-class Strided(NamedTuple):
-    """A tensor in a file: offset of its first element (bytes from the start of the file), size of an element in bytes
-    (1, 2, 4 or 8), shape, and strides in elements."""
-
-    offset: int
-    item: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 class _Box(NamedTuple):
     """A part of a tensor: the first index and the number of indices along each dimension."""
 
@@ -203,41 +194,27 @@ class _Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class _StridedReads(NamedTuple):
-    """The reads of a box: the dimensions with a read per index, those within one read, and the elements of a read."""
-
-    outer: tuple[int, ...]
-    inner: tuple[int, ...]
-    extent: int
-
-
 def read_run(file: PositionalFile, spec: TensorSpec, begin: int, buffer: memoryview) -> int:
-    """Like `read_row_major`, for contiguous tensors as well."""
-    if spec.strides is None:
-        return file.read_into(buffer, spec.offset + begin)
-    place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.sizes, spec.strides)
-    return read_row_major(file, place, begin, buffer)
-
-
-def read_row_major(file: PositionalFile, tensor: Strided, begin: int, buffer: memoryview) -> int:
     """Fill `buffer` with the tensor's bytes from byte `begin` on in row-major order.
 
     Args:
         file: the file that holds it.
-        tensor: not empty, and inside the file.
-        begin: a multiple of the element's size, bytes.
-        buffer: writable; a multiple of the element's size, and at most the rest of the tensor.
+        spec: the tensor, inside the file; not empty if it has strides.
+        begin: bytes; of a tensor with strides a multiple of the element's size, like the length of `buffer`.
+        buffer: writable; at most the rest of the tensor.
 
     Returns:
         The number of bytes filled; fewer than requested only if the file ended.
     """
-    if is_contiguous(tensor.shape, tensor.strides):
-        return file.read_into(buffer, tensor.offset + begin)
-    at, first = 0, begin // tensor.item
-    for box in _boxes(tensor.shape, first, first + len(buffer) // tensor.item):
-        for part in _small_enough(box, tensor):
-            length = math.prod(part.sizes) * tensor.item
-            if not _gather(file, tensor, part, buffer[at : at + length]):
+    if spec.strides is None or is_contiguous(spec.sizes, spec.strides):
+        return file.read_into(buffer, spec.offset + begin)
+    item = DTYPES[spec.dtype].bits // 8
+    at, first = 0, begin // item
+    for box in _boxes(spec.sizes, first, first + len(buffer) // item):
+        for part in _small_enough(box, spec.strides, item):
+            length = math.prod(part.sizes) * item
+            offset = spec.offset + item * sum(map(operator.mul, part.starts, spec.strides))
+            if not _gather(file, offset, part.sizes, spec.strides, item, buffer[at : at + length]):
                 return at
             at += length
     return at
@@ -280,13 +257,13 @@ def _in_row(row: int, boxes: Iterator[_Box]) -> Iterator[_Box]:
     return (_Box((row, *box.starts), (1, *box.sizes)) for box in boxes)
 
 
-def _small_enough(box: _Box, tensor: Strided) -> Iterator[_Box]:
+def _small_enough(box: _Box, strides: tuple[int, ...], item: int) -> Iterator[_Box]:
     """The box, halved repeatedly, in row-major order, until each part can be read at once."""
     waiting = [box]
     while waiting:
         box = waiting.pop()
-        reads = _reads(box.sizes, tensor)
-        staged = math.prod(box.sizes[number] for number in reads.outer) * reads.extent * tensor.item
+        outer, _, extent = _reads(box.sizes, strides, item)
+        staged = math.prod(box.sizes[number] for number in outer) * extent * item
         longest = next((number for number, size in enumerate(box.sizes) if size > 1), None)
         if staged <= STAGING_BYTES or longest is None:
             yield box
@@ -299,45 +276,40 @@ def _small_enough(box: _Box, tensor: Strided) -> Iterator[_Box]:
             waiting.append(_Box(tuple(starts), tuple(sizes)))
 
 
-def _reads(sizes: tuple[int, ...], tensor: Strided) -> _StridedReads:
-    """Dimensions of small strides are read together, as long as the gaps between their elements are small."""
+def _reads(sizes: tuple[int, ...], strides: tuple[int, ...], item: int) -> tuple[list[int], list[int], int]:
+    """The dimensions with a read per index, those within one read, and the elements of a read.
+
+    Dimensions of small strides are read together, as long as the gaps between their elements are small.
+    """
     inner: list[int] = []
     extent = 1
-    dimensions = sorted((number for number, size in enumerate(sizes) if size > 1), key=tensor.strides.__getitem__)
+    dimensions = sorted((number for number, size in enumerate(sizes) if size > 1), key=strides.__getitem__)
     for number in dimensions:
-        if (tensor.strides[number] - extent) * tensor.item > GAP_BYTES:
+        if (strides[number] - extent) * item > GAP_BYTES:
             break
         inner.append(number)
-        extent += (sizes[number] - 1) * tensor.strides[number]
-    return _StridedReads(tuple(dimensions[len(inner) :]), tuple(inner), extent)
+        extent += (sizes[number] - 1) * strides[number]
+    return dimensions[len(inner) :], inner, extent
 
 
-def _gather(file: PositionalFile, tensor: Strided, box: _Box, buffer: memoryview) -> bool:
-    """Read a box into `buffer` in row-major order; False if the file ended."""
+def _gather(
+    file: PositionalFile, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], item: int, buffer: memoryview
+) -> bool:
+    """Read a box whose first element is at byte `first` into `buffer` in row-major order; False if the file ended."""
     import torch
 
-    reads = _reads(box.sizes, tensor)
-    first = tensor.offset + tensor.item * sum(
-        start * stride for start, stride in zip(box.starts, tensor.strides, strict=True)
-    )
-    length = reads.extent * tensor.item
-    runs = math.prod(box.sizes[number] for number in reads.outer)
-    staging = memoryview(bytearray(runs * length))
-    offsets = (
-        sum(index * tensor.strides[number] for index, number in zip(indices, reads.outer, strict=True))
-        for indices in itertools.product(*(range(box.sizes[number]) for number in reads.outer))
-    )
-    for run, offset in enumerate(offsets):
-        if file.read_into(staging[run * length : (run + 1) * length], first + offset * tensor.item) != length:
+    outer, inner, extent = _reads(sizes, strides, item)
+    length = extent * item
+    staging = memoryview(bytearray(math.prod(sizes[number] for number in outer) * length))
+    steps = itertools.product(*(range(0, sizes[number] * strides[number], strides[number]) for number in outer))
+    for run, step in enumerate(steps):
+        if file.read_into(staging[run * length : (run + 1) * length], first + sum(step) * item) != length:
             return False
-    strides = [0] * len(box.sizes)
-    for number in reads.inner:
-        strides[number] = tensor.strides[number]
-    step = reads.extent
-    for number in reversed(reads.outer):
-        strides[number] = step
-        step *= box.sizes[number]
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.item]
+    made = [strides[number] if number in inner else 0 for number in range(len(sizes))]
+    for number in reversed(outer):
+        made[number] = extent
+        extent *= sizes[number]
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]
     staged = torch.frombuffer(staging, dtype=dtype)
-    torch.frombuffer(buffer, dtype=dtype).view(box.sizes).copy_(torch.as_strided(staged, box.sizes, strides))
+    torch.frombuffer(buffer, dtype=dtype).view(sizes).copy_(torch.as_strided(staged, sizes, made))
     return True

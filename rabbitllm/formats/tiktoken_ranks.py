@@ -26,19 +26,14 @@ def looks_like_ranks(head: bytes) -> bool:
     return _LINE.fullmatch(head.partition(b"\n")[0]) is not None
 
 
-def read_ranks(path: Path, file: str | None = None) -> tuple[bytes, ...]:
+def read_ranks(path: Path) -> tuple[bytes, ...]:
     """The tokens of a file, each at its rank.
-
-    Args:
-        path: the file.
-        file: the name for error messages; the file's own by default.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
         CorruptVocabularyError: see `parse_ranks`; or it is not a regular file, or has more than 64 MiB.
     """
-    name = file or path.name
-    return parse_ranks(read_bytes(path, lambda what: _corrupt(name, what)), name)
+    return parse_ranks(read_bytes(path, lambda what: _corrupt(path.name, what)), path.name)
 
 
 def parse_ranks(data: bytes, file: str) -> tuple[bytes, ...]:

@@ -24,7 +24,6 @@ from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, describe
 from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, is_contiguous
 from rabbitllm.formats.torch_pickle import (
-    NamedTensors,
     PickledTensor,
     Storage,
     element_bytes,
@@ -134,19 +133,15 @@ _RECORDS = {"version", "byteorder", ".format_version", ".storage_alignment", ".d
 """Names of torch's other entries: small texts, of which only the byte order matters for the tensors."""
 
 
-def read_torch_zip(path: Path, file: str | None = None) -> TorchFile:
+def read_torch_zip(path: Path) -> TorchFile:
     """Read and check all of a local torch zip but its data.
-
-    Args:
-        path: the file.
-        file: the name for the records; the file's own name by default.
 
     Raises:
         CorruptShardError: the zip or the pickle is malformed, or a tensor exceeds its storage.
         UnsafePickleError: the pickle contains more than tensors and plain values.
     """
     with PositionalFile(path) as opened:
-        return parse_torch_zip(opened.read_at, opened.size(), file or path.name)
+        return parse_torch_zip(opened.read_at, opened.size(), path.name)
 
 
 def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool = True) -> TorchFile:
@@ -166,9 +161,9 @@ def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool =
     _check_byte_order(read, records, file)
     root, storages = read_torch_pickle(read_pickle_bytes(read, records, file), file)
     places = _places(records, storages, file)
-    named = name_tensors(root, file)
-    tensors = tuple(placed(name, tensor, *places[tensor.storage.key], file) for name, tensor in named.tensors.items())
-    return TorchFile(tensors, named.left_out, size)
+    named, left_out = name_tensors(root, file)
+    tensors = tuple(placed(name, tensor, *places[tensor.storage.key], file) for name, tensor in named.items())
+    return TorchFile(tensors, left_out, size)
 
 
 def pickle_of(path: Path) -> bytes:
@@ -271,19 +266,15 @@ def begins_pickle(head: bytes) -> bool:
     return len(head) >= 2 and head[0] == 0x80 and head[1] <= 5
 
 
-def read_legacy_torch(path: Path, file: str | None = None) -> TorchFile:
+def read_legacy_torch(path: Path) -> TorchFile:
     """Read and check all of a local file but its data.
-
-    Args:
-        path: the file.
-        file: the name for the records; the file's own name by default.
 
     Raises:
         CorruptShardError: a pickle is malformed, or the storages are incomplete or not those that it names.
         UnsafePickleError: a pickle contains more than tensors and plain values.
     """
     with PositionalFile(path) as opened:
-        return parse_legacy_torch(opened.read_at, opened.size(), file or path.name)
+        return parse_legacy_torch(opened.read_at, opened.size(), path.name)
 
 
 def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = True) -> TorchFile:
@@ -296,7 +287,7 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
         counts: also compare the number before each storage with the pickle, a read each; if not, another call has to
             check the offsets before the data is used.
     """
-    named, storages, keys, at = _pickles(read, size, file)
+    root, storages, keys, at = _pickles(read, size, file)
     places = _legacy_places(storages, keys, at, file)
     end = max((place[1] for place in places.values()), default=at)
     if end != size:
@@ -304,8 +295,9 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
     if counts:
         for key, (begin, _) in places.items():
             _check_count(read(begin - COUNT_BYTES, COUNT_BYTES), storages[key], file)
-    tensors = tuple(placed(name, tensor, *places[tensor.storage.key], file) for name, tensor in named.tensors.items())
-    return TorchFile(tensors, named.left_out, size)
+    named, left_out = name_tensors(root, file)
+    tensors = tuple(placed(name, tensor, *places[tensor.storage.key], file) for name, tensor in named.items())
+    return TorchFile(tensors, left_out, size)
 
 
 def corrupt_legacy(file: str, what: str) -> CorruptShardError:
@@ -315,8 +307,8 @@ def corrupt_legacy(file: str, what: str) -> CorruptShardError:
     )
 
 
-def _pickles(read: ReadAt, size: int, file: str) -> tuple[NamedTensors, Mapping[str, Storage], tuple[str, ...], int]:
-    """The content of the pickles: the tensors, their storages, the storages' order, and the offset of the first one."""
+def _pickles(read: ReadAt, size: int, file: str) -> tuple[object, Mapping[str, Storage], tuple[str, ...], int]:
+    """The content of the pickles: the saved value, its storages, their order, and the offset of the first one."""
     for length in READS:
         data = read(0, min(length, size))
         try:
@@ -327,7 +319,7 @@ def _pickles(read: ReadAt, size: int, file: str) -> tuple[NamedTensors, Mapping[
     raise AssertionError("the last length returns or raises")
 
 
-def _parse(data: bytes, file: str) -> tuple[NamedTensors, Mapping[str, Storage], tuple[str, ...], int]:
+def _parse(data: bytes, file: str) -> tuple[object, Mapping[str, Storage], tuple[str, ...], int]:
     number, at = read_plain_pickle(data, 0, file)
     version, at = read_plain_pickle(data, at, file)
     if number != LEGACY_NUMBER or version != PROTOCOL:
@@ -344,7 +336,7 @@ def _parse(data: bytes, file: str) -> tuple[NamedTensors, Mapping[str, Storage],
         raise corrupt_legacy(file, "the keys of its storages are no list of text")
     if len(set(keys)) != len(keys) or set(keys) != storages.keys():
         raise corrupt_legacy(file, f"it lists {len(keys):,} storages that are not the {len(storages):,} it refers to")
-    return name_tensors(root, file), storages, tuple(keys), at
+    return root, storages, tuple(keys), at
 
 
 def _legacy_places(

@@ -355,16 +355,8 @@ _TRAINING = {
 _REMEDY = "Save a dict of names and tensors, for instance model.state_dict(), and use that file."
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTensors:
-    """The tensors by name, in the pickle's order, and the keys left out because they hold no weights."""
-
-    tensors: Mapping[str, PickledTensor]
-    left_out: tuple[str, ...]
-
-
-def name_tensors(root: object, file: str) -> NamedTensors:
-    """The names of all tensors of a checkpoint.
+def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], tuple[str, ...]]:
+    """The tensors of a checkpoint by name, in the pickle's order, and the keys left out because they hold no weights.
 
     Args:
         root: the value of the pickle.
@@ -388,7 +380,7 @@ def name_tensors(root: object, file: str) -> NamedTensors:
         tensors[name] = tensor
     if not tensors:
         raise CorruptShardError(f"{file} holds no tensor under a name.", _REMEDY)
-    return NamedTensors(tensors, left_out)
+    return tensors, left_out
 
 
 def _unwrapped(
@@ -413,34 +405,22 @@ def _holds_tensors(value: object, looked_at: Iterator[int], file: str) -> bool:
     return next(_tensors_in(value, looked_at, file), None) is not None
 
 
-def _tensors_in(root: object, looked_at: Iterator[int], file: str) -> Iterator[tuple[tuple[str, ...], PickledTensor]]:
-    """Every tensor with the keys that lead to it, in order. Uses an explicit stack instead of recursion."""
-    if isinstance(root, PickledTensor):
-        yield (), root
-    walks: list[Iterator[tuple[object, object]]] = [_children(root)]
-    path: list[str] = []
-    above = [id(root)]
-    while walks:
-        step = next(walks[-1], None)
-        if step is None:
-            walks.pop()
-            above.pop()
-            if path:
-                path.pop()
-            continue
-        key, value = step
-        if next(looked_at) > MAX_VALUES:
-            raise UnsafePickleError(f"{file} holds more than {MAX_VALUES:,} values.", _REMEDY)
-        if isinstance(value, PickledTensor):
-            yield (*path, str(key)), value
-        elif isinstance(value, dict | list | tuple):
-            if id(value) in above:
-                raise UnsafePickleError(f"{file} holds {describe(value)} that contains itself.", _REMEDY)
-            if len(walks) >= MAX_DEPTH:
-                raise UnsafePickleError(f"{file} is nested more than {MAX_DEPTH} deep.", _REMEDY)
-            walks.append(_children(value))
-            path.append(str(key))
-            above.append(id(value))
+def _tensors_in(
+    value: object, looked_at: Iterator[int], file: str, path: tuple[str, ...] = (), above: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], PickledTensor]]:
+    """Every tensor with the keys that lead to it, in order; `above` has the ids of the containers of `value`."""
+    if isinstance(value, PickledTensor):
+        yield path, value
+    elif id(value) in above:
+        raise UnsafePickleError(f"{file} holds {describe(value)} that contains itself.", _REMEDY)
+    elif len(above) >= MAX_DEPTH:
+        raise UnsafePickleError(f"{file} is nested more than {MAX_DEPTH} deep.", _REMEDY)
+    else:
+        for key, inner in _children(value):
+            if next(looked_at) > MAX_VALUES:
+                raise UnsafePickleError(f"{file} holds more than {MAX_VALUES:,} values.", _REMEDY)
+            if isinstance(inner, PickledTensor | dict | list | tuple):
+                yield from _tensors_in(inner, looked_at, file, (*path, str(key)), (*above, id(value)))
 
 
 def _children(value: object) -> Iterator[tuple[object, object]]:

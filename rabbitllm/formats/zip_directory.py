@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.tensor_spec import ReadAt
@@ -70,7 +70,6 @@ class ZipEntry:
         header: offset of its local header from the start of the file.
         begin: offset of its data.
         end: offset of the end of its data.
-        descriptor: bytes of the data descriptor that follows.
         crc: the declared checksum; not compared with the data.
         flags: bit 3 and bit 11 at most.
         zip64: its zip64 field in the central directory, undecoded.
@@ -80,7 +79,6 @@ class ZipEntry:
     header: int
     begin: int
     end: int
-    descriptor: int
     crc: int
     flags: int
     zip64: bytes
@@ -90,20 +88,9 @@ class ZipEntry:
         """Length of the data in bytes."""
         return self.end - self.begin
 
-
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """An entry in the central directory."""
-
-    name: str
-    header: int
-    size: int
-    crc: int
-    flags: int
-    zip64: bytes
-
     @property
     def descriptor(self) -> int:
+        """Bytes of the data descriptor that follows."""
         if not self.flags & _DESCRIBED:
             return 0
         return _DESCRIPTOR_64.size if self.zip64 else _DESCRIPTOR.size
@@ -180,8 +167,8 @@ def _end_64(tail: bytes, at: int, file: str) -> tuple[int, int, int]:
     return count, size, offset
 
 
-def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
-    """The records of the central directory, which must be exactly `count` and fill it."""
+def _listed(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
+    """The records of the central directory, which must be exactly `count` and fill it; their data as if at byte 0."""
     at = 0
     for number in range(count):
         if len(raw) - at < _CENTRAL.size or raw[at : at + 4] != b"PK\x01\x02":
@@ -205,12 +192,12 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
             raise corrupt_zip(file, f"entry {name!r} holds {wide[1]:,} bytes that claim to become {wide[0]:,}")
         if wide[3]:
             raise corrupt_zip(file, f"entry {name!r} claims to be on another disk")
-        yield _Listed(name, wide[2], wide[0], crc, flags, zip64)
+        yield ZipEntry(name, wide[2], 0, wide[0], crc, flags, zip64)
     if at != len(raw):
         raise corrupt_zip(file, f"its directory has {len(raw) - at:,} bytes behind its last entry")
 
 
-def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[ZipEntry]:
+def _placed(listed: Sequence[ZipEntry], directory: int, file: str) -> Iterator[ZipEntry]:
     """The entries with the spans of their data, which must be adjacent."""
     if not listed:
         raise corrupt_zip(file, "it has no entries")
@@ -228,7 +215,7 @@ def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[Zi
                 f"entry {entry.name!r} of {entry.size:,} bytes {where}: it starts at byte {entry.header:,}, "
                 f"the next one at byte {following:,}",
             )
-        yield ZipEntry(entry.name, entry.header, begin, end, entry.descriptor, entry.crc, entry.flags, entry.zip64)
+        yield replace(entry, begin=begin, end=end)
 
 
 def _check_version(needed: int, name: str, file: str) -> None:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
 from typing import Any, TypeGuard
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -419,17 +418,15 @@ def depends_on_longest(config: Any) -> bool:
     return any(rope in kind for kind in _rope_types(config) for rope in _BY_LONGEST)
 
 
+def attending_configs(model: Any) -> list[Any]:
+    """The configs of a model and its modules that name an attention implementation, each once."""
+    seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
+    return [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
+
+
 def shares_keys(model: Any) -> bool:
     """Whether layers use the KV cache of others."""
     return any(is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
-
-
-def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
-    """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""
-    layers = cache.layers
-    return len(layers) == len(kinds) and all(
-        type(layer) is kind and _is_one_text(layer) for layer, kind in zip(layers, kinds, strict=True)
-    )
 
 
 def _is_known(layer: Any) -> bool:
@@ -485,11 +482,9 @@ class PackedForward:
         self._model = model
         self._file = file
         config = model.config.get_text_config(decoder=True)
-        seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
-        self._configs = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
+        self._configs = attending_configs(model)
         self._layers = [type(layer) for layer in DynamicCache(config=config).layers]
         self._windows = [number for number, kind in enumerate(self._layers) if kind is DynamicSlidingWindowLayer]
-        self._known: WeakSet[DynamicCache] = WeakSet()
         self._shares = shares_keys(model)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
@@ -564,13 +559,11 @@ class PackedForward:
         ]
 
     def _knows(self, cache: Any) -> TypeGuard[DynamicCache]:
-        if type(cache) is not DynamicCache or cache.offloading:
+        """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""
+        if type(cache) is not DynamicCache or cache.offloading or list(map(type, cache.layers)) != self._layers:
             return False
-        if cache not in self._known:
-            if not has_known_layers(cache, self._layers):
-                return False
-            self._known.add(cache)
-        return not any(getattr(cache.layers[number], "record_past", False) for number in self._windows)
+        records = any(getattr(cache.layers[number], "record_past", False) for number in self._windows)
+        return not records and all(map(_is_one_text, cache.layers))
 
 
 def _is_row(value: Any) -> TypeGuard[torch.Tensor]:

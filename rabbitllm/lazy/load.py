@@ -42,7 +42,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.safetensors_file import view_bytes
 from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.formats.tensor_spec import DTYPES, Header, Strided, TensorSpec, read_row_major, torch_dtype
+from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, read_run, torch_dtype
 from rabbitllm.storage.files import CAN_MAP_PRIVATELY, OpenFiles, PositionalFile, identity_of
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore
@@ -171,12 +171,7 @@ class ShardFile:
 
     def _read_into(self, spec: TensorSpec, buffer: memoryview) -> None:
         with self._open() as file:
-            if spec.strides is None:
-                got = file.read_into(buffer, spec.offset)
-            else:
-                place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.shape, spec.strides)
-                got = read_row_major(file, place, 0, buffer)
-            if got != len(buffer) or file.identity() != self._file.identity:
+            if read_run(file, spec, 0, buffer) != len(buffer) or file.identity() != self._file.identity:
                 raise _changed(self.path)
         if self._checks is not None:
             self._checks.read(self._name, spec.offset, buffer)
@@ -255,13 +250,7 @@ _FILES = OpenFiles()
 
 
 class JoinedFiles:
-    """Makes tensors from pieces in files, with the interface of a `ShardFile`.
-
-    Args:
-        path: for messages.
-        files: the open files by name.
-        pieces: tensor name -> its pieces in the files, in order.
-    """
+    """Makes tensors from pieces in files, with the interface of a `ShardFile`."""
 
     def __init__(self, path: Path, files: Mapping[str, ShardFile], pieces: Mapping[str, Sequence[TensorSpec]]) -> None:
         self.path = path
@@ -296,9 +285,6 @@ class JoinedFiles:
 
     def hold_mapping(self) -> None:
         """Do nothing: copies use no mapping."""
-
-    def close(self) -> None:
-        """Do nothing: the checkpoint closes the files."""
 
 
 class LazyCheckpoint(Mapping[str, "LazyTensor"]):
@@ -428,15 +414,13 @@ def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
     meta = read_meta(folder / META_PARAMETERS, ranks)
     files: dict[str, ShardFile] = {}
     pieces: dict[str, list[TensorSpec]] = {}
-    try:
+    with contextlib.ExitStack() as failed:
         for rank in ranks:
             files[rank] = ShardFile(folder / rank, rank, mapped=mapped)
+            failed.callback(files[rank].close)
             for spec in meta.taken_from(rank, files[rank].header).tensors:
                 pieces.setdefault(spec.whole.name, []).append(spec)
-    except BaseException:
-        for opened in files.values():
-            opened.close()
-        raise
+        failed.pop_all()
     joined = JoinedFiles(folder, files, pieces)
     places: dict[str, tuple[TensorSpec, ShardFile | JoinedFiles]] = {}
     for name, (first, *_) in pieces.items():
@@ -468,9 +452,10 @@ def _open(
 ) -> LazyCheckpoint:
     """Open files, name -> path. `wanted`: tensor -> the file that must have it; None for all tensors."""
     files: dict[str, ShardFile] = {}
-    try:
+    with contextlib.ExitStack() as failed:
         for name, place in paths.items():
             files[name] = ShardFile(place, name, mapped=mapped, checks=checks)
+            failed.callback(files[name].close)
         found = {(tensor.name, name): tensor for name, opened in files.items() for tensor in opened.header.tensors}
         chosen = list(wanted.items()) if wanted is not None else list(found)
         for name, file in chosen:
@@ -479,8 +464,5 @@ def _open(
                     f"The index puts {name!r} into {file}, whose header does not have it.",
                     "Fetch the index and that shard again: they are of different versions.",
                 )
-    except BaseException:
-        for opened in files.values():
-            opened.close()
-        raise
+        failed.pop_all()
     return LazyCheckpoint(path, files, {name: (found[name, file], files[file]) for name, file in chosen})

@@ -21,7 +21,6 @@ from rabbitllm import auto_model, prepare
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base import progress
 from rabbitllm.base.options import (
-    RunOptions,
     ShardPolicy,
     SplitOptions,
 )
@@ -131,10 +130,12 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
     Raises:
         RabbitLLMError: see `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
     """
+    from rabbitllm.engine.devices import resolve_devices  # with torch
+
     start = time.perf_counter()
     assert request.split is not None
-    source = prepare.find(request.spec)
-    before = source.finished
+    source, run = prepare.find(request.spec), request.run
+    before, options = source.finished, prepare.with_memory(request.split, run)
     done: list[progress.SplitDone] = []
 
     def note(event: progress.Event) -> None:
@@ -142,8 +143,14 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
             done.append(event)
 
     with progress.listening(note, shows=False):
-        too_little = _too_little(request, loads=loads) if executor is None else "ignore"
-        _split(source, prepare.with_memory(request.split, request.run), request.run, executor, too_little)
+        if before:
+            prepare.ensure_split(source, options)
+        else:
+            devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
+            where = "cpu" if executor is not None else prepare.quantize_on(devices)
+            too_little = _too_little(request, loads=loads) if executor is None else "ignore"
+            with prepare.acceptance(source, run, devices, too_little=too_little) as accept:
+                prepare.ensure_split(source, options, where, executor=executor, accept=accept)
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
@@ -151,24 +158,6 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
     own_config = source.split_folder if (source.split_folder / "config.json").exists() else source.config_folder
     peak = done[-1].peak_disk_bytes if done else 0
     return Pulled(source.name, entry, own_config, before, time.perf_counter() - start, shards, at, peak)
-
-
-def _split(
-    source: prepare.Source,
-    options: SplitOptions,
-    run: RunOptions,
-    executor: ShardExecutor | None,
-    too_little: TooLittle,
-) -> None:
-    from rabbitllm.engine.devices import resolve_devices  # with torch
-
-    if source.finished:
-        prepare.ensure_split(source, options)
-        return
-    devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
-    where = "cpu" if executor is not None else prepare.quantize_on(devices)
-    with prepare.acceptance(source, run, devices, too_little=too_little) as accept:
-        prepare.ensure_split(source, options, where, executor=executor, accept=accept)
 
 
 def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, Path | None]:
@@ -322,17 +311,13 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
 
 
 def _of_the_original(pulled: Pulled) -> str | None:
-    match pulled.shards:
-        case Shards.KEPT:
-            return f"kept, in {pulled.shards_at}"
-        case Shards.FETCHED:
-            return "on the hub; the shards that were fetched for this are not kept"
-        case Shards.DELETED:
-            return "its shards are gone: these layer files are the only copy"
-        case Shards.PARTLY:
-            return f"some of its shards are in {pulled.shards_at}"
-        case None:
-            return None
+    known = {
+        Shards.KEPT: f"kept, in {pulled.shards_at}",
+        Shards.FETCHED: "on the hub; the shards that were fetched for this are not kept",
+        Shards.DELETED: "its shards are gone: these layer files are the only copy",
+        Shards.PARTLY: f"some of its shards are in {pulled.shards_at}",
+    }
+    return None if pulled.shards is None else known[pulled.shards]
 
 
 def next_command(pulled: Pulled, request: LoadRequest) -> str:

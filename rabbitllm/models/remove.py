@@ -7,9 +7,10 @@ complete split, and the removal can be resumed; it is the last file to be remove
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,20 +57,18 @@ def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
     if source is not None and source.kind == "hub":
         commit = f" at commit {source.commit[:8]}" if source.commit else ""
         return Original(True, f"on the hub, {source.name}{commit}")
-    around = [folder] if folder is not None else [entry.folder.parent]
+    place = folder or entry.folder.parent
     if source is None:
-        return _of_an_unknown(around)
+        return _of_an_unknown(place)
     needed = _needed(entry)
     if not needed:
         return Original(True, f"in the folder {source.name}; no shard of it is used up yet")
-    missing: list[str] = list(needed)
-    for place in around:
-        missing = [shard for shard in needed if not _is_same(place, shard, source.fingerprints[shard])]
-        if not missing:
-            return Original(True, f"in {place}")
+    missing = [shard for shard in needed if not _is_same(place, shard, source.fingerprints[shard])]
+    if not missing:
+        return Original(True, f"in {place}")
     some = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
     of = f"{len(missing)} of its {len(needed)} shards" if len(missing) > 1 else "its shard"
-    return Original(False, f"{of} not in {around[0]}: {some}")
+    return Original(False, f"{of} not in {place}: {some}")
 
 
 def _needed(entry: SplitEntry) -> list[str]:
@@ -92,14 +91,10 @@ def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
     return facts is not None and facts.fingerprint == fingerprint
 
 
-def _of_an_unknown(folders: Iterable[Path]) -> Original:
+def _of_an_unknown(folder: Path) -> Original:
     """The original of a RabbitLLM 1.1 split, which has no record of it: a complete checkpoint around it."""
-    for folder in folders:
-        try:
-            checkpoint = LocalCheckpoint(folder)
-        except (CheckpointError, OSError):
-            continue
-        if all((folder / shard).is_file() for shard in checkpoint.index.shards):
+    with contextlib.suppress(CheckpointError, OSError):
+        if all((folder / shard).is_file() for shard in LocalCheckpoint(folder).index.shards):
             return Original(True, f"in {folder}")
     return Original(False, "RabbitLLM 1.1 noted nothing of it, and no whole checkpoint lies around it")
 
@@ -116,6 +111,8 @@ _CONFIGS = frozenset(
     + ("chat_template.json", "preprocessor_config.json", "processor_config.json", "params.json")
 )
 """Files that a split copies from the checkpoint, and that users may edit afterwards."""
+_PARTS = tuple(name + durable.PART_SUFFIX for name in RECORDS)
+_OWN_NAMES = _CONFIGS.union(RECORDS, _PARTS, (LOCK_NAME, HOLDER_NAME, LEASE_NAME))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,16 +237,15 @@ def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: f
         return at.as_posix() in (STAGING_NAME, *COMPANIONS)
     if not stat.S_ISREG(status.st_mode):
         return False
-    if len(at.parts) > 1 and at.parts[0] == STAGING_NAME:
+    is_copied = is_sidecar(at.as_posix(), status.st_size) and status.st_mtime <= written
+    if len(at.parts) > 1:
+        return at.parts[0] == STAGING_NAME or is_copied
+    if path.name in _OWN_NAMES:
         return True
-    if len(at.parts) == 1 and (path.name in (*RECORDS, LOCK_NAME, HOLDER_NAME, LEASE_NAME) or path.name in _CONFIGS):
-        return True
-    if len(at.parts) == 1 and path.name.endswith(_OWN_SUFFIXES):
+    if path.name.endswith(_OWN_SUFFIXES):
         layer = path.name.partition(LAYER_SUFFIX)[0] + LAYER_SUFFIX
         return layer in layers if layers is not None else _is_legacy_layer(folder / layer)
-    if len(at.parts) == 1 and path.name in {name + durable.PART_SUFFIX for name in RECORDS}:
-        return True
-    return is_sidecar(at.as_posix(), status.st_size) and status.st_mtime <= written
+    return is_copied
 
 
 def _is_legacy_layer(layer: Path) -> bool:

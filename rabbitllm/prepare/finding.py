@@ -420,7 +420,7 @@ def _same_weights(target: Path, repository: HubRepository, compression: str | No
     for other in filter(_is_begun, locations.of_other_commits(repository.repo_id, repository.commit, compression)):
         earlier, manifest = _replay(other), read_manifest(other)  # in this order: the manifest replaces the journal
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
-        if made_from is not None and not made_from.differs_from(repository.identity(made_from.fingerprints)):
+        if made_from is not None and not made_from.differs_from(repository.identity_of(made_from.fingerprints)):
             logger.info("Commit %s has the weights of the split in %s.", repository.commit, other)
             return other
     return target

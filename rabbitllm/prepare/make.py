@@ -185,7 +185,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     if is_writable(source.split_folder):
         clear_away(source.split_folder)
     if source.repository is not None:
-        refuse_another(source, manifest, source.repository.identity(manifest.source.fingerprints))
+        refuse_another(source, manifest, source.repository.identity_of(manifest.source.fingerprints))
     checkpoint = _still_there(source, manifest)
     if checkpoint is None:
         return
@@ -257,7 +257,7 @@ def _index_is_cached(repository: HubRepository) -> bool:
 
 def _present(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
     """Return the facts of a shard that is on this machine; headers are not requested from a repository."""
-    if isinstance(checkpoint, HubCheckpoint) and checkpoint.repository.cached(shard) is None:
+    if isinstance(checkpoint, HubCheckpoint) and checkpoint.cached(shard) is None:
         return None
     return checkpoint.facts(shard)
 
@@ -315,7 +315,7 @@ def ensure_split(
         )
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
-            downloaded = LocalCheckpoint(download_all(checkpoint.repository, checkpoint.index))
+            downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index))
             request = dataclasses.replace(request, checkpoint=downloaded, chosen=chosen)
         try:
             with _sharing(source, executor):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from rabbitllm.quant.schemes import Quantized
 
     Product = Callable[[Quantized, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+logger = logging.getLogger(__name__)
 
 CODES, PANELS, DEQUANTIZED = "codes", "panels", "dequantized"
 """Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; no kernel, but
@@ -157,17 +160,19 @@ TOLERANCE = 1e-5
 """Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order."""
 
 
-def first_error(products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
-    """The relative error (of norms) of the first product that exceeds `TOLERANCE`; None if none does.
+def agrees(what: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether all products are right; if not, the relative error (of norms) of the first wrong one is logged.
 
     Args:
+        what: the products, in the message.
         products: the kernel's result and the correct one, for each product.
     """
     for got, expected in products:
         error = float((got - expected).norm() / expected.norm())
         if not error < TOLERANCE:  # true for NaN too
-            return error
-    return None
+            logger.warning("The kernel for products %s is off by %.1e here and is not used.", what, error)
+            return False
+    return True
 
 
 def of_codes(

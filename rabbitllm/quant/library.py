@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rabbitllm.errors import MissingPackageError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @functools.cache
@@ -67,10 +64,3 @@ def int8_code() -> bytes:
             value = np.float32(10.0**exponent) * ((low + high) / np.float32(2))
             values += [value, -value]
     return np.sort(np.array(values, np.float32)).tobytes()
-
-
-def int8_table(device: torch.device) -> torch.Tensor:
-    """`int8_code` as a tensor, float32 (256,)."""
-    import torch
-
-    return torch.frombuffer(bytearray(int8_code()), dtype=torch.float32).to(device)

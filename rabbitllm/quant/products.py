@@ -17,7 +17,6 @@ which is dequantized for each product.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,8 +29,6 @@ from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, Quantized
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger(__name__)
 
 MAX_INPUTS = 16
 MAX_INPUTS_IN_PAIRS = 64
@@ -52,7 +49,9 @@ def multiplies(form: Quantized) -> bool:
     """Whether there is a kernel for this matrix on this machine: 2-D, each row a whole number of segments."""
     if len(form.shape) != 2 or not all(form.shape) or form.shape[1] % SEGMENT:
         return False
-    width = _lanes()
+    from rabbitllm.quant import vectors  # numba comes with it
+
+    width = vectors.lanes()
     return bool(width) and _agrees(CODES, form.scheme, width)
 
 
@@ -126,12 +125,8 @@ class Matrix(QuantizedMatrix):
         width = kernel_for(self.form.scheme, x.dtype)
         return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and self.table_for(width) else None
 
-    def times(self, x: torch.Tensor) -> torch.Tensor:
-        """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""
-        return self.times_by(CODES, kernel_for(self.form.scheme, x.dtype), x)
-
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
-        """The same by one kernel, that of a method and of `width` lanes."""
+        """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
         import torch
 
         make = torch.zeros if method == PANELS else torch.empty
@@ -272,12 +267,6 @@ def kernel_for(scheme: str, dtype: torch.dtype) -> int:
     return vectors.lanes()
 
 
-def _lanes() -> int:
-    from rabbitllm.quant import vectors  # numba comes with it
-
-    return vectors.lanes()
-
-
 @functools.cache
 def _agrees(method: str, scheme: str, width: int) -> bool:
     """Whether a kernel's result on a sample agrees with indexing and float32."""
@@ -287,10 +276,7 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
         return Matrix(form, payload, absmax, table).times_by(method, width, x)
 
     dtype = torch.bfloat16 if width == kernels.PAIRS else torch.float32
-    off = kernels.first_error(kernels.of_codes(scheme, dtype, _TRIALS[method], product))
-    if off is not None:
-        logger.warning("The kernel for products by %s at %s is off by %.1e here and is not used.", method, scheme, off)
-    return off is None
+    return kernels.agrees(f"by {method} at {scheme}", kernels.of_codes(scheme, dtype, _TRIALS[method], product))
 
 
 _TRIALS = {

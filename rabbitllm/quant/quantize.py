@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
-from rabbitllm.quant.library import bitsandbytes, functional, int8_code, int8_table, nf4_map
+from rabbitllm.quant.library import bitsandbytes, functional, int8_code, nf4_map
 from rabbitllm.quant.schemes import (
     DOUBLE,
     INT8_BLOCK,
@@ -40,6 +40,7 @@ from rabbitllm.quant.schemes import (
     SCHEMES,
     Quantized,
     Settling,
+    code_values,
     nested_state,
 )
 
@@ -88,7 +89,8 @@ def _quantize_with_bitsandbytes(
     if scheme == "4bit":
         codes, state = functional().quantize_4bit(values, blocksize=NF4_BLOCK, quant_type="nf4")
     else:
-        codes, state = functional().quantize_blockwise(values, int8_table(values.device), blocksize=INT8_BLOCK)
+        levels = code_values("8bit").to(values.device)
+        codes, state = functional().quantize_blockwise(values, levels, blocksize=INT8_BLOCK)
     return _bytes_of(codes), _bytes_of(state.absmax)
 
 
@@ -197,7 +199,7 @@ def settled(form: Settling, read: ReadScales) -> Iterator[tuple[int, int, memory
     for first, length in _runs(count):
         with np.errstate(invalid="ignore"):  # for infinite weights
             values = torch.from_numpy(read(first, length) - offset)
-        codes, state = functional().quantize_blockwise(values, int8_table(values.device), blocksize=NESTED_BLOCK)
+        codes, state = functional().quantize_blockwise(values, code_values("8bit"), blocksize=NESTED_BLOCK)
         yield 0, first, codes.numpy().data.cast("B")
         yield 1, first // NESTED_BLOCK * SCALE_BYTES, state.absmax.numpy().data.cast("B")
     yield 2, 0, memoryview(nested_state(form.of.dtype, form.of.shape, float(offset)))

@@ -94,8 +94,7 @@ def _nearest_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32
     return ((words + 0x7FFF + ((words >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-_pointer: Any = types.CPointer
-FOR_A_THREAD: Any = types.void(_pointer(types.int64))
+FOR_A_THREAD: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
 """The signature of the function for a thread of a team; see `kernels.py`."""
 
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -157,17 +156,13 @@ class Emitter:
         return functools.reduce(self.b.add, (number(term) for term in terms))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        return self.of_floats("fma", a, b, c)
+        function = self.function(f"llvm.fma.v{self.width}f32", *[self.floats] * 4)
+        return self.b.call(function, [a, b, c])
 
     def look_up(self, table: Any, index: Any) -> Any:
         """Floats of a vector by indices, of which only the lowest 4 bits (16 lanes) or 3 (8 lanes) count."""
         name = "llvm.x86.avx512.permvar.sf.512" if self.width == 16 else "llvm.x86.avx2.permps"
         return self.b.call(self.function(name, self.floats, self.floats, self.ints), [table, index])
-
-    def of_floats(self, name: str, *operands: Any) -> Any:
-        """Call an LLVM function of vectors of floats that returns such a vector."""
-        function = self.function(f"llvm.{name}.v{self.width}f32", self.floats, *[self.floats] * len(operands))
-        return self.b.call(function, operands)
 
     def every(self, value: int) -> Any:
         return ir.Constant(self.ints, [value] * self.width)
@@ -234,12 +229,12 @@ _WORDS = ir.VectorType(I16, 32)
 class _Floats:
     """Multiplies segments in float32; even and odd inputs are in separate arrays."""
 
-    codes_a_step: int
+    codes_a_byte: int
     has_factor = False
 
-    def __init__(self, emit: Emitter, scheme: str) -> None:
+    def __init__(self, emit: Emitter) -> None:
         self._emit = emit
-        self._codes_a_byte = 2 if scheme == "4bit" else 1
+        self.codes_a_step = 2 * emit.width
 
     def weights(self, address: Any) -> tuple[Any, Any]:
         """Even and odd weights of the codes at an address."""
@@ -256,7 +251,7 @@ class _Floats:
         emit = self._emit
         parts: list[Any] = [emit.zero] * len(inputs)
         for step in range(SEGMENT // self.codes_a_step):
-            both = self.weights(emit.add(address, step * self.codes_a_step // self._codes_a_byte))
+            both = self.weights(emit.add(address, step * self.codes_a_step // self.codes_a_byte))
             for t, vectors in enumerate(inputs):
                 for weight, value in zip(both, vectors[2 * step :], strict=False):
                     parts[t] = emit.fma(weight, value, parts[t])
@@ -266,9 +261,10 @@ class _Floats:
 class _Nibbles(_Floats):
     """Looks up 4bit codes: `width` bytes give `width` even and `width` odd weights."""
 
+    codes_a_byte = 2
+
     def __init__(self, emit: Emitter, table: Any) -> None:
-        super().__init__(emit, "4bit")
-        self.codes_a_step = 2 * emit.width
+        super().__init__(emit)
         self._tables = [
             emit.load(emit.add(table, 32 * half), emit.floats, 4) for half in range(1 if emit.width == 16 else 2)
         ]
@@ -303,9 +299,10 @@ def _of_256(emit: Emitter, vectors: list[Any], index: Any) -> Any:
 class _Bytes(_Floats):
     """Computes the values of 8bit codes: `width` words give `width` even and `width` odd weights."""
 
+    codes_a_byte = 1
+
     def __init__(self, emit: Emitter, table: Any) -> None:
-        super().__init__(emit, "8bit")
-        self.codes_a_step = 2 * emit.width
+        super().__init__(emit)
         self._slopes, self._starts = (emit.load(emit.add(table, at), emit.floats, 4) for at in (0, RAMP_BYTES))
 
     def weights(self, address: Any) -> tuple[Any, Any]:

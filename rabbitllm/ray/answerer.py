@@ -6,16 +6,14 @@ clusters and journals.
 
 from __future__ import annotations
 
-import io
 import os
 import socket
-from array import array
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
-from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Item, JobLimits
+from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.store.manifest import BitAllocation
 
@@ -31,14 +29,14 @@ class WorkerJob:
         request: the model, by a name that is valid on every machine.
         name: the model's name in answers of OpenAI's form.
         limits: limits of the batch.
-        longest: lengths and kinds of the longest lines, as in `InputScan`, for which memory is reserved.
+        longest: see `InputScan.longest`; memory is reserved for these lines.
         share: number of workers on one machine.
     """
 
     request: LoadRequest
     name: str
     limits: JobLimits
-    longest: tuple[tuple[int, int], ...] = ()
+    longest: tuple[int, ...] = ()
     share: int = 1
 
 
@@ -94,14 +92,11 @@ class Answerer:
         Raises:
             RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
         """
-        from rabbitllm.batch_jobs.inputs import InputScan
         from rabbitllm.batch_jobs.job import loaded
         from rabbitllm.store.manifest import read_manifest
 
         job = self._with_its_share()
-        lengths, kinds = (array("q", (one[at] for one in job.longest)) for at in (0, 1))
-        scan = InputScan(io.BytesIO(), Defaults(), lengths=lengths, kinds=kinds)
-        found = loaded(job.request, scan, job.limits)
+        found = loaded(job.request, job.longest, job.limits)
         self._model = found.model
         self._model.pass_line = None
         self._limits = replace(job.limits, cache_bytes=found.cache_bytes)

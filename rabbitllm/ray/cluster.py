@@ -14,14 +14,14 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import expand
-from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
+from rabbitllm.errors import ClusterError, MissingPackageError, OptionError, RabbitLLMError
 from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 
@@ -204,25 +204,6 @@ ANSWER_SECONDS = 120.0
 """Time limit for a machine to start a worker and answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """The answer of a machine.
-
-    Attributes:
-        rabbitllm: version of this package; None where it cannot be imported.
-        quantizer: version of bitsandbytes; None where there is none.
-        lease: whether the lease can be read there.
-        unseen: requested paths that do not exist there.
-        error: why the package cannot be imported.
-    """
-
-    rabbitllm: str | None
-    quantizer: str | None
-    lease: bool
-    unseen: tuple[str, ...]
-    error: str = ""
-
-
 def check_machines(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path], *, quantizes: bool) -> None:
     """Check that every machine can take part.
 
@@ -235,38 +216,35 @@ def check_machines(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Pa
     Raises:
         ClusterError: a machine cannot take part, or does not answer; names the machine.
     """
-    for node, present in zip(nodes, _infos(nodes, lease, seen), strict=True):
-        _check(node, present, lease, quantizes)
+    for node, found in zip(nodes, _looks(nodes, lease, seen), strict=True):
+        _check(node.host, found, lease, quantizes=quantizes)
 
 
-def _check(node: Node, present: NodeInfo, lease: Lease | None, quantizes: bool) -> None:
-    if present.rabbitllm is None:
+def _check(host: str, found: Mapping[str, Any], lease: Lease | None, *, quantizes: bool) -> None:
+    if "error" in found:
         raise ClusterError(
-            f"rabbitllm cannot be imported on {node.host}: {present.error}.",
+            f"rabbitllm cannot be imported on {host}: {found['error']}.",
             'Install it there, with what Ray needs: pip install ".[ray]" in a copy of the repository.',
         )
-    if present.rabbitllm != __version__:
+    if found["version"] != __version__:
         raise ClusterError(
-            f"{node.host} has rabbitllm {present.rabbitllm}; this machine has {__version__}.",
+            f"{host} has rabbitllm {found['version']}; this machine has {__version__}.",
             "Install the same version on all machines.",
         )
-    ours = quantizer_version()
-    if quantizes and present.quantizer != ours:
+    if quantizes and found["quantizer"] != (ours := quantizer_version()):
         raise ClusterError(
-            f"{node.host} has bitsandbytes {present.quantizer}; this machine has {ours}.",
+            f"{host} has bitsandbytes {found['quantizer']}; this machine has {ours}.",
             "Install the same version on all machines, so that all quantize alike.",
         )
-    if lease is not None and not present.lease:
+    if lease is not None and not found["lease"]:
         raise ClusterError(
-            f"{node.host} does not see {lease.folder / LEASE_NAME}, which this machine has just written.",
-            "The split directory has to be in a folder that all machines share, under the same path: name one with "
-            "--dir.",
+            f"{host} does not see {lease.folder / LEASE_NAME}, which this machine has just written.",
+            "Put the split directory into a folder that all machines share, under the same path: name it with --dir.",
         )
-    if present.unseen:
+    if found["unseen"]:
         raise ClusterError(
-            f"{node.host} does not see {present.unseen[0]}, where the source is.",
-            "Put the source into a folder that all machines share, under the same path, or name a repository on the "
-            "hub.",
+            f"{host} does not see {found['unseen'][0]}, where the source is.",
+            "Put the source into a folder that all machines share, under the same path, or name a repository.",
         )
 
 
@@ -280,7 +258,8 @@ def quantizer_version() -> str | None:
         return None
 
 
-def _infos(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path]) -> list[NodeInfo]:
+def _looks(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path]) -> list[dict[str, Any]]:
+    """What each machine says about itself; see `_looker`."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -295,7 +274,7 @@ def _infos(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path]) -> 
     found = []
     for node, answer in zip(nodes, asked, strict=True):
         try:
-            found.append(NodeInfo(*ray.get(answer, timeout=ANSWER_SECONDS)))
+            found.append(ray.get(answer, timeout=ANSWER_SECONDS))
         except RayError as error:
             raise ClusterError(
                 f"{node.host} did not answer within {ANSWER_SECONDS:.0f} s: {type(error).__name__}.",
@@ -304,17 +283,17 @@ def _infos(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path]) -> 
     return found
 
 
-def _looker() -> Callable[[str, str, list[str]], tuple[Any, ...]]:
+def _looker() -> Callable[[str, str, list[str]], dict[str, Any]]:
     """The remote function. A nested function is pickled by value, so it needs no import of this package there."""
 
-    def look(lease: str, run: str, seen: list[str]) -> tuple[Any, ...]:
+    def look(lease: str, run: str, seen: list[str]) -> dict[str, Any]:
         import importlib.metadata
         import os
 
         try:
             from rabbitllm.version import __version__ as version
         except Exception as error:
-            return None, None, False, (), f"{type(error).__name__}: {error}"
+            return {"error": f"{type(error).__name__}: {error}"}
         try:
             quantizer = importlib.metadata.version("bitsandbytes")
         except importlib.metadata.PackageNotFoundError:
@@ -324,6 +303,23 @@ def _looker() -> Callable[[str, str, list[str]], tuple[Any, ...]]:
                 reads = file.read() == run
         except OSError:
             reads = False
-        return version, quantizer, reads, tuple(path for path in seen if not os.path.exists(path))
+        unseen = [path for path in seen if not os.path.exists(path)]
+        return {"version": version, "quantizer": quantizer, "lease": reads, "unseen": unseen}
 
     return look
+
+
+def error_of(error: Any, what: str) -> BaseException:
+    """The error of a task (a `RayTaskError`): as it was raised there, if it is one for users.
+
+    Args:
+        error: the error as Ray raised it.
+        what: what the worker worked on.
+    """
+    cause = error.cause
+    if isinstance(cause, RabbitLLMError | OSError | MemoryError):
+        return cause
+    return ClusterError(
+        f"A worker failed at {what}: {type(cause).__name__}: {cause}.",
+        "The same call goes on where it stopped; without --ray it says more.",
+    )

@@ -22,20 +22,19 @@ from rabbitllm.batch_jobs.inputs import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
 from rabbitllm.batch_jobs.job import digest_of
 from rabbitllm.batch_jobs.journal import BatchJournal
-from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
+from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
-from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
+from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, everywhere, say
 
 
 def answering_on(
-    address: str, request: LoadRequest, name: str, limits: JobLimits, workers: int | None = None
+    address: str, request: LoadRequest, limits: JobLimits, workers: int | None = None
 ) -> Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]]:
     """A function that provides the answers missing in a journal.
 
     Args:
         address: see `cluster.connected`.
         request: the model, its split and its run.
-        name: the model's name as the user gave it.
         limits: limits of the batch of one worker.
         workers: see `worker_pool`.
 
@@ -50,7 +49,7 @@ def answering_on(
             pool = worker_pool(nodes, workers)
             check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
             say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; they get the model ready …")
-            job = WorkerJob(everywhere(request), name, limits, _longest(scan, limits.sequences), pool.share)
+            job = WorkerJob(everywhere(request), request.spec.name, limits, scan.longest(limits.sequences), pool.share)
             chunks = in_chunks(order, pool.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:
@@ -60,11 +59,6 @@ def answering_on(
             yield from RayAnswers(pool, job, check=check).answered(chunks, scan.item)
 
     return elsewhere
-
-
-def _longest(scan: InputScan, count: int) -> tuple[tuple[int, int], ...]:
-    found = sorted(zip(scan.lengths, scan.kinds, strict=True), reverse=True)
-    return tuple((int(length), int(kind)) for length, kind in found[:count])
 
 
 PASSFULS = 4
@@ -260,7 +254,7 @@ class RayAnswers:
                 worker.answers = worker.left = None
                 return
         except RayTaskError as error:
-            raise _own(error) from None
+            raise error_of(error, "lines of the batch") from None
         except RayError as error:
             self._replace(worker, waiting, error)
             return
@@ -321,14 +315,3 @@ def _end(worker: _Worker) -> None:
 
     with contextlib.suppress(Exception):  # the error that led here is the one to report
         ray.kill(worker.actor)
-
-
-def _own(error: Any) -> BaseException:
-    """The error of a worker, as it was raised there."""
-    cause = error.cause
-    if isinstance(cause, RabbitLLMError | OSError | MemoryError):
-        return cause
-    return ClusterError(
-        f"A worker failed at lines of the batch: {type(cause).__name__}: {cause}.",
-        "What was answered is kept, and the same command goes on; without --ray it says more.",
-    )

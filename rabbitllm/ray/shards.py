@@ -13,9 +13,9 @@ from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.terminal import counted
-from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
+from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.models.pull import Pulled, pull
-from rabbitllm.ray.cluster import Node, check_machines, connected, everywhere, say
+from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, everywhere, say
 from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
 from rabbitllm.splitter.lock import Lease, LeaseCheck, granted, revoke
 from rabbitllm.splitter.mover import FillTarget, Mover
@@ -178,13 +178,7 @@ def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
     try:
         sums: ShardChecksums = ray.get(reference)
     except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, RabbitLLMError | OSError):
-            raise cause from None
-        raise ClusterError(
-            f"A worker failed at {shard.name}: {type(cause).__name__}: {cause}.",
-            "The same call goes on where it stopped; without --ray it says more.",
-        ) from error
+        raise error_of(error, shard.name) from None
     except RayError as error:
         raise ClusterError(
             f"The workers that had {shard.name} died, {TIMES} of them one after the other: {type(error).__name__}.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from rabbitllm.generation.request import Delta, Finished, FinishReason, TokenLogprob
@@ -96,19 +96,14 @@ class Spelling:
 
     Args:
         tokenizer: the model's tokenizer.
+
+    Attributes:
+        of: id of a token -> its text and its bytes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, tuple[int, ...]]] = {}
-
-    def of(self, token: int) -> tuple[str, tuple[int, ...]]:
-        """The text and the bytes of a token."""
-        if token not in self._known:
-            if len(self._known) > 1 << 16:
-                self._known.clear()
-            self._known[token] = self._spell(token)
-        return self._known[token]
+        self.of = lru_cache(1 << 16)(self._spell)
 
     def _spell(self, token: int) -> tuple[str, tuple[int, ...]]:
         name = self._tokenizer.convert_ids_to_tokens(token)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Scope
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rabbitllm.engine.tier_picture import places
 from rabbitllm.formats.bounded import decode_message
@@ -38,7 +38,7 @@ from rabbitllm.server.metrics import CONTENT_TYPE, written
 from rabbitllm.server.requests import CheckedCall, checked_chat, checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
-from rabbitllm.server.streaming import EventStream, Inbox, Submission, frames, left, whole
+from rabbitllm.server.streaming import EventStream, Inbox, Submission, frames, unless_left, whole
 
 GONE = 499
 """Status of a request whose client left; it appears only in the log."""
@@ -53,17 +53,19 @@ def create_app(service: Service) -> ASGIApp:
     Args:
         service: the model and everything that answers requests.
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(HTTPException, _answer_error)
-    app.include_router(_routes(service))
-    app.include_router(page.router)
+    router = Router([*_routes(service), *page.ROUTES])
     settings = service.settings
+
+    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = router  # so that an unknown path is an exception too
+        await router(scope, receive, send)
 
     def refused(scope: Scope) -> APIError | None:
         closed = service.is_closing and scope["path"] not in ALWAYS
         return wrong_key(scope, settings.api_key) or (closing() if closed else None)
 
-    guarded: ASGIApp = Guard(app, refused)
+    answered = ExceptionMiddleware(routed, {HTTPException: _answer_error, Exception: _answer_error})
+    guarded: ASGIApp = Guard(answered, refused)
     if settings.origins:
         guarded = CORSMiddleware(
             guarded,
@@ -77,32 +79,15 @@ def create_app(service: Service) -> ASGIApp:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return answer_of(api_error_of(error))
+    if isinstance(error, ClientDisconnect):
+        _record(request).gone = True
+        return Response(status_code=GONE)
+    refusal = api_error_of(error)
+    _record(request).error = refusal.code or refusal.message
+    return answer_of(refusal)
 
 
-class _Answering(APIRoute):
-    """A route that answers its exceptions in OpenAI's form."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI."""
-        handler = super().get_route_handler()
-
-        async def answered(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except ClientDisconnect:
-                _record(request).gone = True
-                return Response(status_code=GONE)
-            except Exception as error:
-                refusal = api_error_of(error)
-                _record(request).error = refusal.code or refusal.message
-                return answer_of(refusal)
-
-        return answered
-
-
-def _routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=_Answering)
+def _routes(service: Service) -> list[BaseRoute]:
     settings = service.settings
 
     async def body_of(request: Request) -> Any:
@@ -112,16 +97,13 @@ def _routes(service: Service) -> APIRouter:
         name, usage = f"{lead}{_record(request).id}", bool(body.stream and body.include_usage)
         return Envelope(name, int(time.time()), settings.name, *kinds, body.n or 1, usage)
 
-    @router.get("/v1/models")
-    async def models() -> Response:
+    async def models(_: Request) -> Response:
         return JsonResponse({"object": "list", "data": [_model(service)]})
 
-    @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        service.check_name(name)
+    async def model(request: Request) -> Response:
+        service.check_name(request.path_params["name"])
         return JsonResponse(_model(service))
 
-    @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = parsed(ChatBody, await body_of(request))
         service.check_name(body.model)
@@ -130,7 +112,6 @@ def _routes(service: Service) -> APIRouter:
         kinds = "chat.completion", "chat.completion.chunk"
         return await _generated(request, service, body, asked, choices, envelope("chatcmpl-", kinds, body, request))
 
-    @router.post("/v1/completions")
     async def completion(request: Request) -> Response:
         body = parsed(CompletionBody, await body_of(request))
         service.check_name(body.model)
@@ -139,7 +120,6 @@ def _routes(service: Service) -> APIRouter:
         kinds = "text_completion", "text_completion"
         return await _generated(request, service, body, asked, choices, envelope("cmpl-", kinds, body, request))
 
-    @router.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         body = parsed(Embedding, await body_of(request))
         service.check_name(body.model)
@@ -154,23 +134,29 @@ def _routes(service: Service) -> APIRouter:
             lambda: checked_embedding(body, service.tokenizer, service.model, settings, embedder)
         )
         work = asyncio.ensure_future(embedder.embed(asked.inputs))
-        found = await _unless_gone(request, work, work.cancel)
+        found = await unless_left(work, request.receive, work.cancel)
         return JsonResponse(embedding_object(asked, found, settings.name))
 
-    @router.get("/health")
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         return JsonResponse(_health(service), 200 if service.is_alive else CLOSING)
 
-    @router.get("/status")
-    async def status() -> Response:
+    async def status(_: Request) -> Response:
         return JsonResponse(_status(service), headers={"cache-control": "no-store"})
 
-    @router.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         families = service.metrics.families(service.batch.facts, settings.name)
         return Response(written(families), media_type=CONTENT_TYPE)
 
-    return router
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/health", health),
+        Route("/status", status),
+        Route("/metrics", metrics),
+    ]
 
 
 async def _generated(
@@ -199,7 +185,7 @@ async def _generated(
     if not body.stream:
         work = asyncio.ensure_future(whole(submission, envelope, choices))
         try:
-            return JsonResponse(await _unless_gone(request, work, submission.cancel))
+            return JsonResponse(await unless_left(work, request.receive, submission.cancel))
         finally:
             over(True)
 
@@ -212,25 +198,6 @@ async def _generated(
     return EventStream(
         noted(), over, heartbeat_seconds=settings.heartbeat_seconds, stall_seconds=settings.stall_seconds
     )
-
-
-async def _unless_gone(request: Request, work: asyncio.Future[Any], cancel: Callable[[], object]) -> Any:
-    """The result of the work, unless the client disconnects first.
-
-    Raises:
-        ClientDisconnect: the client has disconnected.
-    """
-    leaving = asyncio.ensure_future(left(request.receive))
-    try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        raise ClientDisconnect
-    finally:
-        cancel()
-        leaving.cancel()
-        work.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
 
 
 def _record(request: Request) -> Record:
@@ -249,18 +216,16 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
+_OF_HEALTH = ("running", "waiting", "most_running", "most_waiting", "cache_bytes", "cache_limit_bytes")
+
+
 def _health(service: Service) -> dict[str, Any]:
     facts = service.batch.facts
     status = "ok" if service.is_alive else "shutting down" if service.is_closing else "failed"
     return {
         "status": status,
         "model": service.settings.name,
-        "running": facts.running,
-        "waiting": facts.waiting,
-        "most_running": facts.most_running,
-        "most_waiting": facts.most_waiting,
-        "cache_bytes": facts.cache_bytes,
-        "cache_limit_bytes": facts.cache_limit_bytes,
+        **{name: getattr(facts, name) for name in _OF_HEALTH},
         "embeddings": service.embedder is not None,
     }
 

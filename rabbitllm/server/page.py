@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 FILES = {
     "": ("page.html", "text/html; charset=utf-8"),
@@ -66,12 +67,5 @@ def _answer(path: str) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-def _router() -> APIRouter:
-    made = APIRouter(include_in_schema=False)
-    for path in FILES:
-        made.add_api_route(f"/{path}", _answer(path), methods=["GET", "HEAD"])
-    return made
-
-
-router = _router()
+ROUTES = tuple(Route(f"/{path}", _answer(path)) for path in FILES)
 """The page and its files."""

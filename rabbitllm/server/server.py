@@ -150,12 +150,15 @@ class Server(uvicorn.Server):
     Args:
         service: the model and everything that answers requests; its batch is closed at the end.
         grace: seconds in which running requests may finish; None for no limit.
+        on_start: called when requests are accepted.
 
     Attributes:
         was_forced: whether a second signal arrived.
     """
 
-    def __init__(self, service: Service, grace: float | None = 30.0) -> None:
+    def __init__(
+        self, service: Service, grace: float | None = 30.0, on_start: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(service),
@@ -174,7 +177,7 @@ class Server(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # we log what matters ourselves
         self._service = service
         self._grace = grace
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_start = on_start
         self.was_forced = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -195,6 +198,12 @@ class Server(uvicorn.Server):
         self._service.is_closing = True
         self.was_forced = self.was_forced or now
         threading.Thread(target=self._close, args=(0.0 if now else self._grace,), daemon=True).start()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        with contextlib.suppress(OSError):  # the greeting has no reader
+            self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn; first accept clients that have connected already, whose connections would be reset otherwise."""
@@ -235,26 +244,19 @@ def serve(service: Service, listening: socket.socket, grace: float | None, start
     Returns:
         Whether the end was forced: then the batch may still be in a pass.
     """
-    server = Server(service, grace)
+    server = Server(service, grace, started)
 
     listen(listening, BACKLOG)
 
     async def run() -> None:
-        tasks = [asyncio.ensure_future(task) for task in (_tell(server, started), give_back_freed())]
+        giving_back = asyncio.ensure_future(give_back_freed())
         try:
             await server.serve(sockets=[listening])
         finally:
-            for task in tasks:
-                task.cancel()
+            giving_back.cancel()
 
     asyncio.run(run())
     return server.was_forced
-
-
-async def _tell(server: uvicorn.Server, started: Callable[[], None]) -> None:
-    while not server.started:
-        await asyncio.sleep(0.01)
-    started()
 
 
 def put_greeting(

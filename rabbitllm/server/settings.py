@@ -152,7 +152,7 @@ def check_guarded(made: socket.socket, api_key: str | None, *, insecure: bool) -
     )
 
 
-NEEDED = ("fastapi", "uvicorn", "greenlet")
+NEEDED = ("starlette", "pydantic", "uvicorn", "greenlet")
 
 
 def check_installed() -> None:

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -281,31 +282,21 @@ class EventStream(Response):
         self._over = over
         self._heartbeat = heartbeat_seconds
         self._stall = stall_seconds
+        self._stayed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write until the end, or until the client stops reading."""
         writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(left(receive))
-        stayed = False
-        try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                stayed = writing.result()
-        finally:
-            self._over(stayed)
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
+        with contextlib.suppress(ClientDisconnect):
+            await unless_left(writing, receive, lambda: self._over(self._stayed))
 
-    async def _write(self, send: Send) -> bool:
-        try:
+    async def _write(self, send: Send) -> None:
+        with contextlib.suppress(TimeoutError, OSError):
             await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for frame in self._with_heartbeats():
                 await self._send(send, {"type": "http.response.body", "body": frame, "more_body": True})
             await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
-        except (TimeoutError, OSError):
-            return False
-        return True
+            self._stayed = True
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         async with asyncio.timeout(self._stall):
@@ -338,7 +329,30 @@ async def _next(frames: AsyncIterator[bytes]) -> bytes:
     return b""
 
 
-async def left(receive: Receive) -> None:
-    """Return when the client has disconnected; the body must have been read before."""
+async def unless_left(work: asyncio.Future[Any], receive: Receive, over: Callable[[], object]) -> Any:
+    """The result of the work, unless the client disconnects first; the body must have been read before.
+
+    Args:
+        work: cancelled if the client disconnects.
+        receive: see ASGI.
+        over: called in any case, before the work is cancelled.
+
+    Raises:
+        ClientDisconnect: the client has disconnected.
+    """
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise ClientDisconnect
+    finally:
+        over()
+        leaving.cancel()
+        work.cancel()
+        await asyncio.gather(work, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -22,7 +22,7 @@ generation), `disk_bytes`, `copied_bytes` (host to device), `overlap` (max(movin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rabbitllm.base.terminal import amount, speed
@@ -64,12 +64,7 @@ def stage_table(stages: Mapping[str, Total], title: str) -> list[str]:
 
 
 def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str]:
-    """A line for prefill passes and one for decode passes.
-
-    Args:
-        sums: sums of all passes.
-        passes: those kept individually, for the median.
-    """
+    """A line for prefill passes and one for decode passes."""
     rows = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]
     for kind, total in sums.items():
         made = total.made_per_pass
@@ -117,13 +112,17 @@ def _mean_ms(total: Total | None) -> float:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, with the first and last column left-aligned, the others right-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells, row[-1]]).rstrip())
-    return lines
+    return aligned(rows, left=(0, len(rows[0]) - 1))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Rows as lines; the columns `left` are left-aligned, the others right-aligned."""
+    columns = [
+        [cell.ljust(width) if at in left else cell.rjust(width) for cell in column]
+        for at, column in enumerate(zip(*rows, strict=True))
+        for width in [max(map(len, column))]
+    ]
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 # JSON

@@ -1,6 +1,6 @@
 """Checkpoints in folders that lead out of them, or name what is no file: each is a builder and what must be raised.
 
-What they lead to lies beside the folder, holds a sound checkpoint, and is never to be opened.
+What they lead to lies next to the folder, holds a sound checkpoint, and is never to be opened.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HOSTILE_NAMES = [
 
 
 Builder = Callable[[Path], None]
-"""Fills an empty folder, beside which is `outside` with a sound checkpoint in it."""
+"""Fills an empty folder; next to it is `outside` with a sound checkpoint in it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def attack(message: str, error: type[Exception] = UnsafePathError) -> Callable[[
 
 
 def prepare(place: Path) -> Path:
-    """The empty folder for an attack, with what it may lead to beside it."""
+    """The empty folder for an attack, with what it may lead to next to it."""
     outside = place / "outside"
     outside.mkdir(parents=True)
     (outside / SINGLE).write_bytes(SOUND)

@@ -395,7 +395,7 @@ def empty(_: Path) -> bytes:
     return b""
 
 
-@attack("wants 4 bytes, and 2 are left", CorruptShardError)
+@attack("not enough data in stream to read uint4", CorruptShardError)
 def length_cut_off(_: Path) -> bytes:
     return b"\x80\x02X\x01\x00"
 
@@ -420,32 +420,32 @@ def memo_that_is_not_there(_: Path) -> bytes:
     return b"\x80\x02h\xc8."
 
 
-@attack("wants 4,294,967,295 bytes", CorruptShardError)
+@attack("BINUNICODE expected 4294967295 bytes", CorruptShardError)
 def text_of_4_gib(_: Path) -> bytes:
     return b"\x80\x02X\xff\xff\xff\xff."
 
 
-@attack("wants 18,446,744,073,709,551,615 bytes", CorruptShardError)
+@attack("byte count > sys.maxsize", CorruptShardError)
 def text_of_16_eib(_: Path) -> bytes:
     return b"\x80\x04\x8d" + b"\xff" * 8 + b"."
 
 
-@attack("wants 9,223,372,036,854,775,807 bytes", CorruptShardError)
+@attack("expected 9223372036854775807 bytes", CorruptShardError)
 def bytes_of_8_eib(_: Path) -> bytes:
     return b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f."
 
 
-@attack("wants 2,147,483,647 bytes", CorruptShardError)
+@attack("expected 2147483647 bytes", CorruptShardError)
 def bytearray_of_2_gib(_: Path) -> bytes:
     return b"\x80\x05\x96\xff\xff\xff\x7f\0\0\0\0."
 
 
-@attack("number of 2,147,483,647 bytes")
+@attack("LONG4 not enough data", CorruptShardError)
 def number_of_2_gib(_: Path) -> bytes:
     return b"\x80\x02\x8b\xff\xff\xff\x7f."
 
 
-@attack("number of -1 bytes")
+@attack("LONG4 long4 byte count < 0", CorruptShardError)
 def number_of_negative_length(_: Path) -> bytes:
     return b"\x80\x02\x8b\xff\xff\xff\xff."
 

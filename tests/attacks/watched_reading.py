@@ -27,7 +27,7 @@ from rabbitllm.formats.torch_pickle import name_tensors, read_torch_pickle
 from tests.attacks import folders
 
 MEMORY_BYTES = 256_000_000
-"""What reading may take beside what the idle process has."""
+"""What reading may take in addition to what the idle process has."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 HARMLESS = {"os.listdir", "os.scandir", "builtins.id", "array.__new__", "pathlib.Path.glob"}
 """Events other than opening a file for reading that may happen."""

@@ -61,7 +61,7 @@ def error_of(call: Callable[[], object]) -> ResultsError | None:
 JOURNAL = "out.jsonl.journal"
 
 
-def left_beside(out: Path) -> list[str]:
+def other_files(out: Path) -> list[str]:
     return sorted(path.name for path in out.parent.iterdir() if path != out)
 
 
@@ -69,7 +69,7 @@ def test_the_output_has_the_inputs_order_and_the_journal_is_gone(tmp_path: Path)
     out = tmp_path / "new" / "out.jsonl"
     make(out, [])
     assert out.read_text() == EXPECTED
-    assert left_beside(out) == ["out.jsonl.done"]
+    assert other_files(out) == ["out.jsonl.done"]
 
 
 def test_an_answer_is_durable_when_it_is_added_and_some_together_cost_one_sync(tmp_path: Path) -> None:
@@ -94,12 +94,12 @@ def test_it_goes_on_after_dying_at_any_step(tmp_path: Path) -> None:
             break
         if out.exists():
             assert out.read_text() == EXPECTED  # whole or not at all
-        if not out.exists() or JOURNAL in left_beside(out):
+        if not out.exists() or JOURNAL in other_files(out):
             again: list[int] = []
             make(out, again)
             assert not set(again) & set(added)
         assert out.read_text() == EXPECTED
-        assert left_beside(out) == ["out.jsonl.done"]
+        assert other_files(out) == ["out.jsonl.done"]
         assert errors_of_finished(out, HEAD) is not None
         at += 1
     assert at > 15
@@ -118,7 +118,7 @@ def test_a_failing_disk_ends_it_with_words_and_loses_nothing(tmp_path: Path, fau
             break
         assert "run the same command once more" in error.remedy.lower()
         again: list[int] = []
-        if not out.exists() or JOURNAL in left_beside(out):  # else only its last sync failed
+        if not out.exists() or JOURNAL in other_files(out):  # else only its last sync failed
             make(out, again)
         assert not set(again) & set(added)
         assert out.read_text() == EXPECTED
@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_in_the_middle_of_an_answer(tmp_path: Path) -> None:
         if error is not None:
             make(out, [])
         assert out.read_text() == EXPECTED
-        assert left_beside(out) == ["out.jsonl.done"]
+        assert other_files(out) == ["out.jsonl.done"]
 
 
 def test_a_torn_or_spoilt_line_is_no_answer(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_what_is_there_is_not_overwritten_without_being_told(tmp_path: Path) -> 
     out.write_text("mine")
     with pytest.raises(ResultsError, match=r"out\.jsonl is there already"):
         make(out, [])
-    assert left_beside(out) == []
+    assert other_files(out) == []
     told: list[int] = []
     make(out, told, overwrite=True)
     assert (out.read_text(), len(told)) == (EXPECTED, LINES)
@@ -252,7 +252,7 @@ with opened(Path({str(out)!r}), {LINES}, {HEAD!r}):
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
     assert "Another process is at work on" in second.stderr
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
-    assert left_beside(out) == ["out.jsonl.journal"]
+    assert other_files(out) == ["out.jsonl.journal"]
 
 
 def test_an_output_where_nothing_can_be_written(tmp_path: Path) -> None:

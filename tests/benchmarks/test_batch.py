@@ -1,4 +1,4 @@
-"""The benchmark of many prompts: what is linear, what is beside what, and the goals."""
+"""The benchmark of many prompts: what is linear, what is compared with what, and the goals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.batch import BatchRun, Case, beside_ours, curves, main, notes_on, of_linear, of_the_goal, tabulate
+from benchmarks.batch import (
+    BatchRun,
+    Case,
+    against_ours,
+    curves,
+    main,
+    notes_on,
+    of_linear,
+    of_the_goal,
+    tabulate,
+)
 from benchmarks.worker_batch import prompt
 from tests.benchmarks.test_capped import needs_groups
 
@@ -36,11 +46,11 @@ def test_of_linear_is_within_a_turn() -> None:
     assert of_linear(RUNS, OURS[2]) == [0.5]
 
 
-def test_beside_the_best_of_ours() -> None:
-    assert beside_ours(RUNS, PEER, (1, 4, 16)) == [1.0 / 8.0]
+def test_compared_with_the_best_of_ours() -> None:
+    assert against_ours(RUNS, PEER, (1, 4, 16)) == [1.0 / 8.0]
 
 
-def test_scoring_beside_a_pass_and_computing() -> None:
+def test_scoring_compared_with_a_pass_and_computing() -> None:
     assert of_the_goal(RUNS, "rabbitllm-2") == [1.2]
 
 

@@ -448,7 +448,7 @@ def test_an_environment_that_pip_cannot_make(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_experts_beside_a_dense_model_at_tiny_scale(tmp_path: Path) -> None:
+def test_experts_compared_with_a_dense_model_at_tiny_scale(tmp_path: Path) -> None:
     folders = ["--scale", "tiny", "--work-dir", str(tmp_path / "w"), "--results", str(tmp_path / "r" / "experts")]
     rows = ["dense-4bit", "experts-4bit"]
     assert split_experts.main([*folders, "--turns", "2", "--only", *rows]) == 0

@@ -77,8 +77,8 @@ def test_what_is_compared_with_what() -> None:
     ]
     assert capped.of_the_limit(runs, ours) == pytest.approx([1.2, 1.5])
     assert capped.of_the_limit(runs, Case("transformers", 50)) == []
-    assert capped.ours_beside(Case("llama.cpp-q4_0", 25)) == Case("rabbitllm-2-4bit", 25)
-    assert capped.ours_beside(Case("llama.cpp-bf16", 25)) == Case("rabbitllm-2", 25)
+    assert capped.our_case_for(Case("llama.cpp-q4_0", 25)) == Case("rabbitllm-2-4bit", 25)
+    assert capped.our_case_for(Case("llama.cpp-bf16", 25)) == Case("rabbitllm-2", 25)
 
 
 def test_bytes_that_this_process_reads_are_counted(tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ def test_a_layer_of_its_own_room_is_not_pushed_out_by_another() -> None:
 
 def test_what_several_tokens_of_a_pass_ask_for_is_asked_for_once() -> None:
     first, second = (of_tokens(np.array(ids, np.uint16)[:, None, None], 4) for ids in ([0, 1], [0, 2]))
-    beside = batched([first, second])
-    assert [group.slots.tolist() for group in groups_of(beside)] == [[0], [1, 2]]
-    assert [group.counts.tolist() for group in groups_of(beside)] == [[2], [1, 1]]
-    assert [group.time for group in groups_of(beside)] == [0, 2]
+    together = batched([first, second])
+    assert [group.slots.tolist() for group in groups_of(together)] == [[0], [1, 2]]
+    assert [group.counts.tolist() for group in groups_of(together)] == [[2], [1, 1]]
+    assert [group.time for group in groups_of(together)] == [0, 2]
     after = joined([first, second])
     assert [group.slots.tolist() for group in groups_of(after)] == [[0], [1], [0], [2]]
     assert replay(after, 4, Recency(), counted=[False, False, True, True]).hits == 1

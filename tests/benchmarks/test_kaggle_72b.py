@@ -397,7 +397,7 @@ def damage(path: Path, name: str) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_layer_files_beside_bitsandbytes(layers: Path, content: Content, tiny: Checkpoint) -> None:
+def test_layer_files_compared_with_bitsandbytes(layers: Path, content: Content, tiny: Checkpoint) -> None:
     found = spot_check.check(tiny, content, layers, 0)
     assert found.wrong == ()
     assert found.tensors == 51

@@ -92,7 +92,7 @@ def test_passages_follow_one_another_in_their_text() -> None:
     assert other[0] == first[0] + TEXTS // len(HABITS) * each
 
 
-def test_hits_are_set_beside_those_of_the_optimum_and_of_lru() -> None:
+def test_hits_are_compared_with_those_of_the_optimum_and_of_lru() -> None:
     # a prompt of two tokens and two steps, three times; the first request only warms up
     prompt, steps = [[[0], [1]]], [[[2]], [[0]]]
     passes = (prompt[0], *steps) * 3

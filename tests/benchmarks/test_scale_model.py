@@ -45,7 +45,7 @@ def test_each_limit_by_itself_is_bytes_over_a_rate(compression: str | None) -> N
         for name in ("disk", "link", "memory", "flops")
     }
     stored = drawn.shape.output_bytes * matrices / parameters
-    assert found["disk"] == pytest.approx(stored / 1e9, rel=0.05)  # norms and what fits beside the buffers stay
+    assert found["disk"] == pytest.approx(stored / 1e9, rel=0.05)  # norms and what fits with the buffers stay
     assert found["link"] == pytest.approx(stored / 1e9, rel=0.05)
     keys = 8 * drawn.shape.cache.bytes_for(100)
     once = 2 * matrices if compression is None else stored + 4 * matrices
@@ -68,7 +68,7 @@ def test_of_experts_those_that_the_rows_are_expected_to_ask_for() -> None:
 
 
 def test_a_sequence_takes_what_its_cache_holds() -> None:
-    """Of a model with both kinds of layers, beside the cache that transformers makes."""
+    """Of a model with both kinds of layers, compared with the cache that transformers makes."""
     config = {**shape_of(MIXTURE, None).config, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2}
     config |= {"hidden_size": 64, "vocab_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     settings = {name: value for name, value in config.items() if name != "architectures"}
@@ -98,8 +98,8 @@ def test_keys_and_values_end_the_batch_and_the_disk_a_model() -> None:
     assert streaming(KAGGLE, drawn_for(DENSE, None), 1) is None  # 145 GB of layer files
     found = scale_model.alone(KAGGLE, DENSE, "4bit")
     assert streaming(KAGGLE, drawn_for(DENSE, "4bit"), 2 * found[-1].sequences) is None
-    beside = cache_bytes(shape_of(DENSE, "4bit"), found[-1].sequences) / 2 + drawn_for(DENSE, "4bit").buffers
-    assert beside <= KAGGLE.room.value < beside + cache_bytes(shape_of(DENSE, "4bit"), found[-1].sequences) / 2
+    least = cache_bytes(shape_of(DENSE, "4bit"), found[-1].sequences) / 2 + drawn_for(DENSE, "4bit").buffers
+    assert least <= KAGGLE.room.value < least + cache_bytes(shape_of(DENSE, "4bit"), found[-1].sequences) / 2
 
 
 def test_spread_layers_stay_and_the_network_can_be_the_limit() -> None:

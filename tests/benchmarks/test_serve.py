@@ -1,4 +1,4 @@
-"""The benchmark of servers: what clients note, figures of it, rows beside each other."""
+"""The benchmark of servers: what clients note, figures of it, rows compared with each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import lines, serve, serve_clients
 from benchmarks.latencies import Answer, Level, linearity, percentile
-from benchmarks.serve_report import ServeRun, beside_ours, curves, figures, notes_on, of_linear, tabulate
+from benchmarks.serve_report import ServeRun, against_ours, curves, figures, notes_on, of_linear, tabulate
 from benchmarks.serve_rows import SERVERS, Workload, body_of, prepared
 from benchmarks.server_process import asked
 from tests.benchmarks.test_capped import needs_groups
@@ -65,15 +65,15 @@ def run(row: str, rates: dict[int, float], turn: int = 0) -> ServeRun:
     return made
 
 
-def test_rows_beside_each_other() -> None:
+def test_rows_compared_with_each_other() -> None:
     runs = [
         run("rabbitllm-serve", {1: 1.0, 4: 3.6, 16: 8.0}),
         run("llama-server-bf16", {1: 2.0, 4: 1.8}),
         run("llama-server-q4_0", {1: 2.0}),
     ]
     assert [of_linear(runs[0], number) for number in (4, 16, 64)] == [0.9, 0.5, None]
-    assert [beside_ours(runs, runs[1], number) for number in (1, 4, 16)] == [2.0, 0.5, None]
-    assert beside_ours(runs, runs[2], 1) is None  # there is none of ours at 4 bits
+    assert [against_ours(runs, runs[1], number) for number in (1, 4, 16)] == [2.0, 0.5, None]
+    assert against_ours(runs, runs[2], 1) is None  # there is none of ours at 4 bits
     rows = [one.row for one in runs]
     table = tabulate(runs, rows, [1, 4])
     assert table.rows[0][:6] == ("rabbitllm-serve", "1", "1/1", "1.00", "1.00", "1.00")
@@ -140,7 +140,7 @@ EVENTS = [
 
 @pytest.fixture
 def scripted() -> Iterator[str]:
-    """A server that streams these events to whoever asks for `good`, breaks off after one for `broken`, and refuses all
+    """A server that streams these events to requests for `good`, breaks off after one for `broken`, and refuses all
     others; its URL. One that asks for `never` waits for ever."""
     ready = threading.Event()
     found: dict[str, Any] = {}

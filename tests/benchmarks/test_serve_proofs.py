@@ -27,10 +27,10 @@ def test_tokens_are_counted_as_the_server_says() -> None:
     assert shared_prompt.counted(text) == (12, 5)
 
 
-def test_rows_beside_the_one_that_shares_nothing() -> None:
+def test_rows_compared_with_the_one_that_shares_nothing() -> None:
     runs = [SharedRun(row, 0, computed_tokens=count) for row, count in ((ALIKE, 50), (LEFT, 10), (APART, 100))]
-    assert shared_prompt.beside(runs, lambda run: run.computed_tokens) == {ALIKE: 0.5, LEFT: 0.1}
-    assert shared_prompt.beside(runs[:2], lambda run: run.computed_tokens) == {ALIKE: None, LEFT: None}
+    assert shared_prompt.compared(runs, lambda run: run.computed_tokens) == {ALIKE: 0.5, LEFT: 0.1}
+    assert shared_prompt.compared(runs[:2], lambda run: run.computed_tokens) == {ALIKE: None, LEFT: None}
 
 
 def test_where_two_answers_part() -> None:
@@ -44,7 +44,7 @@ def test_where_two_answers_part() -> None:
 
 
 @pytest.mark.long
-def test_answers_beside_those_alone_at_tiny_scale(tmp_path: Path) -> None:
+def test_answers_compared_with_those_alone_at_tiny_scale(tmp_path: Path) -> None:
     given = ["--scale", "tiny", "--at-once", "3", "8", "--tokens", "6", "--work-dir", str(tmp_path)]
     assert alone_or_together.main([*given, "--results", str(tmp_path / "r")]) == 0
     text = (tmp_path / "r.md").read_text()

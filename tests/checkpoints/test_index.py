@@ -115,9 +115,9 @@ def test_the_folder_outside_is_sound(tmp_path: Path) -> None:
 
 
 def test_entries_in_the_order_that_transformers_has() -> None:
-    beside = ["config.json", "last.ckpt", "consolidated.00.pth", "params.json"]
+    others = ["config.json", "last.ckpt", "consolidated.00.pth", "params.json"]
     for number, name in enumerate(ENTRY_NAMES):
-        assert entry_of([*beside, *reversed(ENTRY_NAMES[number:])], "here") == name
+        assert entry_of([*others, *reversed(ENTRY_NAMES[number:])], "here") == name
     assert [is_index(name) for name in ENTRY_NAMES] == [True, False, True, False]
 
 

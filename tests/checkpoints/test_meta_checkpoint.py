@@ -89,9 +89,9 @@ def pieces() -> bytes:
 def from_pieces(pieces: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "tokenizer.model").write_bytes(pieces)
-    derived = derive_tokenizer(folder / "tokenizer.model", later=False, longest=4096)
-    assert derived.vocabulary == meta_checkpoint.LlamaVocabulary(False, 1500, 1, (2,))
-    return loaded(folder, dict(derived.files)), sentencepiece.SentencePieceProcessor(model_proto=pieces)
+    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=False, longest=4096)
+    assert vocabulary == meta_checkpoint.LlamaVocabulary(False, 1500, 1, (2,))
+    return loaded(folder, files), sentencepiece.SentencePieceProcessor(model_proto=pieces)
 
 
 @pytest.mark.parametrize("text", [text for text in HARD if "<s>" not in text])
@@ -165,8 +165,8 @@ def from_ranks(ranks: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     tiktoken = pytest.importorskip("tiktoken")
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "tokenizer.model").write_bytes(ranks)
-    derived = derive_tokenizer(folder / "tokenizer.model", later=True, longest=131_072)
-    assert derived.vocabulary == meta_checkpoint.LlamaVocabulary(True, 3256, 3000, (3001, 3008, 3009))
+    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=True, longest=131_072)
+    assert vocabulary == meta_checkpoint.LlamaVocabulary(True, 3256, 3000, (3001, 3008, 3009))
     lines = (line.split() for line in ranks.splitlines())
     library = tiktoken.Encoding(
         name="tiny",
@@ -174,7 +174,7 @@ def from_ranks(ranks: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         mergeable_ranks={base64.b64decode(token): int(rank) for token, rank in lines},
         special_tokens={name: 3000 + number for number, name in enumerate(special_tokens(later=True))},
     )
-    return loaded(folder, dict(derived.files)), library
+    return loaded(folder, files), library
 
 
 @pytest.mark.parametrize("text", [*HARD, "<|begin_of_text|>a<|eot_id|>\n\n <|python_tag|><|no token|>"])

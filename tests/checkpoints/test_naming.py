@@ -181,7 +181,7 @@ def test_known_family_can_be_replaced() -> None:
 
 
 def test_patterns_of_one_call_come_before_the_familys() -> None:
-    chosen = naming("call", [r"(?P<id>model)\."])
+    chosen = naming([r"(?P<id>model)\."])
     assert assign_layers(["model.layers.0.w"], "llama", chosen) == {"model.layers.0.w": LayerName("model", "model")}
 
 

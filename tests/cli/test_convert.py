@@ -102,8 +102,8 @@ def test_a_checkpoint_of_safetensors(tmp_path: Path, tied: bool, shards: int) ->
     check(tmp_path / "new", read_tensors(folder))
     assert f"tensors       {len(read_tensors(folder))}, " in text
     assert "config.json" in text
-    beside = {name: data for name, data in before.items() if "safetensors" not in name}
-    assert {name: (tmp_path / "new" / name).read_bytes() for name in beside} == beside
+    others = {name: data for name, data in before.items() if "safetensors" not in name}
+    assert {name: (tmp_path / "new" / name).read_bytes() for name in others} == others
     expected, found = loaded(folder), loaded(tmp_path / "new")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -297,7 +297,7 @@ def test_another_checkpoint_in_a_folder_that_is_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shards", [1, 2])
 def test_an_uncompressed_split_gives_the_very_checkpoint(tmp_path: Path, named: str, shards: int) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3", tied=True, shards=3, dtype=torch.bfloat16)
-    before, beside = read_tensors(folder), {n: d for n, d in contents(folder).items() if "safetensors" not in n}
+    before, others = read_tensors(folder), {n: d for n, d in contents(folder).items() if "safetensors" not in n}
     split_folder = split(folder, folder, sequential=True)
     assert not list(folder.glob("*.safetensors"))
     with pytest.MonkeyPatch.context() as patch:
@@ -309,7 +309,7 @@ def test_an_uncompressed_split_gives_the_very_checkpoint(tmp_path: Path, named: 
     found = read_tensors(tmp_path / "new")
     assert found.keys() == before.keys()
     assert all(torch.equal(raw(found[name]), raw(before[name])) for name in before)
-    assert {name: (tmp_path / "new" / name).read_bytes() for name in beside} == beside
+    assert {name: (tmp_path / "new" / name).read_bytes() for name in others} == others
     expected, loads = loaded(tmp_path / "new"), read_tensors(tmp_path / "new")
     assert all(torch.equal(expected[name], loads[name]) for name in loads)
     other = build_checkpoint(tmp_path / "other", "qwen3", tied=True, shards=3, dtype=torch.bfloat16, seed=9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import calendar
 import re
 import subprocess
 import sys
@@ -11,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.demo import facts, tasks
-from rabbitllm.demo.facts import RELATIONS
-from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out, training_stream
+from rabbitllm.demo import tasks
+from rabbitllm.demo.tasks import KINDS, RELATIONS, Problem, exact_match, held_out, training_stream
 
 SAMPLE = 20_000
 
@@ -156,10 +156,9 @@ def test_exact_match_forgives_white_space_only() -> None:
 def test_tasks_import_nothing_heavy() -> None:
     code = "import sys, rabbitllm.demo.tasks; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    trees = [ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")) for module in (tasks, facts)]
     imported = {
         name
-        for node in (node for tree in trees for node in ast.walk(tree))
+        for node in ast.walk(ast.parse(Path(str(tasks.__file__)).read_text(encoding="utf-8")))
         for name in (
             [node.module or ""]
             if isinstance(node, ast.ImportFrom)
@@ -168,4 +167,24 @@ def test_tasks_import_nothing_heavy() -> None:
             else []
         )
     }
-    assert {name.split(".")[0] for name in imported - {facts.__name__}} <= set(sys.stdlib_module_names)
+    assert {name.split(".")[0] for name in imported} <= set(sys.stdlib_module_names)
+
+
+def test_tables_agree_with_the_calendar_and_themselves() -> None:
+    tables = {relation.name: relation.answers for relation in RELATIONS}
+    months = list(calendar.month_name)[1:]
+    for index, month in enumerate(months):
+        if month != "February":
+            assert tables["days"][month] == str(calendar.monthrange(2023, index + 1)[1])
+        assert tables["next month"][month] == months[(index + 1) % 12]
+    days = list(calendar.day_name)
+    for index, day in enumerate(days):
+        assert tables["next day"][day] == days[(index + 1) % 7]
+    for there, back in (
+        ("capital", "country"),
+        ("symbol", "element"),
+        ("next day", "previous day"),
+        ("next month", "previous month"),
+    ):
+        assert {value: name for name, value in tables[there].items()} == tables[back]
+        assert len(tables[there]) == len(tables[back])

@@ -128,7 +128,7 @@ def test_on_published_quantized_weights(tmp_path: Path, build: Any, budget: int)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(load(split(source), budget), folder)), wanted)
 
 
-def test_a_model_larger_than_memory_is_not_placed_anew(source: Path, tmp_path: Path) -> None:
+def test_a_model_larger_than_memory_is_not_placed_again(source: Path, tmp_path: Path) -> None:
     """Of a model that it takes for accelerate's, peft puts on the disk what does not fit these bytes, or refuses."""
     folder = adapter(source, tmp_path / "adapter")
     model = load(split(source), 0)

@@ -97,9 +97,9 @@ def test_a_pass_of_many_tokens_is_like_as_many_of_one() -> None:
     use(at_once, 0, [0, 2], 9, 9)
     for _ in range(9):
         use(singly, 0, [0, 2])
-    assert np.allclose(at_once.uses()[0], singly.uses()[0])
+    assert np.allclose(at_once.modules[0].uses, singly.modules[0].uses)
     use(at_once, 0, [1], 1, 9)
-    assert (at_once.uses()[0][:, 1] < at_once.uses()[0][:, 0]).any()
+    assert (at_once.modules[0].uses[:, 1] < at_once.modules[0].uses[:, 0]).any()
 
 
 def test_slots_are_shared_in_proportion() -> None:
@@ -122,11 +122,10 @@ def test_a_cache_begins_with_what_another_knew() -> None:
     for _ in range(5):
         use(first, 1, [2, 4])
     second = ExpertCache(COUNTS, 6)
-    for module, uses in enumerate(first.uses()):
-        second.learn(module, uses)
-    assert second.best(1).tolist() == [2, 4]
-    assert second.best(0).tolist() == []
-    assert all(np.array_equal(a, b) for a, b in zip(first.uses(), second.uses(), strict=True))
+    for one, other in zip(first.modules, second.modules, strict=True):
+        other.uses[:] = one.uses
+    assert second.modules[1].best.tolist() == [2, 4]
+    assert second.modules[0].best.tolist() == []
 
 
 @pytest.mark.parametrize("slots", [20, 60])

@@ -315,7 +315,7 @@ def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compressi
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
+def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what bitsandbytes has for a CPU; whether that has the bits of the dequantized matrices is its own affair."""
@@ -330,8 +330,8 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
         return multiply(form, *given)
 
     monkeypatch.setattr(products, "multiply_4bit", counted)
-    for sooner in (True, False):
-        monkeypatch.setattr("rabbitllm.engine.load.is_sooner", lambda *times, answer=sooner: answer)
+    for is_right in (True, False):
+        monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial, answer=is_right: answer)
         seen = set()
         for budget, host in ((ALL, 0), (made - 1, 0), (0, ALL), (0, 0)):
             with watched():
@@ -342,13 +342,13 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
             assert_as_near(found.logits, expected.logits, exact)
             if not multiplied:
                 assert_same(found, expected)
-            assert bool(multiplied) == (sooner and not model.placement.is_resident)
+            assert bool(multiplied) == (is_right and not model.placement.is_resident)
             kinds = {tier for unit, tier in tiers(model).items() if unit.startswith("model.layers")}
-            if kinds == {Tier.PACKED} and sooner:  # never made, so never unmade
+            if kinds == {Tier.PACKED} and is_right:  # never made, so never unmade
                 assert not any(layer._forward_hooks for layer in model.model.layers)
             seen |= kinds
         assert seen == {Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED}
-    monkeypatch.setattr("rabbitllm.engine.load.is_sooner", lambda *times: True)
+    monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
     multiplied.clear()
     assert_same(run_on([FakeGpu(0)], directory, host=ALL, exact=True), expected)
     assert not multiplied
@@ -356,7 +356,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
 
 def test_8bit_layers_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
-    monkeypatch.setattr("rabbitllm.engine.load.is_sooner", lambda *times: True)
+    monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
     model = load_on([FakeGpu(0)], directory, exact=False)
     assert not any(job.packed for lane in model.streamer.lanes.values() for job in lane_jobs(lane))
     assert_same(run(model), run(load(directory)))

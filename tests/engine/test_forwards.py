@@ -60,7 +60,7 @@ def routed(moe: Any, given: torch.Tensor) -> set[int]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 33])
-@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_transformers(dtype: torch.dtype, top_k: int, tokens: int, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -86,7 +86,7 @@ def test_a_token_alone_is_rounded_as_in_the_batch_of_all_experts(threads: int, h
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("top_k", [1, 2])
 def test_experts_without_a_token_are_not_touched(top_k: int, tokens: int) -> None:
     moe, given = layer(top_k, torch.float32), inputs(tokens, torch.float32)
     with torch.no_grad():

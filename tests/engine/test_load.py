@@ -1,4 +1,4 @@
-"""A load builds one skeleton. The trial of a device's 4bit kernel: what decides, and what makes it a no."""
+"""A load builds one skeleton. The trial of a device's 4bit kernel: what makes it a no."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from rabbitllm import AutoModel
 from rabbitllm.engine import load, skeleton
-from rabbitllm.engine.load import MAX_ROWS, fused_packs, is_near, is_sooner
+from rabbitllm.engine.load import MAX_ROWS, fused_packs, is_near
 from rabbitllm.quant import products
 from rabbitllm.quant.schemes import Quantized
 from tests.support.builders import build_checkpoint
@@ -34,13 +34,6 @@ def test_a_load_builds_the_skeleton_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(built) == 1
 
 
-def test_codes_must_be_clearly_sooner() -> None:
-    assert is_sooner(0.5, 1.0)
-    assert not is_sooner(0.95, 1.0)
-    assert not is_sooner(1.0, 1.0)
-    assert not is_sooner(2.0, 1.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_near_is_as_near_as_rounding(dtype: torch.dtype) -> None:
     expected = torch.randn(200, dtype=torch.float64)
@@ -52,35 +45,8 @@ def test_near_is_as_near_as_rounding(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("sooner", [True, False])
-def test_a_trial_decides_by_time_alone_where_the_kernel_is_right(
-    dtype: torch.dtype, sooner: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times: list[tuple[float, float]] = []
-
-    def decide(fused: float, plain: float) -> bool:
-        times.append((fused, plain))
-        return sooner
-
-    monkeypatch.setattr(load, "is_sooner", decide)
-    assert (fused_packs(FakeGpu(0))(FORM, dtype) is not None) == sooner
-    assert len(times) == 1
-    assert all(0 < seconds < 10 for seconds in times[0])
-
-
-def test_times_are_taken_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    gpu = FakeGpu(0)
-    monkeypatch.setattr(gpu, "synchronise", lambda: log.append("wait"))
-    monkeypatch.setattr(load.time, "perf_counter", lambda: log.append("look") or float(len(log)))
-
-    def work() -> torch.Tensor:
-        log.append("work")
-        return torch.zeros(())
-
-    load._seconds(gpu, work)
-    kinds = "".join({"wait": "w", "look": "l", "work": "."}[entry] for entry in log)
-    assert kinds == "." + "wl....wl" * 3
+def test_a_kernel_that_is_right_is_used(dtype: torch.dtype) -> None:
+    assert fused_packs(FakeGpu(0))(FORM, dtype) is products.FusedMatrix
 
 
 def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +56,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
         tried.append((device.name, form.shape, dtype))
         return True
 
-    monkeypatch.setattr(load, "_try", note)
+    monkeypatch.setattr(load, "_is_right", note)
     packs = fused_packs(FakeGpu(0))
     for _ in range(3):
         for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
@@ -99,7 +65,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "_try", lambda *given: pytest.fail("tried"))
+    monkeypatch.setattr(load, "_is_right", lambda *given: pytest.fail("tried"))
     packs = fused_packs(FakeGpu(0))
     assert packs(Quantized("8bit", (96, 128), None), torch.bfloat16) is None
     assert packs(Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16) is None
@@ -110,7 +76,6 @@ def test_a_kernel_that_is_wrong_here_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = products.multiply_4bit
-    monkeypatch.setattr(load, "is_sooner", lambda *times: True)
     monkeypatch.setattr(products, "multiply_4bit", lambda *given: right(*given).flip(-1))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert fused_packs(FakeGpu(0))(FORM, torch.bfloat16) is None
@@ -122,6 +87,5 @@ def test_a_kernel_that_is_not_there_is_not_used(error: type[Exception], monkeypa
     def fail(*given: Any) -> torch.Tensor:
         raise error("no such kernel")
 
-    monkeypatch.setattr(load, "is_sooner", lambda *times: True)
     monkeypatch.setattr(products, "multiply_4bit", fail)
     assert fused_packs(FakeGpu(0))(FORM, torch.bfloat16) is None

@@ -67,14 +67,12 @@ class Cache:
 def test_tokens_and_their_pace() -> None:
     ledger, cache = PassLedger(4), Cache()
     assert ledger.begin(PassInput(1, 100, 0, 1), cache, 10.0)
-    state = ledger.state(12.0)
-    assert (state.number, state.prompt, state.tokens, state.tokens_per_second) == (1, 100, 0, None)
-    assert state.seconds == 2
+    assert (ledger.number, ledger.prompt, ledger.tokens, ledger.tokens_per_second(12.0)) == (1, 100, 0, None)
+    assert ledger.seconds(12.0) == 2
     for number in range(5):  # the prompt takes 30 s, each token 2
         assert not ledger.begin(PassInput(1, 1, 100 + number, 1), cache, 40.0 + 2 * number)
-    state = ledger.state(49.0)
-    assert (state.number, state.prompt, state.tokens) == (6, 0, 5)
-    assert state.tokens_per_second == 4 / 9  # the first came of the prompt
+    assert (ledger.number, ledger.prompt, ledger.tokens) == (6, 0, 5)
+    assert ledger.tokens_per_second(49.0) == 4 / 9  # the first came of the prompt
 
 
 def test_candidates_that_were_right_count() -> None:
@@ -82,8 +80,8 @@ def test_candidates_that_were_right_count() -> None:
     ledger.begin(PassInput(1, 10, 0, 1), cache, 0.0)
     ledger.begin(PassInput(1, 4, 10, 4), cache, 10.0)  # three candidates
     ledger.begin(PassInput(1, 4, 13, 4), cache, 12.0)  # two of them were right, and one token more came
-    assert ledger.state(12.0).tokens == 4
-    assert ledger.state(12.0).tokens_per_second == 1.5
+    assert ledger.tokens == 4
+    assert ledger.tokens_per_second(12.0) == 1.5
 
 
 def test_counts_of_another_sequence_begin_at_zero() -> None:
@@ -91,30 +89,28 @@ def test_counts_of_another_sequence_begin_at_zero() -> None:
     ledger.begin(PassInput(2, 10, 0, 1), first, 0.0)
     ledger.begin(PassInput(2, 1, 10, 1), first, 1.0)
     ledger.begin(PassInput(2, 1, 11, 1), first, 2.0)
-    assert ledger.state(3.0).tokens == 4
+    assert ledger.tokens == 4
     assert ledger.begin(PassInput(2, 10, 0, 1), second, 5.0)
-    state = ledger.state(6.0)
-    assert (state.number, state.prompt, state.tokens) == (4, 20, 0)
+    assert (ledger.number, ledger.prompt, ledger.tokens) == (4, 20, 0)
     assert ledger.begin(PassInput(1, 10), None, 7.0)
     assert ledger.begin(PassInput(1, 11), None, 8.0)  # without a cache nothing is known of the sequence
-    assert ledger.state(9.0).tokens_per_second is None
+    assert ledger.tokens_per_second(9.0) is None
 
 
 def test_where_the_time_goes() -> None:
     ledger, cache = PassLedger(2), Cache()
     ledger.begin(PassInput(1, 10, 0, 1), cache, 0.0)
-    assert ledger.state(0.0).shares == {}
+    assert ledger.shares == {}
     ledger.spend(disk=6, dequantize=1)
     ledger.spend(compute=3)
     ledger.unit_done()
-    state = ledger.state(10.0)
-    assert state.layer == 1
-    assert state.shares == {"disk": 0.6, "copies": 0, "dequantize": 0.1, "compute": 0.3}
+    assert ledger.layer == 1
+    assert ledger.shares == {"disk": 0.6, "copies": 0, "dequantize": 0.1, "compute": 0.3}
     ledger.begin(PassInput(1, 1, 10, 1), cache, 10.0)  # a further token is another thing
-    assert ledger.state(10.0).layer == 0
+    assert ledger.layer == 0
     ledger.spend(copies=1)
     ledger.begin(PassInput(1, 1, 11, 1), cache, 11.0)  # and the next one is the same
-    assert ledger.state(11.0).shares["copies"] == 1
+    assert ledger.shares["copies"] == 1
 
 
 PROMPT = PassInput(1, 7, 0, 1)

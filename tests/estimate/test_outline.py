@@ -73,8 +73,8 @@ def test_layer_files_take_what_a_plan_says(tmp_path: Path, family: str, compress
     files = planned(folder, compression)
     stored = sum(tensor.nbytes for tensor in files.tensors.values())
     # bytes that belong to no tensor: a header a file, and the rest of its last block
-    beside = outline.output_bytes(compression) - stored
-    assert 0 < beside < 3 * 4096 * (LAYERS + 3) + 400 * len(files.tensors)
+    more = outline.output_bytes(compression) - stored
+    assert 0 < more < 3 * 4096 * (LAYERS + 3) + 400 * len(files.tensors)
     assert outline.checkpoint_bytes == sum(
         tensor.nbytes for tensor in read_header(folder / "model.safetensors").tensors
     )

@@ -167,8 +167,8 @@ def test_what_is_attached_is_read_in_place_and_kept(
     assert ANSWER in output
     left = contents(attached)
     assert {name: left[name] for name in before} == before
-    beside = {name for name in left.keys() - before.keys() if not name.startswith("splitted_model.4bit/")}
-    assert beside == set()  # root may write where it may not, and then the layer files are there
+    others = {name for name in left.keys() - before.keys() if not name.startswith("splitted_model.4bit/")}
+    assert others == set()  # root may write where it may not, and then the layer files are there
     assert names_in(machine / "kaggle/working") == []
 
 

@@ -37,7 +37,7 @@ PROTOCOLS = (2, 3, 4, 5)
 def read(data: bytes) -> Any:
     """A pickle as torch's would be read, with its tensors named."""
     root, _ = read_torch_pickle(data, "data.pkl")
-    return name_tensors(root, "data.pkl").tensors
+    return name_tensors(root, "data.pkl")[0]
 
 
 def value_of(data: bytes) -> Any:

@@ -453,10 +453,10 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         read_model(path)
 
 
-def test_the_name_in_messages_is_the_caller_s(tmp_path: Path) -> None:
+def test_the_name_in_messages_is_the_file_s(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"")
-    with pytest.raises(CorruptVocabularyError, match=r"^org/name: tokenizer\.model is not"):
-        read_model(tmp_path / "x", "org/name: tokenizer.model")
+    with pytest.raises(CorruptVocabularyError, match=r"^x is not"):
+        read_model(tmp_path / "x")
     (tmp_path / "x").write_bytes(SOUND)
     assert list(itertools.islice(read_model(tmp_path / "x").pieces, 1)) == [
         VocabularyPiece(0, "<unk>", 0.0, PieceType.UNKNOWN)

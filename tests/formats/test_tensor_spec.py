@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from rabbitllm.formats import tensor_spec
 from rabbitllm.formats.tensor_spec import (
     DTYPES,
-    Strided,
     TensorSpec,
     byte_size,
     dtype_name,
     is_contiguous,
-    read_row_major,
+    read_run,
     torch_dtype,
 )
 from rabbitllm.storage.files import PositionalFile
@@ -66,7 +65,7 @@ def test_elements() -> None:
     assert TensorSpec("w", "F32", (3, 0), "f", 0, 0).elements == 0
 
 
-OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+OF_SIZE = {1: "U8", 2: "I16", 4: "I32", 8: "I64"}
 OFFSET = 24
 
 
@@ -78,39 +77,44 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def reference(path: Path, tensor: Strided) -> bytes:
+def strided(offset: int, item: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec("w", OF_SIZE[item], shape, "noise", offset, math.prod(shape) * item, strides)
+
+
+def reference(path: Path, tensor: TensorSpec) -> bytes:
     data = bytearray(path.read_bytes()[tensor.offset :])
-    flat = torch.frombuffer(data[: len(data) // 8 * 8], dtype=OF_SIZE[tensor.item])
+    flat = torch.frombuffer(data[: len(data) // 8 * 8], dtype=torch_dtype(tensor.dtype))
+    assert tensor.strides is not None
     return torch.as_strided(flat, tensor.shape, tensor.strides).contiguous().numpy().tobytes()
 
 
-def read(path: Path, tensor: Strided, begin: int, length: int) -> bytes:
+def read(path: Path, tensor: TensorSpec, begin: int, length: int) -> bytes:
     buffer = bytearray(length)
     with PositionalFile(path) as file:
-        assert read_row_major(file, tensor, begin, memoryview(buffer)) == length
+        assert read_run(file, tensor, begin, memoryview(buffer)) == length
     return bytes(buffer)
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Strided:
+def tensors(draw: st.DrawFn) -> TensorSpec:
     """Of up to five dimensions, with any strides that stay inside the file."""
     shape = draw(st.lists(st.integers(1, 7), max_size=5))
     strides = draw(st.lists(st.sampled_from([0, 1, 2, 3, 7, 50, 600, 3000]), min_size=len(shape), max_size=len(shape)))
-    return Strided(OFFSET, draw(st.sampled_from([1, 2, 4, 8])), tuple(shape), tuple(strides))
+    return strided(OFFSET, draw(st.sampled_from([1, 2, 4, 8])), tuple(shape), tuple(strides))
 
 
 @pytest.mark.parametrize(("staging", "gap"), [(16 << 20, 4096), (64, 4096), (4096, 0), (1, 16)])
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensor=tensors(), data=st.data())
 def test_any_range_of_any_tensor(
-    noise: Path, monkeypatch: pytest.MonkeyPatch, staging: int, gap: int, tensor: Strided, data: st.DataObject
+    noise: Path, monkeypatch: pytest.MonkeyPatch, staging: int, gap: int, tensor: TensorSpec, data: st.DataObject
 ) -> None:
     monkeypatch.setattr(tensor_spec, "STAGING_BYTES", staging)
     monkeypatch.setattr(tensor_spec, "GAP_BYTES", gap)
-    elements = math.prod(tensor.shape)
+    elements, item = tensor.elements, tensor.nbytes // tensor.elements
     first = data.draw(st.integers(0, elements - 1))
     last = data.draw(st.integers(first, elements))
-    begin, end = first * tensor.item, last * tensor.item
+    begin, end = first * item, last * item
     assert read(noise, tensor, begin, end - begin) == reference(noise, tensor)[begin:end]
 
 
@@ -137,7 +141,7 @@ def test_a_transposed_tensor_is_not_read_one_element_at_a_time(noise: Path, monk
         return plain(file, buffer, offset)
 
     monkeypatch.setattr(PositionalFile, "read_into", counted)
-    tensor = Strided(0, 2, (4096, 64), (1, 4096 * 2))  # columns of 8 KiB, with as much between them
+    tensor = strided(0, 2, (4096, 64), (1, 4096 * 2))  # columns of 8 KiB, with as much between them
     assert read(noise, tensor, 0, 4096 * 64 * 2) == reference(noise, tensor)
     assert len(reads) == 64
     assert sum(reads) == 4096 * 64 * 2
@@ -152,7 +156,7 @@ def test_staging_is_bounded(noise: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "read_into",
         lambda file, buffer, offset: staged.append(len(buffer)) or plain(file, buffer, offset),  # type: ignore[func-returns-value]
     )
-    tensor = Strided(0, 4, (200,), (1000,))  # 4,000 bytes apart, so read with what is between
+    tensor = strided(0, 4, (200,), (1000,))  # 4,000 bytes apart, so read with what is between
     assert read(noise, tensor, 0, 800) == reference(noise, tensor)
     assert max(staged) <= 10_000
     assert sum(staged) < 4 * 200_000
@@ -163,4 +167,4 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
     with PositionalFile(tmp_path / "short") as file:
         for strides in ((1, 16), (16, 1)):
             buffer = memoryview(bytearray(512))
-            assert read_row_major(file, Strided(0, 2, (16, 16), strides), 0, buffer) < 512
+            assert read_run(file, strided(0, 2, (16, 16), strides), 0, buffer) < 512

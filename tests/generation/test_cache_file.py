@@ -209,8 +209,8 @@ def image(tokens: int, seed: int) -> Image:
     return Image.of(keys, values, 3)
 
 
-def image_file(folder: Path, beside: int) -> ImageFile:
-    return ImageFile(folder, 1 << 22, 0, beside)
+def image_file(folder: Path, spare: int) -> ImageFile:
+    return ImageFile(folder, 1 << 22, 0, spare)
 
 
 def pages(folder: Path) -> int:
@@ -299,9 +299,9 @@ def test_without_direct_reads_it_is_dropped_behind(tmp_path: Path, monkeypatch: 
     file.close()
 
 
-@pytest.mark.parametrize("beside", [0, MORE_THAN_ANY_MEMORY])
-def test_small_images_take_what_they_are(tmp_path: Path, beside: int) -> None:
-    file = image_file(tmp_path, beside)
+@pytest.mark.parametrize("spare", [0, MORE_THAN_ANY_MEMORY])
+def test_small_images_take_what_they_are(tmp_path: Path, spare: int) -> None:
+    file = image_file(tmp_path, spare)
     small, large = image(5, 1), image(300, 2)
     assert len(small.whole) == 2 * (5 + 3) * (40 + 24) * 2
     assert len(large.whole) % DIRECT_ALIGNMENT == 0

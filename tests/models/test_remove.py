@@ -221,8 +221,8 @@ def test_a_crash_at_any_step(folder: Path, tmp_path: Path, kind: str) -> None:
 
 
 def test_a_kept_original_is_recognised(folder: Path, tmp_path: Path) -> None:
-    beside = plan_removal(split(folder))
-    assert original_of(beside.entry).where == f"in {folder}"
+    removal = plan_removal(split(folder))
+    assert original_of(removal.entry).where == f"in {folder}"
     elsewhere = plan_removal(split(folder, saving_path=str(tmp_path / "out")))
     assert not original_of(elsewhere.entry).there
     assert original_of(elsewhere.entry, folder).there

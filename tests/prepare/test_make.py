@@ -196,9 +196,9 @@ def test_used_up_folder_of_another_name_is_not_taken_for_the_one_that_was_split(
     with pytest.raises(SplitMismatchError, match="has no shard left by which to tell") as refused:
         split(other, tmp_path / "splits")
     assert str(made) in refused.value.remedy
-    beside = split(write_shards(tmp_path / "third", cut(llama_tensors(), 3)))
-    renamed = beside.parent.rename(tmp_path / "renamed")
-    assert split(renamed) == renamed / beside.name  # it moved with its split
+    third = split(write_shards(tmp_path / "third", cut(llama_tensors(), 3)))
+    renamed = third.parent.rename(tmp_path / "renamed")
+    assert split(renamed) == renamed / third.name  # it moved with its split
 
 
 def test_snapshot_given_as_a_folder_is_the_repository(repository: Path, tmp_path: Path) -> None:

@@ -52,10 +52,11 @@ from rabbitllm.quant.kernels import torchs_team
 from rabbitllm.quant.products import Matrix, kernel_for
 kernels.WORTH_A_THREAD = {"codes": 1 << 10}
 torch.set_num_threads(8)
-found = Matrix(*matrix("4bit", 777, 1024)).times(inputs(2, 1024))
+product = "codes", kernel_for("4bit", torch.float32), inputs(2, 1024)
+found = Matrix(*matrix("4bit", 777, 1024)).times_by(*product)
 kernels.WORTH_A_THREAD = {"codes": 1 << 40}
 assert torchs_team() is not None
-assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times(inputs(2, 1024)))
+assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times_by(*product))
 """
     environment = os.environ | {"OMP_THREAD_LIMIT": str(limit), "PYTHONPATH": os.pathsep.join(sys.path)}
     made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -132,13 +132,13 @@ def test_kernels_are_what_quantizes(scheme: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def asked_anew() -> object:
+def asked_again() -> object:
     _compiled_kernels_agree.cache_clear()
     yield
     _compiled_kernels_agree.cache_clear()
 
 
-@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.usefixtures("asked_again")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bitsandbytes_with_other_rules_is_the_one_that_counts(
     scheme: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -26,7 +26,7 @@ from rabbitllm.batch_jobs.api import batch
 from rabbitllm.batch_jobs.display import Progress
 from rabbitllm.batch_jobs.inputs import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Generate, Item, JobLimits
-from rabbitllm.batch_jobs.job import BatchJob, settings_of, work
+from rabbitllm.batch_jobs.job import BatchJob, work
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.errors import (
     ClusterError,
@@ -326,10 +326,7 @@ def spread_batch(
     limits: JobLimits,
     elsewhere: Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]],
 ) -> Progress:
-    request = asked(model, dtype="float32")
-    settings = settings_of(request)
-    never = lambda survey: NotImplemented  # noqa: E731
-    return work(BatchJob(source, out, str(model), never, Defaults(), limits, settings, elsewhere=elsewhere))
+    return work(BatchJob(source, out, asked(model, dtype="float32"), Defaults(), limits, elsewhere=elsewhere))
 
 
 def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> None:
@@ -337,7 +334,7 @@ def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> 
     model = build_checkpoint(tmp_path / "hare", "llama")
     source, out = write_lines(tmp_path / "in.jsonl", lines_of(24)), tmp_path / "out.jsonl"
     batch(str(model), source, tmp_path / "local.jsonl", dtype="float32")
-    elsewhere = answering_on(cluster, asked(model, dtype="float32"), str(model), JobLimits(), workers=1)
+    elsewhere = answering_on(cluster, asked(model, dtype="float32"), JobLimits(), workers=1)
     with pytest.raises(KeyboardInterrupt):
         spread_batch(source, out, model, JobLimits(), lambda survey, journal: here(5, tmp_path / "local.jsonl", survey))
     done = spread_batch(source, out, model, JobLimits(), elsewhere)

@@ -104,8 +104,8 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def beside(server: Running, waits: Callable[[], object]) -> Iterator[None]:
-    """Another request, whose taker waits with every token and so holds up all passes: an answer then goes on for as
+def another_request(server: Running, waits: Callable[[], object]) -> Iterator[None]:
+    """Run another request, whose taker waits with every token and so holds up all passes: an answer then goes on for as
     long as a test needs, however slow the browser is."""
     begun = threading.Event()
     goes_on = True
@@ -129,7 +129,7 @@ def beside(server: Running, waits: Callable[[], object]) -> Iterator[None]:
 @pytest.fixture
 def slowly(server: Running) -> Iterator[None]:
     """Tokens so far apart that an answer takes most of a minute."""
-    with beside(server, lambda: time.sleep(0.05)):
+    with another_request(server, lambda: time.sleep(0.05)):
         yield
 
 
@@ -241,7 +241,7 @@ def test_what_came_until_a_reload_stays_and_the_place_is_freed(tab: Tab, server:
 def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None:
     settings(tab, max_tokens=3)
     held = threading.Event()
-    with beside(server, lambda: held.wait(SECONDS)):
+    with another_request(server, lambda: held.wait(SECONDS)):
         waiting = []
         with contextlib.suppress(BusyError):
             while True:
@@ -411,7 +411,7 @@ def test_conversations_are_renamed_deleted_and_brought_back(tab: Tab) -> None:
 def test_an_answer_goes_on_while_another_conversation_is_looked_at(tab: Tab, server: Running) -> None:
     settings(tab, max_tokens=3)
     held = threading.Event()
-    with beside(server, lambda: held.wait(SECONDS)):
+    with another_request(server, lambda: held.wait(SECONDS)):
         ask(tab, "First?")
         tab.click("#new")
         assert texts(tab) == []

@@ -17,7 +17,7 @@ from tests.support.one_thread import one_thread as one_thread
 from tests.support.scenes import Route, Scene, scene_in_folder, scene_on_hub
 
 MakeScene = Callable[..., Scene]
-"""(route, tensors=None, beside=None) -> scene"""
+"""(route, tensors=None, others=None) -> scene"""
 
 
 @pytest.fixture
@@ -57,10 +57,10 @@ def make_scene(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironm
     def make(
         route: Route,
         tensors: Mapping[str, torch.Tensor] | None = None,
-        beside: Mapping[str, bytes] | None = None,
+        others: Mapping[str, bytes] | None = None,
     ) -> Scene:
         if route.hub:
-            return scene_on_hub(local_hub, hub_environment, tmp_path / "hub", route, tensors, beside)
-        return scene_in_folder(tmp_path, route, tensors, beside)
+            return scene_on_hub(local_hub, hub_environment, tmp_path / "hub", route, tensors, others)
+        return scene_in_folder(tmp_path, route, tensors, others)
 
     return make

@@ -106,7 +106,7 @@ def test_a_version_that_is_not_known_is_refused(first_version: Path, monkeypatch
 @pytest.fixture
 def grouped_otherwise(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
     """The checkpoint, of which each tensor becomes a layer, as earlier versions did with unknown families."""
-    one_each = naming.naming("qwen3_moe", [r"(?P<id>.+)"])
+    one_each = naming.naming([r"(?P<id>.+)"])
     monkeypatch.setitem(naming._registered, "qwen3_moe", one_each)
     return checkpoint
 

@@ -89,8 +89,8 @@ def write_single(
     folder: Path, tensors: Weights, name: str = TORCH_SINGLE_NAME, protocol: int = 2, *, legacy: bool = False
 ) -> Path:
     """One file, of a training checkpoint with its state dict in a wrapper."""
-    beside = {"optimizer": {"state": {0: {"exp_avg": torch.ones(300)}}}, "epoch": 3}
-    return write_torch(folder, {name: {"state_dict": tied(tensors), **beside}}, protocol=protocol, legacy=legacy)
+    training = {"optimizer": {"state": {0: {"exp_avg": torch.ones(300)}}}, "epoch": 3}
+    return write_torch(folder, {name: {"state_dict": tied(tensors), **training}}, protocol=protocol, legacy=legacy)
 
 
 def write_sharded(folder: Path, tensors: Weights) -> Path:
@@ -156,8 +156,8 @@ def test_a_single_file_of_any_name(
     legacy: bool,
 ) -> None:
     source = write_single(tmp_path, tensors, name, protocol, legacy=legacy)
-    for beside in ("optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "scaler.pt"):
-        (source / beside).write_bytes(b"none of the model's")
+    for name in ("optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "scaler.pt"):
+        (source / name).write_bytes(b"none of the model's")
     assert layer_files(split(source)) == expected[None]
     assert len(names_in(source, "*.p*")) + len(names_in(source, "*.bin")) == 5  # what was no weights is still there
     assert not (source / name).exists()
@@ -203,15 +203,15 @@ def test_safetensors_come_first(tmp_path: Path, tensors: Weights) -> None:
 # Another form of the weights in the folder of those that are used up
 
 
-@pytest.mark.parametrize("beside", ["sound", "legacy", "hostile"])
+@pytest.mark.parametrize("other", ["sound", "legacy", "hostile"])
 def test_other_files_in_the_folder_of_the_shards_stay_as_they_are(
-    tmp_path: Path, tensors: Weights, expected: dict[str | None, dict[str, bytes]], beside: str
+    tmp_path: Path, tensors: Weights, expected: dict[str | None, dict[str, bytes]], other: str
 ) -> None:
     """When the only safetensors file is used up, a file of torch's is what the folder begins with."""
     source = write_torch(tmp_path, {TORCH_SINGLE_NAME: llama_tensors(seed=5)})
-    if beside == "legacy":
+    if other == "legacy":
         torch.save(llama_tensors(seed=5), source / TORCH_SINGLE_NAME, _use_new_zipfile_serialization=False)
-    if beside == "hostile":
+    if other == "hostile":
         (source / TORCH_SINGLE_NAME).write_bytes(hostile(tmp_path / "marker"))
     other = (source / TORCH_SINGLE_NAME).read_bytes()
     write_shards(source, {SINGLE_NAME: tensors}, index=False)

@@ -30,7 +30,7 @@ from tests.support.tiny_models import dequantized, split
 
 TENSORS = {f"layer.{number}.weight": torch.arange(64.0).view(8, 8) * number for number in range(1, 6)}
 PLACED = [TensorToWrite(name, "F32", (8, 8)) for name in TENSORS]
-BESIDE = {"config.json": b'{"model_type": "llama"}', "extra/template.jinja": b"{{ x }}"}
+OTHER_FILES = {"config.json": b'{"model_type": "llama"}', "extra/template.jinja": b"{{ x }}"}
 SHARDS = plan_shards(PLACED, 512)
 
 
@@ -40,7 +40,7 @@ def chunks(name: str) -> Iterator[memoryview]:
 
 
 def save(folder: Path, source: str = "a model") -> None:
-    write_checkpoint(folder, SHARDS, BESIDE, chunks, source=source)
+    write_checkpoint(folder, SHARDS, OTHER_FILES, chunks, source=source)
 
 
 def assert_whole(folder: Path) -> None:
@@ -49,7 +49,7 @@ def assert_whole(folder: Path) -> None:
     found = {name: tensor for shard in index.shards for name, tensor in load_file(folder / shard).items()}
     assert found.keys() == TENSORS.keys() == index.weight_map.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
-    assert {name: (folder / name).read_bytes() for name in BESIDE} == BESIDE
+    assert {name: (folder / name).read_bytes() for name in OTHER_FILES} == OTHER_FILES
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         [*index.shards, "config.json", "extra", "model.safetensors.index.json"]
     )

@@ -597,7 +597,7 @@ class _Handler(BaseHTTPRequestHandler):
                     chunk[damaged - offset] ^= 1
                 if delay_per_mib:
                     time.sleep(delay_per_mib * len(chunk) / (1 << 20))
-                # Noted before it is sent: whoever has received a whole body also sees all of it in the log.
+                # Noted before it is sent: a client that has received a whole body also sees all of it in the log.
                 self.hub.record_bytes(key, len(chunk))
                 self.connection.sendall(chunk)
                 offset += len(chunk)
@@ -778,7 +778,7 @@ class _HubHandler(_Handler):
 
 
 class _CdnHandler(_Handler):
-    """The second origin: contents only, by signed address, for whoever has the address."""
+    """The second origin: contents only, by signed address, for every client that has the address."""
 
     routes = ((rf"/cdn/{_REPO}/(?P<commit>[0-9a-f]{{40}})/(?P<sha256>[0-9a-f]{{64}})/(?P<name>.+)", "answer_contents"),)
 

@@ -36,7 +36,7 @@ class Run:
         room: bytes that Kaggle is taken to give to splits.
         gpus: how many GPUs the machine has, of those that are none.
         gpu_bytes: of each, free for weights.
-        variables: environment of the machine, beside this process's own.
+        variables: environment of the machine, in addition to this process's own.
     """
 
     notebook: str

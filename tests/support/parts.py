@@ -48,7 +48,7 @@ SECONDS: Mapping[str, int] = {
     "generation/test_packed_batch.py": 60,
     "generation/test_memory.py": 39,
     "generation/test_session.py": 81,
-    "generation/test_filed_sequences.py": 23,
+    "generation/test_swapped_to_file.py": 23,
     "pipeline/test_families.py": 92,
     "prepare/test_damaged_checkpoints.py": 223,
     "prepare/test_make.py": 31,

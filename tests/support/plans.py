@@ -66,7 +66,7 @@ def uses_of(call: Call) -> dict[ShardTransfer, DiskUse]:
 
 def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:
     """Memory in which all of a split's weights stay: as they are stored, scales that are made of quantized ones
-    beside them, and room to make the largest layer.
+    with them, and room to make the largest layer.
 
     Args:
         plan: the split.

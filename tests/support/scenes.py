@@ -251,10 +251,10 @@ def scene_in_folder(
     root: Path,
     route: Route,
     tensors: Mapping[str, torch.Tensor] | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    others: Mapping[str, bytes] | None = None,
 ) -> Scene:
-    """A checkpoint of three shards in a folder below ``root``; ``beside`` are further files of it."""
-    original = _write(root / "original", tensors or _tensors(route), beside)
+    """A checkpoint of three shards in a folder below ``root``; ``others`` are further files of it."""
+    original = _write(root / "original", tensors or _tensors(route), others)
     model = root / "local" / "model"
     return Scene(route.call(str(model)), original, model)
 
@@ -272,10 +272,10 @@ def scene_on_hub(
     served: Path,
     route: Route,
     tensors: Mapping[str, torch.Tensor] | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    others: Mapping[str, bytes] | None = None,
 ) -> Scene:
     """The same checkpoint on a hub that serves the folder ``served``; its log is emptied afterwards."""
-    original = _write(served / REPO, tensors or _tensors(route), beside)
+    original = _write(served / REPO, tensors or _tensors(route), others)
     call = route.call(REPO, hub_url=environment.url, hub_home=str(environment.home))
     scene = Scene(call, original, environment.home)
     hub.forget_requests()
@@ -289,8 +289,8 @@ def _tensors(route: Route) -> dict[str, torch.Tensor]:
     return llama_tensors(layers=2)
 
 
-def _write(folder: Path, tensors: Mapping[str, torch.Tensor], beside: Mapping[str, bytes] | None) -> Path:
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor], others: Mapping[str, bytes] | None) -> Path:
     write_shards(folder, cut(tensors, 3))
-    for name, content in (beside or {}).items():
+    for name, content in (others or {}).items():
         (folder / name).write_bytes(content)
     return folder

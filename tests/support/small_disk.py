@@ -1,7 +1,7 @@
 """A disk of a chosen size, in memory: a tmpfs of its own, which is really full when it is full.
 
     with small_disk(tmp_path / "disk", 64 << 20) as disk:
-        disk.leave(1 << 20)     # somebody else takes all but so much
+        disk.leave(1 << 20)     # other files take all but so much
         disk.give_back()
 
 Needs Linux and the right to mount: root, or a namespace of one's own (`unshare -rm`).
@@ -26,11 +26,11 @@ NAMESPACE = ("unshare", "--map-root-user", "--mount")
 
 
 class SmallDisk:
-    """A mounted disk, and a file that takes space on it as somebody else would."""
+    """A mounted disk, and a file that takes space on it as other files would."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._other = path / "somebody else's"
+        self._other = path / "other files"
 
     @property
     def free(self) -> int:

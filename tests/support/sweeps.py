@@ -18,7 +18,7 @@ PARTS: Mapping[str, int] = {
     "generation/test_preemption.py::test_exact_has_the_bits_of_one_that_made_no_way": 3,
     "generation/test_preemption.py::test_tokens_are_those_alone": 6,
     "generation/test_packed_batch.py::test_together_with_a_text_that_goes_by_itself": 2,
-    "generation/test_filed_sequences.py::test_tokens_are_those_alone_and_more_texts_share_a_pass": 3,
+    "generation/test_swapped_to_file.py::test_tokens_are_those_alone_and_more_texts_share_a_pass": 3,
     "test_bench.py::test_only_the_last_turn_is_profiled": 3,
     "generation/test_kv_cache.py::test_a_cache_goes_back_to_what_it_was": 3,
     "generation/test_session.py::test_an_answer_that_is_stopped_anywhere": 3,

@@ -1,4 +1,4 @@
-"""Tiny checkpoints split and run, beside plain transformers on the same weights; for the tests of the engine.
+"""Tiny checkpoints split and run, and plain transformers on the same weights; for the tests of the engine.
 
 Compression is referred to bitsandbytes itself: `dequantized` writes the checkpoint that compressed weights stand for,
 by rules written down here a second time, so that a wrong rule in the package shows.
@@ -38,7 +38,7 @@ _NEVER_COMPRESSED = re.compile(r"(^|\.)(gate|router|shared_expert_gate)\.weight$
 
 
 def split(folder: Path, compression: str | None = None) -> Path:
-    """Split a checkpoint beside itself, and return the split directory."""
+    """Split a checkpoint in its own folder, and return the split directory."""
     source = prepare.find(prepare.ModelSpec(str(folder), compression))
     prepare.ensure_split(source, SplitOptions(compression))
     return source.split_folder

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch._utils
 
-from rabbitllm.formats.tensor_spec import Strided, read_row_major
+from rabbitllm.formats.tensor_spec import read_run
 from rabbitllm.formats.torch_file import TorchTensor
-from rabbitllm.formats.torch_pickle import element_bytes
 from rabbitllm.storage.files import PositionalFile
 
 
@@ -189,8 +188,8 @@ def changed(members: Sequence[Member], which: str, **changes: Any) -> list[Membe
 
 def chunks_of(file: PositionalFile, tensor: TorchTensor, chunk: int = 4 << 20) -> Iterator[memoryview]:
     """A tensor's bytes in row-major order, contiguous or not, in pieces of so many bytes, a multiple of 8."""
-    place = Strided(tensor.offset, element_bytes(tensor.dtype), tensor.shape, tensor.strides)
+    spec = tensor.spec()
     for begin in range(0, tensor.nbytes, chunk):
         piece = memoryview(bytearray(min(chunk, tensor.nbytes - begin)))
-        assert read_row_major(file, place, begin, piece) == len(piece)
+        assert read_run(file, spec, begin, piece) == len(piece)
         yield piece

@@ -1,7 +1,7 @@
 """Clients of a server that keep to the rules, and what they count; an answer that is lost or wrong is noted as such.
 
 A request that is refused for the moment (429 or 503, with `Retry-After`) is sent again after that time. While the
-server is being restarted, nobody may listen, and an answer may end with the event that says so; both mean: again.
+server is restarted, there may be no listener, and an answer may end with the event that says so; both mean: again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tally:
         returned: answers that ended with the event of a server that ends, and were asked for again.
         did: what the others did -> how often.
         lost: requests without an answer, and why.
-        wrong: answers that are another's, or nobody's.
+        wrong: answers that are another's, or of no request.
         firsts, betweens: seconds to the first piece of a stream, and between two of them.
     """
 

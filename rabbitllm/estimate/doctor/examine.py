@@ -6,6 +6,7 @@ A probe that fails adds a line to the report.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import shlex
 import tempfile
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from rabbitllm.base.terminal import size, speed
@@ -138,7 +138,7 @@ def _measured(
     asking: Probes, models: list[ModelEstimate], every: bool
 ) -> tuple[tuple[Speed, ...], list[ModelEstimate], tuple[str, ...]]:
     """Measure the rates; return them, the models with their times, and the devices they would compute on."""
-    engine = asking.ask("the engine", _engine)
+    engine = asking.ask("the engine", lambda: importlib.import_module("rabbitllm.estimate.machine"))  # takes seconds
     if engine is None:
         return (), models, ()
     known = {model.repository: model for model in outline.published()}
@@ -163,13 +163,6 @@ def _measured(
 
     devices = asking.ask("measuring", all_of_it) or ()
     return tuple(rates), models, devices
-
-
-def _engine() -> ModuleType:
-    """Import the measurements, which need the engine and torch: it takes seconds."""
-    from rabbitllm.estimate import machine
-
-    return machine
 
 
 # The models of the short list: disk use by their sizes, generation as in a plan
@@ -271,11 +264,8 @@ def _of_packages(machine: MachineInfo) -> Iterator[Advice]:
         if package.sound or (package.optional and package.found is None):
             continue
         command = f"pip install --upgrade {shlex.quote(package.name + package.wanted)}"
-        yield Advice(package.essential, f"{_state_of(package)} It {_brings(package)}.", command)
-
-
-def _brings(package: Package) -> str:
-    return package.brings if package.essential else f"is for {package.brings}"
+        use = package.brings if package.essential else f"is for {package.brings}"
+        yield Advice(package.essential, f"{_state_of(package)} It {use}.", command)
 
 
 def _state_of(package: Package) -> str:
@@ -293,7 +283,7 @@ def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
     others = [one for one in machine.folders if one is not splits and one.writable and not one.in_memory]
     roomiest = max(others, key=lambda folder: folder.room, default=None)
     better = roomiest if roomiest is not None and roomiest.room >= max(needed, 2 * splits.room) else None
-    command = f"export RABBITLLM_HOME={shlex.quote(str(_inside(better)))}" if better is not None else None
+    command = f"export RABBITLLM_HOME={shlex.quote(str(better.path / 'rabbitllm'))}" if better is not None else None
     elsewhere = f"; {better.path} has {size(better.room)}" if better is not None else ""
     name = "set RABBITLLM_HOME to a folder on another disk"
     if not splits.writable:
@@ -310,10 +300,6 @@ def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
         yield Advice(False, f"{text}; {name}, or name one with --dir.", command)
     elif better is not None:
         yield Advice(False, f"{splits.path} has {size(splits.room)}{elsewhere}: {name} for large models.", command)
-
-
-def _inside(folder: Folder | None) -> str:
-    return "" if folder is None else str(folder.path / "rabbitllm")
 
 
 def _of_memory(machine: MachineInfo) -> Iterator[Advice]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -81,11 +82,8 @@ def _quotas(root: Path) -> list[float]:
 
 def has_nvidia_driver(root: Path = Path("/")) -> bool:
     """Whether NVIDIA's driver is installed, without loading torch."""
-    return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists() or _wsl()
-
-
-def _wsl() -> bool:
-    return shutil.which("nvidia-smi") is not None
+    known = (root / "proc/driver/nvidia/version", root / "dev/nvidiactl")
+    return any(path.exists() for path in known) or shutil.which("nvidia-smi") is not None  # on WSL
 
 
 def gpus(*, ask_torch: bool = True) -> Gpus:
@@ -205,23 +203,16 @@ def _loading(load: Callable[[], object]) -> str | None:
 
 def _demands() -> dict[str, str]:
     """Return package -> required versions; empty if this package is on the path but not installed."""
-    try:
-        lines = metadata.requires(NAME) or []
-    except metadata.PackageNotFoundError:
-        return {}
-    return dict(_parsed(lines))
-
-
-def _parsed(lines: list[str]) -> Iterator[tuple[str, str]]:
     from packaging.requirements import InvalidRequirement, Requirement
 
-    for line in lines:
-        try:
-            one = Requirement(line)
-        except InvalidRequirement:
-            continue
-        if str(one.specifier):
-            yield _plain(one.name), str(one.specifier)
+    found = {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for line in metadata.requires(NAME) or []:
+            with contextlib.suppress(InvalidRequirement):
+                one = Requirement(line)
+                if str(one.specifier):
+                    found[_plain(one.name)] = str(one.specifier)
+    return found
 
 
 def _plain(name: str) -> str:

@@ -59,20 +59,19 @@ def held(frame: FrameType | None, waits_with: object, least_bytes: int) -> HeldT
         waits_with: arguments of its call, which it needs when it continues.
         least_bytes: minimum size of a storage that counts.
     """
-    needed, idle = _Found(least_bytes), _Found(least_bytes)
-    needed.look_at([waits_with])
+    read, left = [waits_with], list[Any]()
     while frame is not None:
         # functions of this package hold long lists and no large tensors
         if frame.f_code.co_flags & CO_OPTIMIZED and not frame.f_globals.get("__name__", "").startswith(OUR_OWN):
             names = read_again(frame.f_code, frame.f_lasti)
             found = frame.f_locals
-            needed.look_at([value for name, value in found.items() if name in names])
-            idle.look_at([value for name, value in found.items() if name not in names])
+            for name, value in found.items():
+                (read if name in names else left).append(value)
             if type(found) is dict:  # before Python 3.13 a copy, which the frame would keep together with its values
                 found.clear()
         frame = frame.f_back
-    unneeded = (one for key, one in idle.storages.items() if key not in needed.storages)
-    return HeldTensors(tuple(needed.storages.values()), tuple(unneeded))
+    needed, idle = _storages(read, least_bytes), _storages(left, least_bytes)
+    return HeldTensors(tuple(needed.values()), tuple(one for key, one in idle.items() if key not in needed))
 
 
 @lru_cache(maxsize=1024)
@@ -120,30 +119,21 @@ def _loaded(instruction: dis.Instruction) -> Iterator[str]:
         yield from names if isinstance(names, tuple) else (names,)
 
 
-class _Found:
-    """Storages of tensors, also of those in containers; each container is searched once.
-
-    Args:
-        least_bytes: minimum size of a storage that counts.
-    """
-
-    def __init__(self, least_bytes: int) -> None:
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self._least_bytes = least_bytes
-        self._seen: set[int] = set()
-
-    def look_at(self, values: list[Any]) -> None:
-        """Add the storages in values, which must not change while this object is used."""
-        waiting = list(values)
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                if storage.nbytes() >= self._least_bytes and storage.resizable():
-                    self.storages[storage._cdata] = storage
-            elif isinstance(value, tuple | list | dict) and id(value) not in self._seen:
-                self._seen.add(id(value))
-                waiting += value.values() if isinstance(value, dict) else value
+def _storages(values: list[Any], least_bytes: int) -> dict[int, torch.UntypedStorage]:
+    """Storages of tensors, also of those in containers; each container is searched once."""
+    found: dict[int, torch.UntypedStorage] = {}
+    seen: set[int] = set()
+    waiting = [*values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            if storage.nbytes() >= least_bytes and storage.resizable():
+                found[storage._cdata] = storage
+        elif isinstance(value, tuple | list | dict) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+    return found
 
 
 BLOCK = 1 << 12
@@ -208,7 +198,7 @@ class ActivationOffload:
         self._slots = FileSlots(disk)
         self._near = self._host = 0
         self._file: NamelessFile | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "rabbitllm-scoring")
         self.written = self.read = self.max_near = 0
 
     def __enter__(self) -> ActivationOffload:
@@ -216,8 +206,7 @@ class ActivationOffload:
 
     def __exit__(self, *error: object) -> None:
         """Release everything; offloaded storages are lost."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=True, cancel_futures=True)
         self._owners.clear()
         self._holders.clear()
         if self._file is not None:
@@ -272,23 +261,18 @@ class ActivationOffload:
             return
         for key, offloaded in known.offloaded.items():
             if key not in known.idle and offloaded.offset is not None and offloaded.coming is None:
-                if self._thread is None:
-                    self._thread = ThreadPoolExecutor(1, "rabbitllm-scoring")
                 offloaded.coming = self._thread.submit(self._read, offloaded.offset, offloaded.nbytes)
 
     def take(self, owner: Hashable) -> None:
         """Fill the storages that the turn of an owner needs, and read those that were not prefetched."""
+        self.expect(owner)
         known = self._owners.get(owner)
         if known is None:
             return
         known.spare = {}
         for key in [key for key in known.offloaded if key not in known.idle]:
             offloaded = known.offloaded.pop(key)
-            bytes_there = offloaded.memory
-            if offloaded.coming is not None:
-                bytes_there, offloaded.coming = offloaded.coming.result(), None
-            elif offloaded.offset is not None:
-                bytes_there = self._read(offloaded.offset, offloaded.nbytes)
+            bytes_there = offloaded.memory if offloaded.coming is None else offloaded.coming.result()
             assert bytes_there is not None
             offloaded.storage.resize_(offloaded.nbytes)
             _bytes_of(offloaded.storage).copy_(bytes_there)

@@ -31,6 +31,7 @@ from rabbitllm.generation.packed_batch import (
     NotPackable,
     PackedCache,
     Pair,
+    attending_configs,
     attention_by_text,
     shares_keys,
     texts_of,
@@ -38,28 +39,8 @@ from rabbitllm.generation.packed_batch import (
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, Segment, Segments
 from rabbitllm.generation.scoring.tasks import Asked, Scored
 
-
-class Relay:
-    """Hands the KV cache of a prefix from one micro-batch to the next, layer by layer."""
-
-    def __init__(self) -> None:
-        self._layer = -1
-        self._given: Pair | None = None
-
-    def give(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the keys and values that the next micro-batch needs in a layer, (1, heads, tokens, width)."""
-        self._layer, self._given = layer, (keys, values)
-
-    def take(self, layer: int) -> Pair:
-        """The keys and values from the micro-batch before.
-
-        Raises:
-            NotPackable: it has stored nothing for this layer, for example after an error.
-        """
-        given, self._given = self._given, None
-        if given is None or self._layer != layer:
-            raise NotPackable("the micro-batch before has not computed what this one begins with")
-        return given
+Relay = dict[int, Pair]
+"""Layer -> the KV cache of a prefix, (1, heads, tokens, width), from one micro-batch to the next; of one layer."""
 
 
 class SegmentCache(PackedCache):
@@ -107,11 +88,14 @@ class SegmentCache(PackedCache):
         self._unused += 1
         if self._knows:
             assert self._before is not None
-            self._known = self._before.take(layer_idx)
+            self._known = self._before.pop(layer_idx, None)
+            if self._known is None:  # for example after an error
+                raise NotPackable("the micro-batch before has not computed what this one begins with")
         if self._behind is not None and self._hands_on:
             path = self._segments.path(len(self._segments.ends) - 1)
             keys, values = self._joined(path, self._by_row(key_states, value_states), self._known)
-            self._behind.give(layer_idx, keys[:, :, : self._hands_on].clone(), values[:, :, : self._hands_on].clone())
+            self._behind.clear()
+            self._behind[layer_idx] = keys[:, :, : self._hands_on].clone(), values[:, :, : self._hands_on].clone()
         return key_states, value_states
 
     def _pairs(
@@ -247,9 +231,7 @@ class ScoringForward:
         self._config = model.config.get_text_config(decoder=True)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._rows_at_once = max(logits_bytes // (4 * self._vocabulary), 1)
-        seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
-        attending = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
-        self._configs = attending if packed else []
+        self._configs = attending_configs(model) if packed else []
         self._shares = shares_keys(model) if packed else False
 
     @contextlib.contextmanager

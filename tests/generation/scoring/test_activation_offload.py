@@ -20,8 +20,8 @@ SIZE = 10_000
 """Numbers of a tensor, of four bytes each."""
 
 
-class Somebody:
-    """One who takes turns, with two tensors it needs and one it does not."""
+class Holder:
+    """Takes turns with others; has two tensors that it needs and one that it does not."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -42,91 +42,91 @@ class Somebody:
         return sum(one.untyped_storage().nbytes() for one in (*self.needed, self.idle))
 
 
-def turns(offload: ActivationOffload, people: list[Somebody], rounds: int, limit: int) -> None:
-    for one in people:
+def turns(offload: ActivationOffload, holders: list[Holder], rounds: int, limit: int) -> None:
+    for one in holders:
         offload.leave(one, one.held())
     for _ in range(rounds):
-        for one, following in zip(people, [*people[1:], people[0]], strict=True):
+        for one, following in zip(holders, [*holders[1:], holders[0]], strict=True):
             offload.expect(following)
             offload.take(one)
             one.compute()
             offload.leave(one, one.held())
-            assert sum(somebody.bytes_here() for somebody in people) <= limit
+            assert sum(one.bytes_here() for one in holders) <= limit
 
 
 @pytest.mark.parametrize("near", [0, 60_000, 150_000])
 @pytest.mark.parametrize("host", [0, 100_000, 1 << 30])
 def test_it_comes_back_as_it_was(tmp_path: Path, near: int, host: int) -> None:
-    people = [Somebody(seed) for seed in range(5)]
+    holders = [Holder(seed) for seed in range(5)]
     with ActivationOffload(near, host, 1 << 30, tmp_path) as offload:
-        turns(offload, people, 4, near)
+        turns(offload, holders, 4, near)
         assert offload.max_near <= near
         assert (offload.written > 0) == (near + host < 5 * SIZE * 10)
         assert not list(tmp_path.iterdir())
 
 
 def test_those_that_came_first_stay(tmp_path: Path) -> None:
-    people = [Somebody(seed) for seed in range(4)]
+    holders = [Holder(seed) for seed in range(4)]
     near = 2 * SIZE * 6 + 100
     with ActivationOffload(near, 0, 1 << 30, tmp_path) as offload:
-        turns(offload, people, 3, near)
+        turns(offload, holders, 3, near)
         # idle ones go once; of the others each round those of two
         assert offload.written == 4 * SIZE * 4 + 2 * SIZE * 6 * (1 + 3)
         assert offload.read == 2 * SIZE * 6 * 3
 
 
 def test_a_place_in_the_file_is_used_again(tmp_path: Path) -> None:
-    people = [Somebody(seed) for seed in range(3)]
+    holders = [Holder(seed) for seed in range(3)]
     enough = 3 * 3 * (SIZE * 4 + 4096)
     with ActivationOffload(0, 0, enough, tmp_path) as offload:
-        turns(offload, people, 20, 0)
+        turns(offload, holders, 20, 0)
         assert offload.written > 5 * enough
 
 
 def test_no_room(tmp_path: Path) -> None:
-    somebody = Somebody(0)
+    holder = Holder(0)
     with ActivationOffload(0, 0, SIZE * 6, tmp_path) as offload, pytest.raises(NoRoom):
-        offload.leave(somebody, somebody.held())
+        offload.leave(holder, holder.held())
 
 
 def test_what_two_hold_stays(tmp_path: Path) -> None:
-    people = [Somebody(0), Somebody(1)]
-    people[1].needed[1] = people[0].needed[1]
+    holders = [Holder(0), Holder(1)]
+    holders[1].needed[1] = holders[0].needed[1]
     with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload:
-        offload.leave(people[0], HeldTensors((), ()))
-        offload.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
-        assert not people[0].needed[1].untyped_storage().nbytes()  # no other holder was known
-        offload.take(people[1])
-        offload.leave(people[0], HeldTensors((people[0].needed[1].untyped_storage(),), ()))
-        before = people[0].needed[1].untyped_storage().nbytes()
-        offload.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
-        assert people[0].needed[1].untyped_storage().nbytes() == before
+        offload.leave(holders[0], HeldTensors((), ()))
+        offload.leave(holders[1], HeldTensors((holders[1].needed[1].untyped_storage(),), ()))
+        assert not holders[0].needed[1].untyped_storage().nbytes()  # no other holder was known
+        offload.take(holders[1])
+        offload.leave(holders[0], HeldTensors((holders[0].needed[1].untyped_storage(),), ()))
+        before = holders[0].needed[1].untyped_storage().nbytes()
+        offload.leave(holders[1], HeldTensors((holders[1].needed[1].untyped_storage(),), ()))
+        assert holders[0].needed[1].untyped_storage().nbytes() == before
 
 
 def test_weights_stay(tmp_path: Path) -> None:
-    somebody = Somebody(0)
-    weight = somebody.needed[0].untyped_storage()
+    holder = Holder(0)
+    weight = holder.needed[0].untyped_storage()
     with ActivationOffload(0, 0, 1 << 30, tmp_path, frozenset([weight._cdata])) as offload:
-        offload.leave(somebody, somebody.held())
+        offload.leave(holder, holder.held())
         assert weight.nbytes() == SIZE * 4
-        assert not somebody.needed[1].untyped_storage().nbytes()
+        assert not holder.needed[1].untyped_storage().nbytes()
 
 
 def test_what_was_read_ahead_of_one_who_ends(tmp_path: Path) -> None:
-    people = [Somebody(0), Somebody(1)]
+    holders = [Holder(0), Holder(1)]
     with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload:
-        for one in people:
+        for one in holders:
             offload.leave(one, one.held())
-        offload.expect(people[0])
-        offload.over(people[0])
-        offload.take(people[1])
-        people[1].compute()
+        offload.expect(holders[0])
+        offload.over(holders[0])
+        offload.take(holders[1])
+        holders[1].compute()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """What could not be written is where it was; what was is brought back."""
-    somebody = Somebody(0)
+    holder = Holder(0)
     written = 0
 
     def full(step: Step) -> None:
@@ -137,10 +137,10 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 
     with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload, observe_steps(full):
         with pytest.raises(OSError, match="No space left"):
-            offload.leave(somebody, somebody.held())
-        assert 0 < somebody.bytes_here() < SIZE * 10
-        offload.take(somebody)
-        somebody.compute()
+            offload.leave(holder, holder.held())
+        assert 0 < holder.bytes_here() < SIZE * 10
+        offload.take(holder)
+        holder.compute()
     assert written == 2
     assert not list(tmp_path.iterdir())
 

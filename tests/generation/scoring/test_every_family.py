@@ -10,7 +10,7 @@ from rabbitllm.generation.packed_batch import PACKABLE
 from rabbitllm.generation.scoring import Room
 from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.plan import FILLABLE, form_of
-from tests.generation.scoring.beside_plain import alone, assert_alike, scored, texts_for
+from tests.generation.scoring.compared_with_plain import alone, assert_alike, scored, texts_for
 from tests.generation.test_packed_batch import ALONE, checkpoint
 from tests.support.tiny_models import load, split
 

@@ -26,7 +26,7 @@ from rabbitllm.generation.scoring.plan import (
     form_of,
     limits_of,
 )
-from tests.generation.scoring.beside_plain import alone, assert_alike, by_index, scored, texts_for
+from tests.generation.scoring.compared_with_plain import alone, assert_alike, by_index, scored, texts_for
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, Family, build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.tiny_models import ALL, load, plain_model, split
