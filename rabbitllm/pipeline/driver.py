@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -174,7 +175,7 @@ class _Exchange:
                 return
             noted, done = job
             try:
-                done.set_result(self._guarded(lambda noted=noted: self._go_through(noted)))
+                done.set_result(self._guarded(partial(self._go_through, noted)))
             except BaseException as error:
                 done.set_exception(error)
             del job, noted, done  # the next job may come much later
