@@ -1,4 +1,4 @@
-"""Divides the files of tests into parts that take about as long as each other, for `make test-long PART=1/6`.
+"""Divides the files of tests into parts that take about as long as each other, for `make test-long PART=1/8`.
 
 A file is never divided: its fixtures are made once.
 """
@@ -96,7 +96,7 @@ def chosen(files: Iterable[str], part: str, seconds: Mapping[str, int] = SECONDS
     """
     number, _, count = part.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ValueError(f"part {part!r}: expected k/n with k from 1 to n, such as 1/6")
+        raise ValueError(f"part {part!r}: expected k/n with k from 1 to n, such as 1/8")
     tests = Counter(files)
     weights = {file: seconds.get(file, SECONDS_A_TEST * tests[file]) for file in tests}
     parts: list[list[str]] = [[] for _ in range(int(count))]
