@@ -192,6 +192,8 @@ def _get(machine: PickleMachine, number: int) -> None:
 def _global(machine: PickleMachine, _: None) -> None:
     lines = [machine.stream.readline(MAX_NAME + 1) for _ in range(2)]
     if not all(line.endswith(b"\n") for line in lines):
+        if not machine.left():
+            raise ValueError("wants the rest of a name, and nothing is left")
         raise RefusedValueError(f"has a name that does not end within {MAX_NAME} bytes")
     _look_up(machine, *(line[:-1].decode() for line in lines))
 

@@ -98,7 +98,7 @@ def test_in_the_middle_of_a_split(tmp_path: Path, script: list[str]) -> None:
 
     end = Interrupted(command, one_used)
     assert end.seconds < SOON
-    assert end.status == -signal.SIGINT
+    assert end.status == -signal.SIGINT, end.stderr
     replayed = journal.replay(folder)
     assert replayed is not None
     assert 1 <= len(replayed.used) < 8
@@ -154,7 +154,7 @@ def test_while_a_shard_is_being_fetched(
 
     end = Interrupted(command, one_used_and_one_stalled)
     assert end.seconds < SOON
-    assert end.status == -signal.SIGINT
+    assert end.status == -signal.SIGINT, end.stderr
     said = re.fullmatch(r"Interrupted: 1 of 3 shards are used up; the layers are in (.*)\.", end.said()[0])
     assert said, end.stderr
     stalled.flows.set()
@@ -167,7 +167,7 @@ def test_while_headers_are_asked_for(hub_environment: HubEnvironment, stalled: S
     stalled.stops_at = 0
     end = Interrupted([*script, REPO, "", "file"], stalled.stalled.is_set)
     assert end.seconds < SOON
-    assert end.status == -signal.SIGINT
+    assert end.status == -signal.SIGINT, end.stderr
     assert end.said()[0].startswith("Interrupted before the first shard was taken;")
 
 
@@ -186,7 +186,7 @@ def test_during_the_download_of_the_standard_route(
     command = [sys.executable, str(program), REPO]
     end = Interrupted(command, stalled.stalled.is_set)
     assert end.seconds < SOON
-    assert end.status == -signal.SIGINT
+    assert end.status == -signal.SIGINT, end.stderr
     stalled.flows.set()
     assert layer_files(go_on(command)) == layer_files(split(tmp_path / "model"))
 

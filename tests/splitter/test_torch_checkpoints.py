@@ -156,8 +156,8 @@ def test_a_single_file_of_any_name(
     legacy: bool,
 ) -> None:
     source = write_single(tmp_path, tensors, name, protocol, legacy=legacy)
-    for name in ("optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "scaler.pt"):
-        (source / name).write_bytes(b"none of the model's")
+    for other in ("optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "scaler.pt"):
+        (source / other).write_bytes(b"none of the model's")
     assert layer_files(split(source)) == expected[None]
     assert len(names_in(source, "*.p*")) + len(names_in(source, "*.bin")) == 5  # what was no weights is still there
     assert not (source / name).exists()
