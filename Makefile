@@ -31,7 +31,7 @@ $(VENV)/.ecosystem: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,ecosystem]"
 	touch $@
 
-# one process, for tests that measure; `make test-long PART=1/8` is the first of eight parts, less than 40 minutes each
+# one process, for tests that measure; `make test-long PART=1/8` is the first of eight parts
 test-long: $(VENV)/.ecosystem
 	$(BIN)/python -m pytest $(if $(PART),--part $(PART)) --durations=20
 	$(if $(PART),,$(BIN)/python -m tools.matrix)

@@ -76,21 +76,21 @@ class Driver:
         away = [index for cached in stack.cached[self._first :] for index in cached]
         self._ledger = Ledger(away)
         self._pass: _Pass | None = None
-        self._exchange = _Exchange(spans, link, self._ledger)
+        self._channel = _HostChannel(spans, link, self._ledger)
         for number, unit in enumerate(stack.units):
             if number >= self._first:
                 unit.module.forward = self._standing_for(number)
         model.register_forward_pre_hook(_refuse_what_is_not_here, with_kwargs=True)
-        weakref.finalize(model, self._exchange.close)  # not a method of this object, which refers to the model
+        weakref.finalize(model, self._channel.close)  # not a method of this object, which refers to the model
 
     @property
     def error(self) -> HostGoneError | None:
         """The error that ended it early; None otherwise."""
-        return self._exchange.error
+        return self._channel.error
 
     def close(self) -> None:
         """End the workers; later calls do nothing."""
-        self._exchange.close()
+        self._channel.close()
 
     def _standing_for(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class Driver:
             noted.flowing = torch.full((), float("nan"), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
             return noted.flowing
         self._pass = None
-        return self._exchange.run(noted).to(noted.hidden.device)
+        return self._channel.run(noted).to(noted.hidden.device)
 
     def _stand_in_caches(self, number: int, noted: _Pass, given: tuple[Any, ...]) -> None:
         batch, tokens = noted.hidden.shape[-3], noted.hidden.shape[-2]
@@ -125,8 +125,8 @@ class Driver:
                 stand_in(cache, index, batch, tokens, noted.hidden.device)
 
 
-class _Exchange:
-    """Exchanges frames with the workers in a thread of its own. Does not refer to the model."""
+class _HostChannel:
+    """The channel to the workers, served by a thread of its own. Does not refer to the model."""
 
     def __init__(self, spans: tuple[Span, ...], link: Link, ledger: Ledger) -> None:
         self._spans = spans
