@@ -35,6 +35,8 @@ def complete_model(incomplete: str) -> list[str]:
     return [*known, *(one for one in shown if one.startswith(incomplete))]
 
 
+MODEL_PANEL, SAMPLING_PANEL, HOSTS_PANEL = "Model and split", "Sampling", "Several machines"
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -44,28 +46,50 @@ ModelArgument = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
-FolderOption = Annotated[Path | None, typer.Option("--dir", help="Folder that holds the split directory.")]
+FolderOption = Annotated[
+    Path | None, typer.Option("--dir", rich_help_panel=MODEL_PANEL, help="Folder that holds the split directory.")
+]
 MemoryOption = Annotated[
     list[str] | None,
-    typer.Option(help="Memory for weights on a device, e.g. cpu=24GiB or 0=14GiB; repeatable."),
+    typer.Option(
+        rich_help_panel=MODEL_PANEL, help="Memory for weights on a device, e.g. cpu=24GiB or 0=14GiB; repeatable."
+    ),
 ]
 DeviceOption = Annotated[
-    str | None, typer.Option(help="cuda:N, cpu, or auto for all GPUs; by default the first GPU, else the CPU.")
+    str | None,
+    typer.Option(
+        rich_help_panel=MODEL_PANEL, help="cuda:N, cpu, or auto for all GPUs; by default the first GPU, else the CPU."
+    ),
 ]
-RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the repository contains.")]
+RevisionOption = Annotated[
+    str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="Branch, tag or commit of a repository.")
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", rich_help_panel=MODEL_PANEL, help="Run Python code that the repository contains."
+    ),
+]
 FastOption = Annotated[
     bool,
     typer.Option(
         "--fast-bfloat16",
+        rich_help_panel=MODEL_PANEL,
         help="Use a faster bfloat16 kernel on CPUs without native bfloat16; results differ in the last bits.",
     ),
 ]
 NoVerifyOption = Annotated[
     bool,
-    typer.Option("--no-verify-checksums", help="Do not check checksums of layer files while reading them."),
+    typer.Option(
+        "--no-verify-checksums",
+        rich_help_panel=MODEL_PANEL,
+        help="Do not check checksums of layer files while reading them.",
+    ),
 ]
-DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(rich_help_panel=MODEL_PANEL, help="float32, bfloat16 or float16; by default the checkpoint's."),
+]
 
 DequantizeOption = Annotated[
     bool, typer.Option("--exact", help="On the CPU, dequantize weights instead of multiplying by codes.")
@@ -80,20 +104,33 @@ ExactOption = Annotated[
 WorkersOption = Annotated[
     int,
     typer.Option(
-        help="Number of `rabbitllm worker` processes that compute a span of layers each; 0 computes all here.", min=0
+        rich_help_panel=HOSTS_PANEL,
+        help="Number of `rabbitllm worker` processes that compute a span of layers each; 0 computes all here.",
+        min=0,
     ),
 ]
 AddressOption = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="With --workers: address of this process that workers join.")
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        rich_help_panel=HOSTS_PANEL,
+        help="With --workers: address of this process that workers join.",
+    ),
 ]
 
 # splitting
 CompressionOption = Annotated[
-    str, typer.Option(help="none, 8bit, 4bit, 4bit-double, or auto (bits chosen for each tensor).")
+    str,
+    typer.Option(
+        rich_help_panel=MODEL_PANEL, help="none, 8bit, 4bit, 4bit-double, or auto (bits chosen for each tensor)."
+    ),
 ]
 CompressionHereOption = Annotated[
     str | None,
-    typer.Option(help="none, 8bit, 4bit, 4bit-double or auto; by default that of an existing split, else none."),
+    typer.Option(
+        rich_help_panel=MODEL_PANEL,
+        help="none, 8bit, 4bit, 4bit-double or auto; by default that of an existing split, else none.",
+    ),
 ]
 WhichSplitOption = Annotated[
     str | None,
@@ -101,31 +138,53 @@ WhichSplitOption = Annotated[
 ]
 SequentialOption = Annotated[
     bool,
-    typer.Option("--sequential", help="While splitting, delete each used shard, also shards of a local checkpoint."),
+    typer.Option(
+        "--sequential",
+        rich_help_panel=MODEL_PANEL,
+        help="While splitting, delete each used shard, also shards of a local checkpoint.",
+    ),
 ]
-NoSplitOption = Annotated[bool, typer.Option("--no-split", help="Read the original shards directly; write nothing.")]
+NoSplitOption = Annotated[
+    bool,
+    typer.Option("--no-split", rich_help_panel=MODEL_PANEL, help="Read the original shards directly; write nothing."),
+]
 VerifySourceOption = Annotated[
     bool,
-    typer.Option("--verify-source", help="Read the shards and compare them with their recorded checksums."),
+    typer.Option(
+        "--verify-source",
+        rich_help_panel=MODEL_PANEL,
+        help="Read the shards and compare them with their recorded checksums.",
+    ),
 ]
 FitScalesOption = Annotated[
     bool, typer.Option("--fit-scales", help="With 4bit: search for the scales with the least error; slower to split.")
 ]
-MaxDiskOption = Annotated[str | None, typer.Option(help="Maximum disk use of the split, e.g. 57GiB.")]
+MaxDiskOption = Annotated[
+    str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="Maximum disk use of the split, e.g. 57GiB.")
+]
 MinFreeDiskOption = Annotated[str, typer.Option(help="Disk space that must stay free, e.g. 1GB.")]
 DiskPlotOption = Annotated[Path | None, typer.Option(help="Plot disk use over time to this file (.png, .svg or .pdf).")]
 
 # the machines that do the work
 RayOption = Annotated[
     str | None,
-    typer.Option("--ray", metavar="ADDRESS", help="Run on a Ray cluster: HOST:PORT of its head node, or auto."),
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        rich_help_panel=HOSTS_PANEL,
+        help="Run on a Ray cluster: HOST:PORT of its head node, or auto.",
+    ),
 ]
 
 # generation
 SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
-TemperatureOption = Annotated[float | None, typer.Option(help="Sampling temperature; 0, the default, is greedy.")]
-TopPOption = Annotated[float | None, typer.Option(help="Nucleus sampling threshold, above 0 and up to 1.")]
-SeedOption = Annotated[int | None, typer.Option(help="Random seed of sampling.")]
+TemperatureOption = Annotated[
+    float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Sampling temperature; 0, the default, is greedy.")
+]
+TopPOption = Annotated[
+    float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Nucleus sampling threshold, above 0 and up to 1.")
+]
+SeedOption = Annotated[int | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Random seed of sampling.")]
 
 
 def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
