@@ -61,7 +61,7 @@ def change(file: Path, **values: object) -> None:
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nothing", "a/b/c", "two words", "org/na..me"])
 def test_no_such_folder(name: str) -> None:
     error = refused(CheckpointNotFoundError, name)
-    assert error.problem == f"There is no folder {name!r}, and it is no repository id either."
+    assert error.problem == f"There is no folder {name!r}, and it is not a repository id."
     assert "organisation/name" in error.remedy
     assert isinstance(error, FileNotFoundError)
 
@@ -74,7 +74,7 @@ def test_a_file_is_the_checkpoint_of_its_folder_or_nothing(tmp_path: Path) -> No
     problem = refused(CorruptShardError, damaged).problem
     assert str(tmp_path) in problem
     assert damaged.name in problem
-    assert f"{other} is not what the checkpoint" in refused(CheckpointNotFoundError, other).problem
+    assert f"{other} does not belong to the checkpoint" in refused(CheckpointNotFoundError, other).problem
 
 
 def test_no_such_repository(hub_environment: HubEnvironment) -> None:
@@ -198,7 +198,7 @@ def test_a_gpu_that_does_not_exist(checkpoint: Path) -> None:
 def test_a_size_that_is_none(checkpoint: Path, name: str, value: Any) -> None:
     error = refused(OptionError, checkpoint, **{name: value})
     assert name in error.problem
-    assert "is no size" in error.problem
+    assert "is not a size" in error.problem
     assert "'57GiB'" in error.remedy
 
 
@@ -324,7 +324,7 @@ def test_weights_that_another_program_quantized(checkpoint: Path, method: str) -
     change(checkpoint / "config.json", quantization_config={"quant_method": method})
     before = weights(checkpoint)
     error = refused(UnknownArchitectureError, checkpoint)
-    assert f"are quantized already ({method}), which is not supported" in error.problem
+    assert f"are already quantized ({method}), which is not supported" in error.problem
     assert "fp8, mxfp8, mxfp4, compressed-tensors, awq or gptq" in error.problem
     assert "its unquantized one" in error.remedy
     assert weights(checkpoint) == before
@@ -335,7 +335,7 @@ def test_a_split_directory_at_another_compression(checkpoint: Path) -> None:
     AutoModel.from_pretrained(checkpoint, device="cpu", compression="8bit")
     error = refused(SplitMismatchError, checkpoint / "splitted_model.8bit", compression="4bit")
     assert "is a split at compression 8bit; 4bit was asked for" in error.problem
-    assert "Leave compression out" in error.remedy
+    assert "Remove compression" in error.remedy
 
 
 def test_another_model_s_split_in_the_same_place(tmp_path: Path, checkpoint: Path) -> None:

@@ -127,7 +127,7 @@ class SpanReader:
                     with direct_read() if way.direct else contextlib.nullcontext():
                         got = file.read_into(buffer[at + shift : stop + shift], at)
                     if got < min(stop, end) - at:
-                        raise OSError(f"{file.path} ended at byte {at + got:,}")
+                        raise OSError(f"{file.path} ends at byte {at + got:,}")
                     if checks is not None:
                         begin = max(at, span.offset)
                         data = buffer[begin + shift : min(stop, end) + shift]

@@ -210,7 +210,7 @@ class SourceScan:
         if compression in self.manifests:
             return self._other_split(compression, self.manifests[compression])
         if compression is not None and self.quantized is not None:
-            return f"the weights are quantized already ({self.quantized})"
+            return f"the weights are already quantized ({self.quantized})"
         if compression in self.refused:
             return f"loading would refuse it: {self.refused[compression].rstrip('.')}"
         earlier = self.journals.get(compression)

@@ -273,7 +273,7 @@ class MappedFile:
         found = self._bytes[spec.offset : spec.offset + spec.nbytes]
         if len(found) != spec.nbytes:
             raise CorruptShardError(
-                f"{self._path} ends in the middle of {spec.name!r}: it was cut off since the model was loaded.",
+                f"{self._path} ends within {spec.name!r}: the file was truncated after the model was loaded.",
                 "Put the whole file back and load the model again.",
             )
         return found

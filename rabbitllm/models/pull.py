@@ -55,7 +55,7 @@ def shard_policy(*, sequential: bool = False, keep_shards: bool = False, delete_
         OptionError: `sequential` and `keep_shards`.
     """
     if sequential and keep_shards:
-        raise OptionError("sequential deletes shards, and keep_shards keeps them all.", "Leave one of them out.")
+        raise OptionError("sequential deletes shards, but keep_shards keeps them.", "Remove one of the two options.")
     return ShardPolicy.of(sequential=sequential, delete_original=delete_original, keep_fetched=keep_shards)
 
 
@@ -153,7 +153,7 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
                 prepare.ensure_split(source, options, where, executor=executor, accept=accept)
     entry = look(source.split_folder)
     if entry is None:
-        raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
+        raise IncompleteSplitError(f"{source.split_folder} was removed during the split.", "Make the same call again.")
     shards, at = _shards(source, entry)
     own_config = source.split_folder if (source.split_folder / "config.json").exists() else source.config_folder
     peak = done[-1].peak_disk_bytes if done else 0

@@ -364,8 +364,8 @@ class ShardLoop:
         require_unmodified(path, shard)
         if shard.expected_crc32 not in (None, crc):
             raise CorruptShardError(
-                f"{path} differs from the checksum that was recorded for it when the split was begun or made.",
-                "Restore the file as it was, and make the same call again. The data that was just read is not used.",
+                f"{path} differs from its checksum, which was recorded when the split was started or made.",
+                "Restore the original file, and make the same call again. The data just read is not used.",
             )
         return crc
 

@@ -496,7 +496,7 @@ def test_header_that_was_damaged_on_the_way_is_noticed(local_hub: LocalHub, tmp_
     at = (one / SINGLE_NAME).read_bytes().index(b"plain")
     local_hub.faults = Faults(only=SINGLE_NAME, flip_byte=at, flip_times=2)  # of the index made up, and of the plan
     with pytest.raises(
-        CorruptShardError, match="is not the file that the plan was made from: 'qlain' is elsewhere"
+        CorruptShardError, match="differs from the file that was planned with: 'qlain' is elsewhere"
     ) as bad:
         split("acme/one")
     assert "delete that folder" in bad.value.remedy

@@ -136,7 +136,7 @@ def test_progress_is_on_stderr(checkpoint: Path) -> None:
     ("arguments", "message"),
     [
         (["--max-memory", "24GiB"], "names no device"),
-        (["--max-memory", "cpu=much"], "is no size"),
+        (["--max-memory", "cpu=much"], "is not a size"),
         (["--plot", "time.txt"], "no name of a picture"),
         (["--compression", "3bit"], "does not exist"),
     ],

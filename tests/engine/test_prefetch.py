@@ -344,7 +344,7 @@ def test_a_file_cut_short_is_named_and_costs_no_slot(opened: Opened) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
     for _ in range(5):
-        with pytest.raises(OSError, match=f"{path.name} ended at byte"):
+        with pytest.raises(OSError, match=f"{path.name} ends at byte"):
             loader.take(LAYERS[1])
     path.write_bytes(whole)
     assert opened.is_right(loader.take(LAYERS[1]))
@@ -590,7 +590,7 @@ def test_a_file_cut_short_is_named_and_costs_no_buffer(opened: Opened) -> None:
         loaded = lanes.up.take(LAYERS[0])
         lanes.up.expect(LAYERS[1:])
         lanes.up.give_back(loaded)
-        with pytest.raises(OSError, match=f"{path.name} ended at byte"):
+        with pytest.raises(OSError, match=f"{path.name} ends at byte"):
             lanes.up.take(LAYERS[1])
     path.write_bytes(whole)
     for _ in range(2):

@@ -82,7 +82,7 @@ def test_damaged_ones_are_listed_all_the_same(folder: Path) -> None:
     assert MANIFEST_NAME in (seen(made).problem or "")
     (made / MANIFEST_NAME).unlink()
     (made / JOURNAL_NAME).write_text("nonsense\n")
-    assert (seen(made).state, seen(made).problem) == (DAMAGED, f"{JOURNAL_NAME} cannot be read back")
+    assert (seen(made).state, seen(made).problem) == (DAMAGED, f"{JOURNAL_NAME} cannot be read")
 
 
 def test_one_of_rabbitllm_1(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def test_revision(repository: Path, other: Path, local_hub: LocalHub) -> None:
 def test_neither_folder_nor_repository(name: str, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:
     with pytest.raises(CheckpointNotFoundError) as refused:
         Call(name).find()
-    assert f"There is no folder {name!r}, and it is no repository id either." in str(refused.value)
-    assert "Give a folder that exists, or a repository as 'organisation/name'." in str(refused.value)
+    assert f"There is no folder {name!r}, and it is not a repository id." in str(refused.value)
+    assert "'organisation/name'" in str(refused.value)
     assert local_hub.requests == []
 
 

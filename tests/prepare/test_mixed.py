@@ -335,7 +335,7 @@ def test_a_budget_that_cannot_be_kept_names_the_least_that_can(tmp_path: Path) -
     pull = ["pull", str(folder), "--compression", "auto", "--device", "cpu", "--max-disk"]
     done = CliRunner().invoke(app, [*pull, "1000"])
     assert done.exit_code != 0
-    found = re.search(r"max_disk=(\d+) is the least", str(done.exception) + done.output)
+    found = re.search(r"max_disk to at least (\d+)", str(done.exception) + done.output)
     assert found is not None
     least = found[1]
     dry = CliRunner().invoke(app, [*pull, "1000", "--dry-run"])

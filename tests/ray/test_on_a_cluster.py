@@ -218,7 +218,7 @@ def test_keeping_shards_where_only_one_machine_has_them_is_refused(
     cluster: str, tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
 ) -> None:
     build_checkpoint(tmp_path / "hub" / "org" / "rabbit", "llama", shards=2)
-    with pytest.raises(OptionError, match="workers on others"):
+    with pytest.raises(OptionError, match="workers on other machines"):
         pull_on(cluster, asked("org/rabbit", keep_shards=True, folder=tmp_path / "spread"))
 
 

@@ -188,10 +188,8 @@ def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
     free[0] = 1 << 20
     with pytest.raises(NotEnoughSpaceException) as refused:
         choose(plan, folder, None, deletes=False)
-    assert f"Free {size_rounded_up(need - MIB)} there, or name another place with layer_shards_saving_path" in str(
-        refused.value
-    )
-    assert "No other compression fits as it is." in str(refused.value)
+    assert f"Free {size_rounded_up(need - MIB)} there, or use a folder on another disk" in str(refused.value)
+    assert "No compression would fit now." in str(refused.value)
 
 
 def test_max_disk_is_too_little(tmp_path: Path, free: list[int]) -> None:
@@ -273,7 +271,7 @@ def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
 def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB, staged=True), "4bit")
     free[0] = peak_of(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)).created
-    with pytest.raises(NotEnoughSpaceException, match="would fit: no shard is then on the disk"):
+    with pytest.raises(NotEnoughSpaceException, match="would fit: it writes no shard"):
         choose(plan, tmp_path, None, deletes=True, transfer="file")
 
 
@@ -318,7 +316,7 @@ def test_max_disk_counts_downloads_outside_the_split(tmp_path: Path, free: list[
     choose(plan, tmp_path / "split", need, deletes=False, downloads=cache)
     with pytest.raises(NotEnoughSpaceException, match=re.escape(f"allowed by max_disk={need - 1:,}")) as refused:
         choose(plan, tmp_path / "split", need - 1, deletes=False, downloads=cache)
-    assert "sequential_shard_processing=True takes one shard at a time" in str(refused.value)
+    assert "sequential_shard_processing=True: it downloads one shard at a time" in str(refused.value)
 
 
 def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

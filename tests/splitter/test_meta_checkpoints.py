@@ -372,7 +372,7 @@ def test_a_rank_that_changes_on_the_way(tmp_path: Path, model: Any) -> None:
         if isinstance(event, progress.ShardDone) and event.number == 1:
             (source / RANK.format(1)).write_bytes(other.read_bytes())
 
-    with progress.listening(listen), pytest.raises(CorruptShardError, match="is not the file that the plan was made"):
+    with progress.listening(listen), pytest.raises(CorruptShardError, match="differs from the file that was planned"):
         split(source)
 
 

@@ -102,7 +102,7 @@ def test_name_that_is_a_part_of_another_tensor() -> None:
         InvalidIndexError, match=r"Two tensors of layer layers.0 would be stored as 'w.4bit.absmax'"
     ) as bad:
         lay_out(LAYER, [form("w", (65, 67), compression="4bit"), taken])
-    assert "Leave compression out." in str(bad.value)
+    assert "Remove compression." in str(bad.value)
     assert lay_out(LAYER, [form("w", (65, 67)), taken]).places.keys() == {"w", "w.4bit.absmax"}
 
 
@@ -486,4 +486,4 @@ def changed(specs: list[TensorSpec], number: int, **changes: object) -> list[Ten
 def test_pieces_that_are_no_whole(specs: list[TensorSpec], says: str) -> None:
     with pytest.raises(InvalidIndexError, match=says) as refused:
         join(specs, None)
-    assert "Fetch the shards again" in refused.value.remedy
+    assert "Download the shards again" in refused.value.remedy
