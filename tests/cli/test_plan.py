@@ -117,7 +117,7 @@ def test_folder_as_text(folder: Path) -> None:
     assert re.search(rf"checkpoint +{re.escape(size(total))} in {SHARDS} shards", text)
     assert re.search(r"layers +8, the largest layers\.\d with", text)
     assert "95.4 MiB/s (as given) from this disk" in text
-    assert "Times are estimates" in text
+    assert "Estimated times" in text
     assert text.count("fits") == len(COMPRESSIONS) * 2 + 1
     assert f'model = AutoModel.from_pretrained("{folder}")' in text.replace("\n    ", "").replace(",\n)", ")")
     assert "\x1b" not in text
@@ -404,10 +404,10 @@ def test_unfinished_split_is_planned_to_its_end(
     assert left.seconds is not None
     assert fresh.seconds is not None
     assert left.seconds < fresh.seconds
-    assert f"unfinished, 2 of {SHARDS} shards used up" in run(named, "--bandwidth", "1GB")
+    assert f"unfinished, 2 of {SHARDS} shards used" in run(named, "--bandwidth", "1GB")
     others = [at(found, other) for other in COMPRESSIONS if other != compression]
     if kind == "folder":
-        assert all(f"2 of its {SHARDS} shards are gone" in (other.obstacle or "") for other in others)
+        assert all(f"2 of its {SHARDS} shards are missing" in (other.obstacle or "") for other in others)
         assert not any(other.routes for other in others)
     else:
         assert all(other.obstacle is None and other.routes for other in others)
@@ -454,7 +454,7 @@ def test_single_file_that_is_used_up(tmp_path: Path) -> None:
     assert not (source / SINGLE_NAME).exists()
     found = plan(source)
     assert at(found, "4bit").finished
-    assert at(found, None).obstacle == "its shards are gone"
+    assert at(found, None).obstacle == "its shards are missing"
     assert found.choice is not None
     assert found.choice.compression == "4bit"
 

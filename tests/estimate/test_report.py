@@ -92,26 +92,26 @@ def experts(**settings: Any) -> Experts:
 def test_what_is_kept_of_experts_is_said_and_what_is_assumed() -> None:
     routed = dataclasses.replace(LARGE, experts=(experts(),), found_token_seconds=0.5)
     lines = text(plan_of(routed))
-    assert "    of 40.00 GiB of experts 10.00 GiB are kept" in lines
-    assert "    a token uses 1.00 GiB of them; 500 ms if all of them are there" in lines
-    assert len([line for line in lines if "used alike" in line]) == 1
+    assert "    10.00 GiB of 40.00 GiB of experts are kept in memory" in lines
+    assert "    a token uses 1.00 GiB of experts; 500 ms if all of these are kept" in lines
+    assert len([line for line in lines if "uniform use" in line]) == 1
     nothing = text(plan_of(dataclasses.replace(routed, experts=(experts(kept_bytes=0),))))
-    assert "    a token uses 1.00 GiB of them" in nothing
+    assert "    a token uses 1.00 GiB of experts" in nothing
 
 
 def test_experts_of_several_devices_are_counted_together() -> None:
     both = tuple(experts(device=f"cuda:{at}", host_bytes=5 * GIB) for at in range(2))
     routed = dataclasses.replace(LARGE, placed=(), experts=both, found_token_seconds=0.5)
     lines = text(plan_of(routed, devices=("cuda:0", "cuda:1")))
-    assert "    of 80.00 GiB of experts 20.00 GiB and 10.00 GiB in page-locked RAM are kept" in lines
+    assert "    20.00 GiB and 10.00 GiB in pinned RAM of 80.00 GiB of experts are kept in memory" in lines
     assert "    10.00 GiB on cuda:0, 10.00 GiB on cuda:1" in lines
 
 
 def test_experts_that_stay_need_no_line_of_their_own() -> None:
     stay = experts(tier="resident", kept_bytes=40 * GIB, read_bytes=0)
     lines = text(plan_of(dataclasses.replace(SMALL, experts=(stay,), found_token_seconds=0.017)))
-    assert not any("are kept" in line or "alike" in line for line in lines)
-    assert any("experts that stay" in line for line in lines)
+    assert not any("are kept" in line or "uniform" in line for line in lines)
+    assert any("resident experts" in line for line in lines)
 
 
 def test_an_obstacle_is_said_once(tmp_path: Path) -> None:

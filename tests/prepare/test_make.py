@@ -310,7 +310,7 @@ def test_waiting_process_goes_on_where_a_killed_one_stopped(
     first.begin(call, pause_at)
     first.wait_for_pause()
     second.begin(call)
-    said = second.wait_for_stderr("; waiting\.")
+    said = second.wait_for_stderr("; waiting.")
     assert said.startswith(
         f"{model / 'splitted_model'} is in use by process {first.process.pid} on {socket.gethostname()} since "
     )
@@ -320,7 +320,7 @@ def test_waiting_process_goes_on_where_a_killed_one_stopped(
     first.process.kill()
     made = second.result()
     assert contents(made) == contents(quiet.find().split_folder)
-    assert second.stderr.count("; waiting\.") == 1
+    assert second.stderr.count("; waiting.") == 1
     assert names_in(model, "*.safetensors") == names_in(Path(quiet.source), "*.safetensors")
 
 
@@ -331,7 +331,7 @@ def test_process_that_waited_for_a_finished_split_deletes_the_original_if_told_t
     first.begin(Call(str(model), sequential=False), pause_at=5)
     first.wait_for_pause()
     second.begin(Call(str(model), sequential=False, delete_original=True))
-    second.wait_for_stderr("; waiting\.")
+    second.wait_for_stderr("; waiting.")
     first.go_on()
     assert first.result() == second.result()
     assert names_in(model) == ["config.json", "splitted_model"]

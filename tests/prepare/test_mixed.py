@@ -323,10 +323,10 @@ def test_plan_foretells_the_choice(tmp_path: Path) -> None:
     assert other["uniform"]["4bit"] < 1
     shown = CliRunner().invoke(app, ["plan", *command, *where, "--device", "cpu", "--fit-scales"])
     assert f"expected loss {other['loss']:.2g} of 4bit's ({other['uniform']['8bit']:.2g} at 8bit, " in shown.output
-    assert "scales that fit their blocks" in shown.output
+    assert "all with fitted scales" in shown.output
     shown = CliRunner().invoke(app, ["plan", *command, "--device", "cpu"])
     assert "bits chosen" in shown.output
-    assert "bits a weight; expected loss" in shown.output
+    assert "bits per weight; expected loss" in shown.output
     assert "Auto is finished" in shown.output
 
 

@@ -213,7 +213,7 @@ def test_a_load_while_it_is_repaired_waits(
         thread.start()
         deadline = time.monotonic() + 60
         said = ""
-        while "; waiting\." not in said:
+        while "; waiting." not in said:
             assert time.monotonic() < deadline
             assert not problems, problems
             said += capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_a_probe_that_fails_costs_a_line(broken: str, monkeypatch: pytest.Monkey
     assert not before.failures
     assert [failure.what for failure in report.failures] == [broken]
     text = text_of(report)
-    assert f"not found out: {broken} (OSError: [Errno 28] broken on purpose)" in text
+    assert f"not checked: {broken} (OSError: [Errno 28] broken on purpose)" in text
     assert len(text.splitlines()) > 8
     json.dumps(as_record(report))
 
