@@ -432,7 +432,7 @@ def test_finished_split_is_said_to_be_finished(folder: Path, sequential: bool) -
     assert (at(found, None).obstacle is not None) == sequential  # its shards are gone
     text = run(str(folder), "--compression", "4bit")
     assert re.search(r"4bit, .*: finished \d{4}-\d\d-\d\d \d\d:\d\d in ", text)
-    assert "is finished. This loads it:" in text
+    assert "is finished. To load it:" in text
 
 
 def test_split_directory_itself(folder: Path) -> None:

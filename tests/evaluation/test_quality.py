@@ -70,7 +70,7 @@ def test_split_directories_find_what_they_were_made_from(checkpoint: Path) -> No
     whole = split(checkpoint)
     assert quality(packed, **FEW).reference.name == str(whole)
     elsewhere = shutil.move(packed, checkpoint.parent / "alone" / packed.name) if _make(checkpoint) else packed
-    with pytest.raises(QualityError, match="uncompressed model is not in its parent folder"):
+    with pytest.raises(QualityError, match="parent folder does not hold the uncompressed model"):
         quality(elsewhere, **FEW)
     assert quality(elsewhere, whole, **FEW).summary == around.summary
 

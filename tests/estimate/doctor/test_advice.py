@@ -119,7 +119,12 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
         ({"gpus": gpu(3)}, False, "12.00 GiB of 15.00 GiB are in use", "nvidia-smi"),
         ({"gpus": Gpus((), True, "2.13+cpu")}, False, "torch 2.13+cpu finds no GPU", "pip install"),
         ({"hub": hub(offline=True, reachable=None)}, False, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
-        ({"hub": hub(reachable=False, problem="refused")}, False, "The hub at https://hub does not answer (refused)", None),
+        (
+            {"hub": hub(reachable=False, problem="refused")},
+            False,
+            "The hub at https://hub does not answer (refused)",
+            None,
+        ),
         ({"hub": hub(token=False)}, False, "gated models", "hf auth login"),
         ({"rates": (Speed("reading the disk", 9e7),)}, False, "reads only 85.8 MiB/s", None),
     ],
