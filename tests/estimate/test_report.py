@@ -65,7 +65,7 @@ def test_too_little_memory_is_said_of_the_compressions_that_it_is_too_little_for
     small = dataclasses.replace(LARGE, too_little_memory=problem)
     small_too = dataclasses.replace(CACHED, too_little_memory=problem)
     lines = text(plan_of(small, small_too, SMALL), most=200)  # a sentence is one line where there is no terminal
-    assert lines[4] == f"uncompressed, 8bit would be refused here: {problem}"
+    assert lines[4] == f"uncompressed, 8bit cannot be loaded here: {problem}"
 
 
 def test_several_devices_say_what_each_keeps() -> None:
@@ -81,7 +81,7 @@ def test_several_devices_say_what_each_keeps() -> None:
 
 def test_what_is_copied_to_a_gpu_is_said() -> None:
     lines = text(plan_of(dataclasses.replace(LARGE, copied_bytes=9 * GIB), SMALL, devices=("cuda:0",)))
-    assert [line for line in lines if "copied" in line] == ["    9.00 GiB are copied from host memory for each token"]
+    assert [line for line in lines if "copied" in line] == ["    each token copies 9.00 GiB from host memory"]
 
 
 def experts(**settings: Any) -> Experts:
@@ -116,8 +116,8 @@ def test_experts_that_stay_need_no_line_of_their_own() -> None:
 
 def test_an_obstacle_is_said_once(tmp_path: Path) -> None:
     unknown = [GenerationEstimate(compression, "it is a hare") for compression in (None, "8bit", "4bit")]
-    assert text(plan_of(*unknown)) == ["no time of a token: it is a hare", ""]
-    assert text(plan_of(unknown[0], SMALL))[0] == "no time of a token of uncompressed: it is a hare"
+    assert text(plan_of(*unknown)) == ["no speed estimate: it is a hare", ""]
+    assert text(plan_of(unknown[0], SMALL))[0] == "no speed estimate of uncompressed: it is a hare"
     assert text(plan_of()) == []
 
 
