@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import scale_model
-from benchmarks.scale_check import SERVED, Check, checks
-from benchmarks.scale_facts import EPYC, HOSTS, KAGGLE, RTX_4090, XEON, Figure
-from benchmarks.scale_pace import Outcome, cache_bytes, of_many, pass_over, spread, streaming
-from benchmarks.scale_shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, cache_of, drawn_for, shape_of
+from benchmarks.scale import scale as scale_model
+from benchmarks.scale.check import SERVED, Check, checks
+from benchmarks.scale.facts import EPYC, HOSTS, KAGGLE, RTX_4090, XEON, Figure
+from benchmarks.scale.pace import Outcome, cache_bytes, of_many, pass_over, spread, streaming
+from benchmarks.scale.shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, cache_of, drawn_for, shape_of
 from rabbitllm.estimate.outline import published
 from rabbitllm.generation.kv_cache import cost_by_cache
 
