@@ -23,7 +23,8 @@ def test_all_read_the_same_and_the_figures_are_written(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.split.lazy_load",
+        "benchmarks",
+        "split.lazy_load",
         "--turns",
         "2",
         "--scale",

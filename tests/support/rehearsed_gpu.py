@@ -1,4 +1,4 @@
-"""What the benchmark `decode.vram` takes for CUDA in a rehearsal: this project then computes on the GPU made of CPU tensors.
+"""What `decode.vram` takes for CUDA in a rehearsal: this project then computes on the GPU made of CPU tensors.
 
 Every copy is carried out as late as it may be and every race is an error (`fake_gpu.py`); rates and bytes of the GPU's
 memory are real ones of this machine and mean nothing. It holds no cap: that is the allocator's, which is CUDA's.
