@@ -96,5 +96,5 @@ def drawn() -> str:
 
 
 if __name__ == "__main__":
-    PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(drawn(), encoding="utf-8")
+    if not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != drawn():
+        PICTURE.write_text(drawn(), encoding="utf-8")
