@@ -60,7 +60,9 @@ def batch(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[dict[str, Any]] | Progress:
-    """Answer any number of lines in few passes over the weights: text, scores, choices, embeddings; see docs/BATCH.md.
+    """Answer any number of lines in few passes over the weights: text, scores, choices, embeddings.
+
+    See docs/guides/batch.md and docs/reference/files.md.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it; or its argument, a repository or a folder: then weights are

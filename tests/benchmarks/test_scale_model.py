@@ -145,7 +145,7 @@ def test_what_was_measured_is_within_the_range_that_the_page_says() -> None:
 
 
 def test_what_was_served_is_what_the_page_of_performance_says() -> None:
-    performance = (Path(scale_model.__file__).parent.parent.parent / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
+    performance = (Path(__file__).resolve().parents[2] / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
     (row,) = [line for line in performance.splitlines() if "serve`, quiet (load" in line]
     assert [cell.strip() for cell in row.split("|")[2:4]] == [f"{SERVED[1]:g}", f"{SERVED[16]:g}"]
 
