@@ -81,7 +81,7 @@ def test_several_devices_say_what_each_keeps() -> None:
 
 def test_what_is_copied_to_a_gpu_is_said() -> None:
     lines = text(plan_of(dataclasses.replace(LARGE, copied_bytes=9 * GIB), SMALL, devices=("cuda:0",)))
-    assert [line for line in lines if "copied" in line] == ["    each token copies 9.00 GiB from host memory"]
+    assert [line for line in lines if "copies" in line] == ["    each token copies 9.00 GiB from host memory"]
 
 
 def experts(**settings: Any) -> Experts:
@@ -92,7 +92,7 @@ def experts(**settings: Any) -> Experts:
 def test_what_is_kept_of_experts_is_said_and_what_is_assumed() -> None:
     routed = dataclasses.replace(LARGE, experts=(experts(),), found_token_seconds=0.5)
     lines = text(plan_of(routed))
-    assert "    10.00 GiB of 40.00 GiB of experts are kept in memory" in lines
+    assert "    kept: 10.00 GiB, of 40.00 GiB of experts" in lines
     assert "    a token uses 1.00 GiB of experts; 500 ms if all of these are kept" in lines
     assert len([line for line in lines if "uniform use" in line]) == 1
     nothing = text(plan_of(dataclasses.replace(routed, experts=(experts(kept_bytes=0),))))
@@ -103,14 +103,14 @@ def test_experts_of_several_devices_are_counted_together() -> None:
     both = tuple(experts(device=f"cuda:{at}", host_bytes=5 * GIB) for at in range(2))
     routed = dataclasses.replace(LARGE, placed=(), experts=both, found_token_seconds=0.5)
     lines = text(plan_of(routed, devices=("cuda:0", "cuda:1")))
-    assert "    20.00 GiB and 10.00 GiB in pinned RAM of 80.00 GiB of experts are kept in memory" in lines
+    assert "    kept: 20.00 GiB and 10.00 GiB in pinned RAM, of 80.00 GiB of experts" in lines
     assert "    10.00 GiB on cuda:0, 10.00 GiB on cuda:1" in lines
 
 
 def test_experts_that_stay_need_no_line_of_their_own() -> None:
     stay = experts(tier="resident", kept_bytes=40 * GIB, read_bytes=0)
     lines = text(plan_of(dataclasses.replace(SMALL, experts=(stay,), found_token_seconds=0.017)))
-    assert not any("are kept" in line or "uniform" in line for line in lines)
+    assert not any("kept:" in line or "uniform" in line for line in lines)
     assert any("resident experts" in line for line in lines)
 
 
