@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -35,6 +35,9 @@ from rabbitllm.telemetry.passes import (
     copies_of,
 )
 from rabbitllm.telemetry.profiler import Trace
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 # Peak memory of this process. Independent of models.
 
@@ -199,14 +202,14 @@ def measure(
     )
 
 
-def _prompt(model: Any, request: BenchRequest) -> torch.Tensor:
+def _prompt(model: StreamedModel, request: BenchRequest) -> torch.Tensor:
     """Return reproducible random ids (batch, prompt tokens)."""
     random = torch.Generator().manual_seed(SEED)
     vocabulary = model.config.get_text_config().vocab_size
     return torch.randint(vocabulary, (request.batch, request.prompt_tokens), generator=random).to(model.device)
 
 
-def _turn(model: Any, prompt: torch.Tensor, tokens: int) -> Turn:
+def _turn(model: StreamedModel, prompt: torch.Tensor, tokens: int) -> Turn:
     """Generate this many tokens of each sequence."""
     ends: list[float] = []
 

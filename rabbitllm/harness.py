@@ -8,10 +8,15 @@ such as tokenization and generation, is inherited from `HFLM`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import MissingPackageError, OptionError
 from rabbitllm.generation.scoring import Room, ScoredText, score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 try:
     from lm_eval.models.huggingface import HFLM
@@ -34,7 +39,14 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         MissingPackageError: lm_eval is not installed.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, room: Room | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: StreamedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        room: Room | None = None,
+        **options: Any,
+    ) -> None:
         if HFLM is object:
             raise MissingPackageError(
                 "This needs the package lm_eval, which is not installed.",

@@ -80,7 +80,7 @@ SUBSTITUTIONS: Sequence[tuple[str, str, str]] = (
     (r" /shared/", " shared/", "no folder is shared by hosts"),
     (r"(?<=--ray )auto", "{ray}", "the cluster is one of this test"),
     (r"192\.168\.1\.5:29500", "{address}", "there are no other hosts"),
-    (r"^(rabbitllm serve .*)$", r"\1 --port {port}", "port 8000 may be in use"),
+    (r"^((?:RABBITLLM_API_KEY=KEY )?rabbitllm serve .*)$", r"\1 --port {port}", "port 8000 may be in use"),
     (r"^(rabbitllm rm (?!.*--yes).*)$", r"\1 --yes", "there is no terminal to ask"),
 )
 """Pattern, replacement, reason."""
@@ -265,7 +265,7 @@ def ask(port: str, server: subprocess.Popen[str]) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps({"messages": [{"role": "user", "content": "What is 12 + 7?"}], "max_tokens": 2}).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "Authorization": "Bearer KEY"},
     )
     until = time.monotonic() + LIMIT_SECONDS
     while server.poll() is None and time.monotonic() < until:

@@ -32,7 +32,7 @@ from rich.text import Text
 from tests.support.local_hub import LocalHub
 
 WIDTH = 92
-PROMPT = "What is a rabbit?"
+PROMPT = "What is the capital of France?"
 DONE = re.compile(r"(\d+) %")
 _TOKEN = re.compile(rb"\x1b\[([?\d;]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)|\x1b")
 _THEME = TerminalTheme(
@@ -84,8 +84,10 @@ class Screen:
                 self.style = "" if argument in (b"", b"0") else f"{self.style}\x1b[{argument.decode()}m"
             elif letter == b"A":
                 self.row -= int(argument or 1)
-            elif letter == b"K":
+            elif letter in (b"J", b"K"):
                 self.lines[self.row] = [] if argument == b"2" else self.lines[self.row][: self.column]
+                if letter == b"J":
+                    del self.lines[self.row + 1 :]
             while self.row >= len(self.lines):
                 self.lines.append([])
 
@@ -155,7 +157,6 @@ def record(checkpoint: Path, name: str, options: list[str], at: int, seconds_per
             for screen in screens([sys.executable, "-P", "-m", *run], environment):
                 pass
             answer = screen.text()
-    left = Text.from_ansi("") if left.plain.startswith(half_way.plain[:1] * 2) else left
     return [typed(*pull), half_way, Text(), left, Text(), typed("rabbitllm", "run", name, f'"{PROMPT}"'), answer]
 
 
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--name", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--compression", default="4bit")
+    parser.add_argument("--compression", default="8bit")
     parser.add_argument("--max-disk", default="150MB")
     parser.add_argument("--at", type=int, default=60, help="percent of the split that the progress shows")
     parser.add_argument("--seconds-per-mib", type=float, default=0.03)

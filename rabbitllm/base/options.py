@@ -150,7 +150,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Processes, on one machine or several, that compute one model together; see docs/PIPELINE.md.
+    """Processes, on one machine or several, that compute one model together; see docs/guides/several-machines.md.
 
     Any process that reaches the address can send inputs to the model. Use it only in a trusted network.
 

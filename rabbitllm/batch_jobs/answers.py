@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,11 +54,14 @@ from rabbitllm.generation.request import Limits as BatchLimits
 from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
 from rabbitllm.server.api_error import BROKEN, APIError, bad
 
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
+
 LIMITS = JobLimits()
 
 
 def answers(
-    model: Any, items: Sequence[Item], limits: JobLimits = LIMITS, name: str = "model"
+    model: StreamedModel, items: Sequence[Item], limits: JobLimits = LIMITS, name: str = "model"
 ) -> Iterator[BatchAnswer]:
     """Answers to items, each as soon as it is complete.
 
@@ -77,7 +80,7 @@ def answers(
 
 
 def answered(
-    model: Any, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda facts: None
+    model: StreamedModel, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda facts: None
 ) -> Generator[list[BatchAnswer]]:
     """Answers, in groups that are complete at the same time.
 
@@ -159,7 +162,7 @@ class _OpenGeneration:
 
 
 def generated(
-    model: Any, name: str, items: Iterator[Item], limits: JobLimits, watch: Watch = lambda facts: None
+    model: StreamedModel, name: str, items: Iterator[Item], limits: JobLimits, watch: Watch = lambda facts: None
 ) -> Iterator[list[BatchAnswer]]:
     """Answers in the order of their completion, in groups that are complete at the same time.
 
@@ -311,7 +314,7 @@ class _OpenScores:
         return sum(len(text.context) + len(text.continuation) for text in self.texts)
 
 
-def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> Iterator[list[BatchAnswer]]:
+def scored(model: StreamedModel, name: str, items: Iterator[Item], limits: JobLimits) -> Iterator[list[BatchAnswer]]:
     """Answers in the order of their completion.
 
     Args:

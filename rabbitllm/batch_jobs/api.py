@@ -18,6 +18,7 @@ from rabbitllm.errors import MissingPackageError, system_errors_by_name
 
 if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 
 def check_installed() -> None:
@@ -35,7 +36,7 @@ def check_installed() -> None:
 
 @system_errors_by_name()
 def batch(
-    model: Any,
+    model: StreamedModel | str | os.PathLike[str],
     inputs: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
     out: str | os.PathLike[str] | None = None,
     *,
@@ -59,7 +60,9 @@ def batch(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[dict[str, Any]] | Progress:
-    """Answer any number of lines in few passes over the weights: text, scores, choices, embeddings; see docs/BATCH.md.
+    """Answer any number of lines in few passes over the weights: text, scores, choices, embeddings.
+
+    See docs/guides/batch.md and docs/reference/batch.md.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it; or its argument, a repository or a folder: then weights are
@@ -111,12 +114,16 @@ def batch(
             trust_remote_code=trust_remote_code,
         )
         spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))
-        model = LoadRequest(spec, prepare.split_options(spec.compression, shard_policy()), run)
+        to_run: StreamedModel | LoadRequest = LoadRequest(
+            spec, prepare.split_options(spec.compression, shard_policy()), run
+        )
+    else:
+        to_run = model
     if isinstance(inputs, str | os.PathLike) and str(inputs) != STDIN:
         inputs = expand(Path(inputs))
 
     def made(path: Path) -> Progress:
-        return work(BatchJob(inputs, path, model, defaults, limits, columns, overwrite))
+        return work(BatchJob(inputs, path, to_run, defaults, limits, columns, overwrite))
 
     if out is not None:
         return made(expand(Path(out)))

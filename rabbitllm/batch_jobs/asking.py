@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
 from rabbitllm.errors import MissingPackageError
@@ -32,6 +32,9 @@ from rabbitllm.generation.request import (
 from rabbitllm.server.api_error import BROKEN, APIError, bad
 from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.server.templates import Template
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _SEEDS = (1 << 63) - 1
@@ -85,7 +88,7 @@ class RequestBuilder:
         name: the model's name in answers.
     """
 
-    def __init__(self, model: Any, name: str) -> None:
+    def __init__(self, model: StreamedModel, name: str) -> None:
         self.tokenizer = model.tokenizer
         self.template = Template(self.tokenizer)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from rich.console import Console
@@ -43,6 +43,11 @@ from rabbitllm.generation.memory import cost_of_a_pass, free_memory
 from rabbitllm.generation.request import Sampling
 from rabbitllm.models.pull import load, pulled
 from rabbitllm.server.service import with_room
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 Groups = Generator[list[BatchAnswer]]
 """Answers, in groups that are complete at the same time."""
@@ -217,7 +222,7 @@ class BatchModel:
         weights: digest of their source; None where it is not recorded.
     """
 
-    model: Any
+    model: StreamedModel
     cache_bytes: int | None = None
     folder: Path | None = None
     weights: str | None = None
@@ -275,7 +280,7 @@ def digest_of(source: SourceIdentity | None) -> str | None:
     return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 
-def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str | None = None) -> int:
+def needed_bytes(config: PretrainedConfig, lengths: Sequence[int], sequences: int, dtype: str | None = None) -> int:
     """Bytes of the KV caches of the longest lines, all at the same time.
 
     Args:
@@ -295,7 +300,7 @@ def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str
     return sum(cost.bytes_for(min(length, most) if isinstance(most, int) else length) for length in longest)
 
 
-def good_pass_bytes(config: Any, texts: int, dtype: str | None = None) -> int:
+def good_pass_bytes(config: PretrainedConfig, texts: int, dtype: str | None = None) -> int:
     """Bytes, without the KV cache, for a pass with enough tokens to be worth reading the weights.
 
     Args:
@@ -306,7 +311,7 @@ def good_pass_bytes(config: Any, texts: int, dtype: str | None = None) -> int:
     return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).good(texts)
 
 
-def _dtype_of(config: Any, dtype: str | None) -> Any:
+def _dtype_of(config: PretrainedConfig, dtype: str | None) -> Any:
     import torch
 
     return getattr(torch, dtype) if dtype is not None else getattr(config, "dtype", None) or torch.bfloat16

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,9 @@ from rabbitllm.cli.arguments import (
     put_json,
     with_model_options,
 )
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 
 @with_model_options("dtype")
@@ -103,7 +106,7 @@ def run_command(
         raise typer.Exit(exit_codes.INTERRUPTED)
 
 
-def _where(model: Any, compression: str | None) -> dict[str, Any]:
+def _where(model: StreamedModel, compression: str | None) -> dict[str, Any]:
     """The options of the run, for `--json`."""
     return {
         "device": str(model.device),

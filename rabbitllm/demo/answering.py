@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rabbitllm.demo.tasks import Problem, exact_match
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 LONGEST_ANSWER = 20
 """Limit of tokens; every correct answer is shorter."""
@@ -15,7 +20,7 @@ BATCH = 50
 
 
 @torch.inference_mode()
-def answers(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> list[str]:
+def answers(model: StreamedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[str]:
     """The answers to all problems at once, as text without surrounding white space.
 
     Args:
@@ -29,7 +34,7 @@ def answers(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> list[str
     return [text.strip() for text in tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)]
 
 
-def right_answers(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> int:
+def right_answers(model: StreamedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> int:
     """How many problems a model answers exactly."""
     batches = (problems[at : at + BATCH] for at in range(0, len(problems), BATCH))
     pairs = (pair for batch in batches for pair in zip(answers(model, tokenizer, batch), batch, strict=True))

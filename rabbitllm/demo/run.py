@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +25,9 @@ from rabbitllm.base.terminal import amount
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out
 from rabbitllm.display.pictures import pictured
 from rabbitllm.splitter.journal import starting_afresh
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 COMPRESSION = "4bit"
 ALLOWED_DROP = 0.02
@@ -224,7 +227,7 @@ def _recorded_score() -> float:
     return float(record[COMPRESSION]["exact_match"])
 
 
-def _ask(console: Console, model: Any, problems: list[Problem]) -> tuple[tuple[DemoAnswer, ...], float]:
+def _ask(console: Console, model: StreamedModel, problems: list[Problem]) -> tuple[tuple[DemoAnswer, ...], float]:
     """Print questions with the model's answers, one at a time; return them, and tokens per second."""
     from rabbitllm.demo.answering import answers
 

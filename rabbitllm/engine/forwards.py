@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rabbitllm.quant import bfloat_products
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def route_llama4(model: nn.Module) -> None:
@@ -111,7 +114,7 @@ class RowProducts:
         model: the model; its layers may be streamed.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         make_kernels(model)
         self._linears = [
             module
@@ -128,7 +131,7 @@ class RowProducts:
         self._linears = []
 
 
-def make_kernels(model: Any) -> None:
+def make_kernels(model: PreTrainedModel) -> None:
     """Load the kernels that the model's layers will need; compile them if necessary.
 
     Call it before the first request, and before free memory is measured.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -35,7 +34,7 @@ from rabbitllm.engine.placement import READY, Placement, Tier, enclosing
 from rabbitllm.engine.prefetch import keep_units
 from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_way
-from rabbitllm.engine.streamed_model import adopt
+from rabbitllm.engine.streamed_model import StreamedModel, adopt
 from rabbitllm.engine.streamer import Streamer, device_executors
 from rabbitllm.engine.units import Packs, UnitSource, input_embedding, source_of
 from rabbitllm.engine.weight_tensors import StoredMatrix
@@ -60,7 +59,7 @@ def load_model(
     config_folder: Path | None = None,
     devices: Sequence[Device] | None = None,
     share: PartChooser | None = None,
-) -> Any:
+) -> StreamedModel:
     """A genuine transformers model whose weights are in `folder`.
 
     Args:
@@ -200,7 +199,7 @@ def _expert_ways(
     return found
 
 
-def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:
+def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Callable[[str], torch.device]:
     """Module path -> the torch device of the unit around it, else of the first unit."""
     owners = {placed.unit: devices[placed.device].torch_device for placed in placement.units}
     home = devices[placement.home].torch_device

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -55,6 +55,10 @@ from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.store.layer_store import WeightFiles
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.quantizers.base import HfQuantizer
 
 logger = logging.getLogger(__name__)
 
@@ -176,12 +180,12 @@ class LoadPlan:
         quantizer: transformers' own, of weights that are published quantized; None for plain ones.
     """
 
-    model: Any
+    model: PreTrainedModel
     weights: WeightMap
     sources: Mapping[str, UnitSource]
     experts: tuple[ExpertSource, ...]
     placement: Placement
-    quantizer: Any = None
+    quantizer: HfQuantizer | None = None
 
 
 @uncollected()
@@ -321,7 +325,9 @@ def only_a_part(
     return replace(plan, experts=experts, placement=replace(placement, units=tuple(units)))
 
 
-def _choose_dtype(wanted: str | None, config: Any, store: WeightFiles, devices: Sequence[Device]) -> torch.dtype:
+def _choose_dtype(
+    wanted: str | None, config: PretrainedConfig, store: WeightFiles, devices: Sequence[Device]
+) -> torch.dtype:
     """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 if a GPU has no bf16."""
     named = _named_dtype(wanted)
     if named is not None:
@@ -342,7 +348,7 @@ def _named_dtype(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def _config_dtype(config: Any) -> torch.dtype | None:
+def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
     return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
 
 
@@ -357,7 +363,7 @@ def _stored_dtype(store: WeightFiles) -> torch.dtype:
     return torch.float32
 
 
-def _attention(wanted: str, config: Any, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
+def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
     """The `attn_implementation` for transformers; None for its own choice.
 
     "auto" is FlashAttention 2 if it is installed and usable, else None.

@@ -11,13 +11,16 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
 from rabbitllm.base.terminal import LinePiece, Row, duration, fitting
 from rabbitllm.display.region import THE_REGION, Claim, LinePace
 from rabbitllm.telemetry.passes import PROMPT, PassInput
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 _INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 _CACHES = ("past_key_values", "cache_params")
@@ -37,7 +40,7 @@ def entry_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassInput,
     return PassInput(batch, length, _past(cache), asked if isinstance(asked, int) and asked > 0 else None), cache
 
 
-def _past(cache: Any) -> int | None:
+def _past(cache: Cache) -> int | None:
     tell = getattr(cache, "get_seq_length", None)
     try:
         return int(tell()) if tell is not None else None

@@ -26,6 +26,8 @@ from rabbitllm.store.layer_store import StoredTensor
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
+    from transformers.quantizers.base import HfQuantizer
 
     from rabbitllm.engine.devices import Device
 
@@ -106,7 +108,7 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
         if method in _INTEGERS:
             from rabbitllm.engine.published_conversions import PackedIntegers
 
-            quantizer: Any = PackedIntegers(config.quantization_config, pre_quantized=True)
+            quantizer: HfQuantizer = PackedIntegers(config.quantization_config, pre_quantized=True)
         else:
             quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         if method in DEQUANTIZED:
@@ -127,7 +129,7 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     return quantizer
 
 
-def say_how(quantizer: Any, folder: Path, dtype: torch.dtype, devices: Iterable[Device]) -> None:
+def say_how(quantizer: HfQuantizer | None, folder: Path, dtype: torch.dtype, devices: Iterable[Device]) -> None:
     """Warn, once for each model, if its layers are dequantized at each use."""
     if quantizer is not None and is_dequantized(quantizer):
         where = ", ".join(device.name for device in devices)
@@ -141,12 +143,12 @@ def say_how(quantizer: Any, folder: Path, dtype: torch.dtype, devices: Iterable[
         )
 
 
-def is_dequantized(quantizer: Any) -> bool:
+def is_dequantized(quantizer: HfQuantizer) -> bool:
     """Whether its model computes with plain matrices."""
     return bool(getattr(quantizer.quantization_config, "dequantize", False))
 
 
-def change_modules(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -> None:
+def change_modules(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dtype) -> None:
     """Let a quantizer replace modules of a skeleton. New modules are in training mode, so call `eval` after it."""
     import torch
 
@@ -164,7 +166,7 @@ def change_modules(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -
             module.register_forward_hook(_give_back_4bit)
 
 
-def _quantize_activations(model: PreTrainedModel, quantizer: Any) -> None:
+def _quantize_activations(model: PreTrainedModel, quantizer: HfQuantizer) -> None:
     """If a scheme quantizes inputs or outputs too, add compressed-tensors' own modules for that, with plain weights."""
     from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
 
@@ -209,21 +211,21 @@ def _give_back_4bit(module: Any, args: Any, output: Any) -> None:
     module.quant_state = None  # the weight has it too
 
 
-def finish(model: PreTrainedModel, quantizer: Any) -> None:
+def finish(model: PreTrainedModel, quantizer: HfQuantizer | None) -> None:
     """Set the quantizer on the model and postprocess it, as transformers' own loading does."""
     if quantizer is not None:
         model.hf_quantizer = quantizer
         quantizer.postprocess_model(model)
 
 
-def loads(converter: Any, quantizer: Any) -> bool:
+def loads(converter: WeightTransform | None, quantizer: HfQuantizer | None) -> bool:
     """Whether a conversion is a quantizer's own, which gets its tensors in their stored dtype."""
     if quantizer is None or converter is None:
         return False
     return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
 
 
-def for_many_passes(converter: Any) -> Any:
+def for_many_passes(converter: WeightTransform) -> Any:
     """The same conversion, for one target that is made once for each pass."""
     from rabbitllm.engine.published_conversions import ExpertMatrices, QuickFp8, QuickMxfp4, WrapAgain
 
@@ -239,21 +241,21 @@ def for_many_passes(converter: Any) -> Any:
     return made
 
 
-def wraps(converter: Any) -> bool:
+def wraps(converter: WeightTransform | None) -> bool:
     """Whether a conversion's result is a view of the stored bytes."""
     return _has_one_of(_WRAPPED, converter)
 
 
-def is_opaque(converter: Any) -> bool:
+def is_opaque(converter: WeightTransform | None) -> bool:
     """Whether a conversion reads its tensors, so that it cannot be tried out without their bytes."""
     return _has_one_of(_OPAQUE, converter)
 
 
-def _has_one_of(kinds: Collection[str], converter: Any) -> bool:
+def _has_one_of(kinds: Collection[str], converter: WeightTransform | None) -> bool:
     return converter is not None and any(type(operation).__name__ in kinds for operation in converter.operations)
 
 
-def needed(sources: tuple[tuple[str, str], ...], quantizer: Any) -> tuple[tuple[str, str], ...]:
+def needed(sources: tuple[tuple[str, str], ...], quantizer: HfQuantizer) -> tuple[tuple[str, str], ...]:
     """Sources of a quantizer's own conversion, without those that it does not need.
 
     compressed-tensors stores the shape of each packed matrix. For experts it is known if an int32 holds a whole number

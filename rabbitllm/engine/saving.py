@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.tensor_spec import dtype_name, torch_dtype
 from rabbitllm.store.checkpoint_folder import PlainReader, PlainTensor, in_memory, plain, plan_shards, write_checkpoint
 from rabbitllm.store.layer_store import LayerStore, StoredTensor, WeightFiles
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
@@ -61,7 +64,7 @@ class Origin:
 
 
 def origin_of(
-    model: Any, store: WeightFiles, home: Path, weights: WeightMap, *, changes_itself: bool = False
+    model: StreamedModel, store: WeightFiles, home: Path, weights: WeightMap, *, changes_itself: bool = False
 ) -> Origin:
     """Record the source of a model, after all of it is bound and before it can be changed.
 
@@ -87,7 +90,7 @@ def origin_of(
 
 
 def save(
-    model: Any,
+    model: StreamedModel,
     origin: Origin,
     folder: Path,
     *,
@@ -131,7 +134,7 @@ def _check_arguments(others: Mapping[str, Any]) -> None:
             raise TypeError(f"save_pretrained() got an unexpected keyword argument {name!r}")
 
 
-def _changeable(model: Any, origin: Origin, reader: PlainReader) -> dict[str, torch.Tensor]:
+def _changeable(model: StreamedModel, origin: Origin, reader: PlainReader) -> dict[str, torch.Tensor]:
     """Stored name -> its parameter, for parameters that are in memory in stored form.
 
     Raises:
@@ -179,7 +182,7 @@ def _same_bits(made: torch.Tensor, parameter: torch.Tensor) -> bool:
     return torch.equal(made.contiguous().view(-1).view(torch.uint8), there.contiguous().view(-1).view(torch.uint8))
 
 
-def _leaving(model: Any, origin: Origin, memory: Mapping[str, torch.Tensor]) -> list[PlainTensor]:
+def _leaving(model: StreamedModel, origin: Origin, memory: Mapping[str, torch.Tensor]) -> list[PlainTensor]:
     """Every stored tensor, in the order of the files."""
     found = []
     for name, stored in origin.store.tensors.items():
@@ -192,7 +195,7 @@ def _leaving(model: Any, origin: Origin, memory: Mapping[str, torch.Tensor]) -> 
     return sorted(found, key=lambda tensor: (order[tensor.stored.parts[0].file], tensor.stored.parts[0].offset))
 
 
-def _sidecars(model: Any, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
+def _sidecars(model: StreamedModel, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
     """Config, generation config and, if wanted, the tokenizer: name -> content."""
     found = {CONFIG_NAME: _config(model, origin)}
     if model.can_generate():
@@ -211,7 +214,7 @@ def _sidecars(model: Any, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
     return found
 
 
-def _config(model: Any, origin: Origin) -> bytes:
+def _config(model: StreamedModel, origin: Origin) -> bytes:
     """The checkpoint's own config, with the caller's changes, and the dtype of dequantized weights."""
     content = read_json(origin.home / CONFIG_NAME)
     changed = _changes(origin.config, model.config.to_dict())
@@ -223,7 +226,7 @@ def _config(model: Any, origin: Origin) -> bytes:
     return (json.dumps({**content, **changed}, indent=2, sort_keys=True, default=str) + "\n").encode()
 
 
-def _generation(model: Any, origin: Origin) -> bytes:
+def _generation(model: StreamedModel, origin: Origin) -> bytes:
     file = origin.home / GENERATION_NAME
     if file.is_file() and not _changes(origin.generation, model.generation_config.to_dict()):
         return file.read_bytes()

@@ -26,7 +26,8 @@ from rabbitllm.errors import (
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.quantizers.base import HfQuantizer
 
 logger = logging.getLogger(__name__)
 _BUILDING = own_lock(threading.RLock())
@@ -109,7 +110,7 @@ def model_class(config: PretrainedConfig) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _suits(model: Any, config: PretrainedConfig) -> bool:
+def _suits(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Whether a class is for configs of this type; some types share the class of another (InternLM3 has Llama's)."""
     from transformers.models.auto import modeling_auto
 
@@ -178,7 +179,7 @@ def build_skeleton(
     dtype: torch.dtype,
     attn_implementation: str | None,
     trust_remote_code: bool = False,
-    quantizer: Any = None,
+    quantizer: HfQuantizer | None = None,
 ) -> PreTrainedModel:
     """The model of a config, in eval mode, all parameters and buffers on the meta device.
 
@@ -349,7 +350,7 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
         model.initialize_weights()
 
 
-def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
     """The tokenizer in a folder; None if there is none, or, with a warning, if it cannot be read."""
     try:
         return _tokenizer(folder, trust_remote_code)
@@ -358,7 +359,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         return None
 
 
-def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder.
 
     Raises:

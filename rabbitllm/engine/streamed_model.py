@@ -10,10 +10,10 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rabbitllm.base.options import expand
 from rabbitllm.engine.expert_pool import read_uses, write_uses
@@ -25,6 +25,9 @@ from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
 from rabbitllm.errors import CopyError
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,13 @@ class SharedPasses(Protocol):
         """
 
 
-class StreamedModel:
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as _TransformersModel
+else:
+    _TransformersModel = object  # the model's own class comes after it, see `adopt`
+
+
+class StreamedModel(_TransformersModel):  # type: ignore[misc]
     """The methods of a streamed model, mixed in before the model's own class.
 
     Attributes:
@@ -61,7 +70,7 @@ class StreamedModel:
         unused_tensors: stored tensors that the model class ignores; they are never read.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     profiler: Profiler
     placement: Placement
     streamer: Streamer
@@ -91,12 +100,12 @@ class StreamedModel:
             if computed is not None:
                 return computed
             with self.streamer.passing(), torch.no_grad():
-                return super().__call__(*args, **kwargs)  # type: ignore[misc]
+                return super().__call__(*args, **kwargs)
         if self._all_resident:
             return self._pass(*args, **kwargs)
         with self.streamer.passing(), torch.no_grad():
             output = self._pass(*args, **kwargs)
-        return untrainable(output, training=self.training)  # type: ignore[attr-defined]
+        return untrainable(output, training=self.training)
 
     @contextlib.contextmanager
     def joint_pass(self, entry: PassInput) -> Iterator[None]:
@@ -107,11 +116,11 @@ class StreamedModel:
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         if not self.profiler.enabled and self.pass_line is None:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         entry, text = entry_of(args, kwargs)
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, text)
         with shown, self.profiler.forward(entry, text):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refused: a second model is loaded, not copied."""
@@ -121,7 +130,7 @@ class StreamedModel:
         """Refused: pickle, torch.save and ray.put call it."""
         raise self._no_copy("pickled (pickle, torch.save, ray.put)")
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Self:
         """A second object for the same weights, hooks and threads, as for any module."""
         made = type(self).__new__(type(self))
         made.__dict__.update(
@@ -143,10 +152,7 @@ class StreamedModel:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Like that of any module, but accelerate's hooks are refused if weights are streamed or quantized."""
-        model: Any = self
-        if name in _HOOKS_OF_ACCELERATE and any(
-            type(weight) is not torch.nn.Parameter for weight in model.parameters()
-        ):
+        if name in _HOOKS_OF_ACCELERATE and any(type(weight) is not torch.nn.Parameter for weight in self.parameters()):
             raise CopyError(
                 "accelerate cannot place this model (cpu_offload, disk_offload, dispatch_model): it is streamed or "
                 "compressed, and has its own placement.",
@@ -159,23 +165,23 @@ class StreamedModel:
 
         Not if weights are streamed: compiled code or a captured graph would use the weights of an earlier pass.
         """
-        return super()._valid_auto_compile_criteria(*args, **kwargs) and self._all_resident  # type: ignore[misc]
+        return super()._valid_auto_compile_criteria(*args, **kwargs) and self._all_resident
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the model unchanged: the placement was decided when it was loaded.
 
         Logs a warning with the alternative unless the model has this device and dtype already.
         """
         wanted = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
-        device, dtype = self._compute_device, str(self.dtype)  # type: ignore[attr-defined]
+        device, dtype = self._compute_device, str(self.dtype)
         as_it_is = {str(device), dtype, dtype.removeprefix("torch.")} | ({device.type} if not device.index else set())
         if not {str(value) for value in wanted} <= as_it_is:
             self._say_it_stays(", ".join(map(str, wanted)))
         return self
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Leave the weights unchanged; `type`, `double` and a wrapper's own `to` call it; see `to`."""
-        sample = torch.empty(0, dtype=self.dtype, device=self._compute_device)  # type: ignore[attr-defined]
+        sample = torch.empty(0, dtype=self.dtype, device=self._compute_device)
         moved = fn(sample)
         if (moved.device, moved.dtype) != (sample.device, sample.dtype):
             self._say_it_stays(f"{moved.device}, {moved.dtype}")
@@ -188,38 +194,37 @@ class StreamedModel:
             wanted,
         )
 
-    def cuda(self, *args: Any, **kwargs: Any) -> Any:
+    def cuda(self, *args: Any, **kwargs: Any) -> Self:
         """See `to`."""
         device = args[0] if args else kwargs.get("device")
         return self.to("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
 
-    def cpu(self) -> Any:
+    def cpu(self) -> Self:
         """See `to`."""
         return self.to("cpu")
 
-    def half(self, *args: Any) -> Any:
+    def half(self, *args: Any) -> Self:
         """See `to`."""
         return self.to("float16")
 
-    def float(self, *args: Any) -> Any:
+    def float(self, *args: Any) -> Self:
         """See `to`."""
         return self.to("float32")
 
-    def double(self, *args: Any) -> Any:
+    def double(self, *args: Any) -> Self:
         """See `to`."""
         return self.to("float64")
 
-    def bfloat16(self, *args: Any) -> Any:
+    def bfloat16(self, *args: Any) -> Self:
         """See `to`."""
         return self.to("bfloat16")
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters of the whole model, resident or not; tied weights count once, as in any model."""
-        model: Any = self
-        total: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
-        counted = dict(model.named_parameters())
-        embeddings = {f"{name}.weight" for name, kind in model.named_modules() if isinstance(kind, torch.nn.Embedding)}
-        for target, source in model.all_tied_weights_keys.items():
+        total: int = super().num_parameters(only_trainable, exclude_embeddings)
+        counted = dict(self.named_parameters())
+        embeddings = {f"{name}.weight" for name, kind in self.named_modules() if isinstance(kind, torch.nn.Embedding)}
+        for target, source in self.all_tied_weights_keys.items():
             if {target, source} <= counted.keys() and not (exclude_embeddings and target in embeddings):
                 total -= counted[target].numel() if counted[target].requires_grad or not only_trainable else 0
         return total
@@ -229,7 +234,7 @@ class StreamedModel:
 
         Weights that are used in the mapped files count too. For an ordinary model it is the size of all its weights.
         """
-        buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()  # type: ignore[attr-defined]
+        buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()
         return self._held_bytes + sum(buffers)
 
     def resize_token_embeddings(
@@ -240,7 +245,7 @@ class StreamedModel:
         Raises:
             AbsentWeightError: one of them is not in memory. Nothing was changed.
         """
-        embedding, head = self.get_input_embeddings(), self.get_output_embeddings()  # type: ignore[attr-defined]
+        embedding, head = self.get_input_embeddings(), self.get_output_embeddings()
         weights = [getattr(module, "weight", None) for module in (embedding, head)]
         absent = [weight for weight in weights if isinstance(weight, AbsentWeight)]
         if absent:
@@ -248,7 +253,7 @@ class StreamedModel:
             if -(-(rows if new_num_tokens is None else new_num_tokens) // multiple) * multiple == rows:
                 return embedding
             absent[0].sum()  # raises the error before anything is changed
-        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[misc]
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
 
     def save_pretrained(
         self,
@@ -280,7 +285,7 @@ class StreamedModel:
             RabbitLLMError: the model was changed in a way that cannot be written as its stored tensors.
         """
         if getattr(self, "_hf_peft_config_loaded", False):
-            super().save_pretrained(save_directory, is_main_process, max_shard_size=max_shard_size, **kwargs)  # type: ignore[misc]
+            super().save_pretrained(save_directory, is_main_process, max_shard_size=max_shard_size, **kwargs)
         elif is_main_process:
             save(
                 self,
@@ -319,12 +324,12 @@ class StreamedModel:
         print(self.profiler.report())
 
 
-def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) -> Any:
+def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) -> StreamedModel:
     """Add the methods of `StreamedModel` to a model; it keeps its class name and module for pipelines and servers."""
     own = type(model)
     body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     model.__class__ = type(own.__name__, (StreamedModel, own), body)
-    streamed: Any = model
+    streamed = cast("StreamedModel", model)
     streamed._compute_device = device
     streamed.placement = placement
     streamed._all_resident = placement.is_resident

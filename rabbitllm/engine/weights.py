@@ -22,7 +22,9 @@ from rabbitllm.store.layer_store import StoredTensor
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
+    from transformers.quantizers.base import HfQuantizer
 
     from rabbitllm.store.layer_store import WeightFiles
 
@@ -90,7 +92,7 @@ class Recipe:
     key: str
     targets: tuple[str, ...]
     sources: tuple[tuple[str, str], ...]
-    converter: Any
+    converter: WeightTransform | None
     dtype: torch.dtype | None
     wraps: bool = False
 
@@ -112,7 +114,7 @@ class Recipe:
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
 
-def _fresh(converter: Any) -> Any:
+def _fresh(converter: WeightTransform) -> Any:
     """A copy of a conversion without collected tensors; its operations, which keep no tensors, are shared."""
     made = copy.copy(converter)
     made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)
@@ -141,7 +143,7 @@ class WeightMap:
 
 
 def map_weights(
-    model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str, quantizer: Any = None
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str, quantizer: HfQuantizer | None = None
 ) -> WeightMap:
     """Match a split directory's tensors with a model's parameters.
 
@@ -209,7 +211,7 @@ def _blocks_beyond(unused: Iterable[str], weights: WeightMap) -> list[str]:
     return [f"{stack}.{number}" for stack, number in sorted(beyond)]
 
 
-def _predicts_further_tokens(config: Any) -> bool:
+def _predicts_further_tokens(config: PretrainedConfig) -> bool:
     """Whether layers after the last one are for multi-token prediction, which transformers omits."""
     settings = config.get_text_config().to_dict() | config.to_dict()
     return any(("nextn" in key or "mtp" in key) and bool(value) for key, value in settings.items())
@@ -219,7 +221,7 @@ def _recipes(
     model: PreTrainedModel,
     stored: Mapping[str, StoredTensor],
     expected: Mapping[str, torch.Tensor],
-    quantizer: Any,
+    quantizer: HfQuantizer,
 ) -> tuple[dict[str, Recipe], list[str]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
@@ -259,10 +261,10 @@ def _recipes(
 def _recipe(
     key: str,
     sources: tuple[tuple[str, str], ...],
-    converter: Any,
+    converter: WeightTransform | None,
     stored: Mapping[str, StoredTensor],
     expected: Mapping[str, torch.Tensor],
-    quantizer: Any,
+    quantizer: HfQuantizer,
 ) -> Recipe:
     """A recipe before it is tried out.
 

@@ -17,6 +17,7 @@ from rabbitllm.quant.quantize import expanded_bytes
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
     from rabbitllm.engine.load_plan import LoadPlan
     from rabbitllm.engine.units import Place, UnitSource
@@ -205,7 +206,7 @@ def shapes(work: Iterable[UnitWork], form: str) -> Mapping[tuple[int, int], int]
     return dict(found.most_common())
 
 
-def _encoder_path(model: Any) -> str | None:
+def _encoder_path(model: PreTrainedModel) -> str | None:
     """Return the path of the encoder, with a trailing dot; None if there is none."""
     if not model.config.is_encoder_decoder:
         return None

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from rabbitllm.estimate.measure import (
     working_set,
 )
 from rabbitllm.quant.schemes import SCHEMES, check_compression
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 Measured = TypeVar("Measured")
 
@@ -70,7 +73,7 @@ TYPICAL_UNIT = 32 << 20
 """Size of one read when measuring."""
 
 
-def sizes_of(config: Any) -> LayerSizes:
+def sizes_of(config: PretrainedConfig) -> LayerSizes:
     """Return the sizes in a config; those of a small model for missing entries and ones in another form."""
 
     def whole(name: str, default: int) -> int:
@@ -118,7 +121,7 @@ def _weightless(layers: int, sizes: LayerSizes, dtype: torch.dtype, device: Devi
     }
     config = LlamaConfig(**settings, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config)
+        model: PreTrainedModel = LlamaForCausalLM(config)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear | nn.Embedding):
             width = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
@@ -147,7 +150,7 @@ class _Given(nn.Module):
         return self._results[shape]
 
 
-def _token_seconds(model: Any) -> float:
+def _token_seconds(model: PreTrainedModel) -> float:
     """Return the median time of a token after the first."""
     prompt = torch.ones(1, PROMPT_TOKENS, dtype=torch.int64, device=model.device)
     clock = _Clock()

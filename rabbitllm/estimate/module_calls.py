@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.schemes import NESTED_BLOCK, code_values
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import Profiler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MADE_BYTES = 64 << 20
 """Bytes of a conversion of many tensors (experts) that are carried out; the whole is extrapolated from these."""
@@ -57,7 +60,7 @@ def _never_read(place: Place) -> torch.Tensor:
     raise AssertionError(place.target)
 
 
-def _seconds(source: UnitSource, model: Any, part: PartReader, device: Device) -> float:
+def _seconds(source: UnitSource, model: PreTrainedModel, part: PartReader, device: Device) -> float:
     start = time.perf_counter()
     with torch.no_grad():
         source.make(model, part)
@@ -134,7 +137,9 @@ class ExpertCalls:
             caches between two calls, and are not counted.
     """
 
-    def __init__(self, model: Any, source: ExpertSource, device: Device, sample: FileSample, between: int = 0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, source: ExpertSource, device: Device, sample: FileSample, between: int = 0
+    ) -> None:
         self._model = model
         self._source = source
         self._device = device
@@ -330,7 +335,7 @@ def _with_parts(source: ExpertSource, part: Callable[[ExpertPart], ExpertPart], 
     return dataclasses.replace(source, leaves={key: leaf(old) for key, old in source.leaves.items()})
 
 
-def _laid_over_each_other(model: Any, source: ExpertSource, for_good: bool) -> dict[str, torch.Tensor]:
+def _laid_over_each_other(model: PreTrainedModel, source: ExpertSource, for_good: bool) -> dict[str, torch.Tensor]:
     """Lay all experts over small pages of `SET_BYTES` in all; as ordinary tensors where the model will have such."""
     largest = max(source.nbytes, *(leaf.ready_bytes // source.experts for leaf in source.leaves.values()))
     memory = small_pages(max(measure.set_bytes(), 2 * largest)).fill_(_BYTE)

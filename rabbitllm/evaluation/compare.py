@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from rabbitllm.errors import QualityError
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.generation.scoring.forward import ScoringForward
 from rabbitllm.storage.durable import NamelessFile
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 PERCENTILE = 99
 
@@ -146,7 +149,7 @@ class States:
         folder: existing folder of the file; None for the system's.
     """
 
-    def __init__(self, model: Any, texts: Sequence[ScoredText], folder: Path | None = None) -> None:
+    def __init__(self, model: StreamedModel, texts: Sequence[ScoredText], folder: Path | None = None) -> None:
         self._model = model
         self._texts = texts
         self._begins = [0, *accumulate(len(text.continuation) for text in texts)]
@@ -202,7 +205,7 @@ LOGITS_BYTES = 32 << 20
 
 
 def compare(
-    model: Any,
+    model: StreamedModel,
     reference: Any,
     texts: Sequence[ScoredText],
     room: Room | None = None,

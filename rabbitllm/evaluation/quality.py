@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -37,6 +37,11 @@ from rabbitllm.models.library import compression_here
 from rabbitllm.prepare import ModelSpec, split_options
 from rabbitllm.store.locations import meant
 from rabbitllm.store.manifest import directory_name, read_manifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 SHARE = 3
 """By default 1 / `SHARE` of free memory is for the weights of each model. A pass reads each weight once, so resident
@@ -144,7 +149,7 @@ def text_of(path: Path) -> str:
         raise OptionError(f"{path} cannot be read as text: {error}.", "Give a file of UTF-8 text.") from error
 
 
-def windows(tokenizer: Any, text: str, *, window: int, tokens: int) -> list[ScoredText]:
+def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, tokens: int) -> list[ScoredText]:
     """Consecutive windows of a text, from its beginning.
 
     Args:
@@ -181,7 +186,7 @@ def windows(tokenizer: Any, text: str, *, window: int, tokens: int) -> list[Scor
     return found
 
 
-def answers_of(tokenizer: Any, problems: Sequence[Problem]) -> list[ScoredText]:
+def answers_of(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[ScoredText]:
     """Problems with their correct answers and the end token, to be scored."""
     prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
     answers = tokenizer([f" {problem.answer}" for problem in problems])["input_ids"]
@@ -191,7 +196,7 @@ def answers_of(tokenizer: Any, problems: Sequence[Problem]) -> list[ScoredText]:
     ]
 
 
-def is_trained_here(tokenizer: Any) -> bool:
+def is_trained_here(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer is that of the bundled model, whose problems such a model can answer."""
     written = files("rabbitllm.demo").joinpath("model", "tokenizer.json").read_text(encoding="utf-8")
     bundled = json.loads(written)
@@ -368,7 +373,7 @@ def _problems(count: int) -> list[Problem]:
         raise OptionError(f"problems={count}, which cannot be: {error}.", "Give another number.") from error
 
 
-def _tokenizer_of(reference: Any, model: Any) -> Any:
+def _tokenizer_of(reference: Any, model: StreamedModel) -> Any:
     """The common tokenizer of both models.
 
     Raises:
@@ -388,7 +393,7 @@ def _tokenizer_of(reference: Any, model: Any) -> Any:
     return first
 
 
-def _side_of(model: Any, named: ModelSpec | None) -> Side:
+def _side_of(model: StreamedModel, named: ModelSpec | None) -> Side:
     name = named.name if named is not None else str(model.name_or_path)
     compression = named.compression if named is not None else None
     folder = Path(model.name_or_path)

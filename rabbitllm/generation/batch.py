@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +31,9 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.scheduler import Scheduler
 from rabbitllm.generation.sequence import Sequence
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 __all__ = ["Batch", "Limits"]
 
@@ -54,7 +57,7 @@ class Batch:
         OptionError: the model is not a causal language model or has no tokenizer, or no memory is left.
     """
 
-    def __init__(self, model: Any, limits: Limits = _DEFAULT) -> None:
+    def __init__(self, model: StreamedModel, limits: Limits = _DEFAULT) -> None:
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
@@ -148,7 +151,7 @@ class Batch:
             self._scheduler.end(self.error or FinishReason.CANCELLED)
 
 
-def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
+def check_answerable(request: Request, model: StreamedModel, memory: CacheMemory) -> None:
     """Check that a request can be answered at all.
 
     Args:

@@ -30,7 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,10 @@ from rabbitllm.engine.span_reader import stays_cached
 from rabbitllm.generation.kv_cache import append, keeps_every_token, without_room
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
+
+if TYPE_CHECKING:
+    from transformers import Cache
+    from transformers.cache_utils import CacheLayerMixin
 
 logger = logging.getLogger(__name__)
 
@@ -380,19 +384,19 @@ class CacheFile:
 
     # between passes --------------------------------------------------------------------------------------------------
 
-    def holds(self, cache: Any) -> bool:
+    def holds(self, cache: Cache) -> bool:
         """Whether layers of a cache are in the file, now or after its next pass."""
         return cache is not None and cache in self._sequences
 
-    def keeps(self, cache: Any) -> bool:
+    def keeps(self, cache: Cache) -> bool:
         """Whether a cache is in the file and remains there after the next pass."""
         return self.holds(cache) and not self._sequences[cache].returns
 
-    def is_lost(self, cache: Any) -> bool:
+    def is_lost(self, cache: Cache) -> bool:
         """Whether a cache is incomplete because a layer could not be written."""
         return self.holds(cache) and self._sequences[cache].is_lost
 
-    def add(self, cache: Any) -> None:
+    def add(self, cache: Cache) -> None:
         """Keep a cache in the file from its next pass on.
 
         Args:
@@ -400,7 +404,7 @@ class CacheFile:
         """
         self._sequences.setdefault(cache, _FiledSequence()).returns = False
 
-    def put(self, cache: Any) -> None:
+    def put(self, cache: Cache) -> None:
         """Write a cache with some tokens to the file now; check `is_lost` afterwards.
 
         Args:
@@ -411,20 +415,20 @@ class CacheFile:
             if keeps_every_token(layer) and layer.is_initialized:
                 self._write(self._sequences[cache], layer, number, layer.keys, layer.values)
 
-    def let_return(self, cache: Any) -> None:
+    def let_return(self, cache: Cache) -> None:
         """Return a cache to memory in its next pass."""
         filed = self._sequences[cache]
         filed.returns = True
         if not filed.layers:
             del self._sequences[cache]
 
-    def drop(self, cache: Any) -> None:
+    def drop(self, cache: Cache) -> None:
         """Drop a cache, which cannot be used afterwards."""
         filed = self._sequences.pop(cache, None) if cache is not None else None
         for layer in filed.layers.values() if filed is not None else ():
             self.images.give_back(layer.stored)
 
-    def whole_copy(self, cache: Any) -> Any:
+    def whole_copy(self, cache: Cache) -> Any:
         """A cache, or a copy of it that is whole in memory; layers that were not in the file are shared with the cache.
 
         Raises:
@@ -465,7 +469,7 @@ class CacheFile:
         numbers = sorted({number for layers in held for number in layers})
         self.images.expect(layers[number].stored for number in numbers for layers in held if number in layers)
 
-    def brings(self, cache: Any, number: int) -> bool:
+    def brings(self, cache: Cache, number: int) -> bool:
         """Whether the KV cache of a layer goes through this file.
 
         Args:
@@ -475,7 +479,7 @@ class CacheFile:
         return cache in self._sequences and keeps_every_token(cache.layers[number])
 
     def joined(
-        self, cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor
+        self, cache: Cache, number: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole KV cache of a layer for its attention, after which `put_back` must be called.
 
@@ -495,7 +499,7 @@ class CacheFile:
         filed.now.values[:, :, begin:end] = values
         return filed.now.keys[:, :, :end], filed.now.values[:, :, :end]
 
-    def put_back(self, cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def put_back(self, cache: Cache, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Move a layer out of memory after its attention, writing it if its tail is full; or return it to memory.
 
         Args:
@@ -528,7 +532,9 @@ class CacheFile:
             kept.tail += rows
             _empty(layer, keys, values, end)
 
-    def _write(self, filed: _FiledSequence, layer: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _write(
+        self, filed: _FiledSequence, layer: CacheLayerMixin, number: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
         """Write a layer whole, and empty it; if it cannot be written, the sequence is lost."""
         image = Image.of(keys, values, TAIL_TOKENS)
         before = filed.layers.pop(number, None)
@@ -541,7 +547,7 @@ class CacheFile:
         else:
             filed.layers[number] = _FiledLayer(stored, keys.device, keys.shape[2])
 
-    def _whole(self, cache: Any, number: int, more: int) -> tuple[Image, int]:
+    def _whole(self, cache: Cache, number: int, more: int) -> tuple[Image, int]:
         """A layer with all its tokens on its device and room for `more`, and the number of its tokens."""
         kept = self._sequences[cache].layers[number]
         image = self.images.take(kept.stored)
@@ -556,7 +562,7 @@ class CacheFile:
         return image, end
 
 
-def _empty(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+def _empty(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
     """Replace a layer's keys and values by NaN of the same shape, which takes no memory and makes any use visible."""
     without_room(layer)
     for name, like in (("keys", keys), ("values", values)):

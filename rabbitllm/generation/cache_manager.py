@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import DynamicCache
 
@@ -45,6 +45,11 @@ from rabbitllm.generation.packed_batch import can_be_packed, shares_keys
 from rabbitllm.generation.request import Limits
 from rabbitllm.generation.sequence import Sequence, SequenceLength
 from rabbitllm.generation.swap import SwapSpace, usual_folder
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 FILE_SHARE = 4
 """By default the file may take 1 / `FILE_SHARE` of the free space on the disk."""
@@ -152,7 +157,7 @@ class CacheManager:
         OptionError: there is no memory left.
     """
 
-    def __init__(self, model: Any, limits: Limits, running: abc.Sequence[Sequence]) -> None:
+    def __init__(self, model: StreamedModel, limits: Limits, running: abc.Sequence[Sequence]) -> None:
         if not limits.exact:
             make_kernels(model)
         self.memory = CacheMemory(model, limits.cache_bytes, in_bulk=limits.in_bulk, running=limits.running)
@@ -175,7 +180,7 @@ class CacheManager:
         self.swap = SwapSpace(swap_bytes, folder)
         self.file = self._file_for(model, folder, limits.file_bytes if self._shares else 0)
 
-    def _file_for(self, model: Any, folder: Path | None, limit: int | None) -> CacheFile:
+    def _file_for(self, model: StreamedModel, folder: Path | None, limit: int | None) -> CacheFile:
         """The file for KV caches of running sequences; with limit 0 where it does not pay or the model forbids it."""
         weight_bytes = read_in_a_pass(model.placement)
         pays = limit != 0 and weight_bytes > self.memory.limit
@@ -293,7 +298,7 @@ class CacheManager:
         """The KV cache to continue a sequence from, see `Sequence.resumable_cache`; None if it is in the file."""
         return None if self.file.holds(sequence.cache) else sequence.resumable_cache(continues=self._shares)
 
-    def swap_out(self, sequence: Sequence, cache: Any) -> None:
+    def swap_out(self, sequence: Sequence, cache: Cache) -> None:
         """Swap out the KV cache of a preempted sequence.
 
         Args:

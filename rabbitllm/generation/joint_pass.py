@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -35,6 +35,9 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.packed_batch import NotPackable, PackedForward, PackedSequence, can_be_packed, grouped
 from rabbitllm.telemetry.passes import PassInput
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 
 class RowKind(Enum):
@@ -264,7 +267,7 @@ class JointPasses:
 
     def __init__(
         self,
-        model: Any,
+        model: StreamedModel,
         *,
         exact: bool = False,
         packing: bool = True,

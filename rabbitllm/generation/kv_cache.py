@@ -15,37 +15,43 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+if TYPE_CHECKING:
+    from transformers import Cache, PretrainedConfig
+    from transformers.cache_utils import CacheLayerMixin
+
+    from rabbitllm.engine.streamed_model import StreamedModel
+
 # kinds of layers -----------------------------------------------------------------------------------------------------
 
 
-def keeps_every_token(layer: Any) -> bool:
+def keeps_every_token(layer: CacheLayerMixin) -> bool:
     """Whether a layer has the KV cache of every token and nothing else."""
     return type(layer) is DynamicLayer
 
 
-def is_window(layer: Any) -> bool:
+def is_window(layer: CacheLayerMixin) -> bool:
     """Whether a layer has the KV cache of the last tokens and nothing else."""
     return type(layer) is DynamicSlidingWindowLayer
 
 
-def is_nothing(layer: Any) -> bool:
+def is_nothing(layer: CacheLayerMixin) -> bool:
     """Whether a layer has no attention, or uses another layer's KV cache."""
     return type(layer).__name__ == "DummyLayer"  # not in every version
 
 
-def can_be_cut(layer: Any) -> bool:
+def can_be_cut(layer: CacheLayerMixin) -> bool:
     """Whether the layer in its current state can be cut at any length."""
     if is_window(layer):
         return bool(layer.get_seq_length() < layer.sliding_window)
     return keeps_every_token(layer) or is_nothing(layer)
 
 
-def _grows(layer: Any) -> bool:
+def _grows(layer: CacheLayerMixin) -> bool:
     """Whether the layer keeps the KV cache of every token; it may also have a state."""
     return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
 
@@ -87,7 +93,7 @@ class _Room:
         self.keys = _longer(keys, tokens)
         self.values = _longer(values, tokens)
 
-    def holds(self, layer: Any) -> bool:
+    def holds(self, layer: CacheLayerMixin) -> bool:
         """Whether the layer's tensors are views of these, up to the end of what is used."""
         return bool(
             layer.keys.shape[2] == self.used
@@ -97,7 +103,7 @@ class _Room:
         )
 
 
-def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Append to a layer, with the values of `layer.update(keys, values)`.
 
     transformers' `DynamicLayer` copies its whole tensors for every token. Here they are views of larger ones, up to an
@@ -127,7 +133,7 @@ def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.
     return layer.keys, layer.values
 
 
-def without_room(layer: Any) -> Any:
+def without_room(layer: CacheLayerMixin) -> Any:
     """The layer, with its tensors no longer views of room for more tokens; only for a copy, or before they go."""
     vars(layer).pop("_room", None)
     return layer
@@ -171,12 +177,12 @@ class CacheCost:
         return self.fixed + tokens * self.every_token + sum(most * each for most, each in self.windows)
 
 
-def layer_configs(config: Any) -> Sequence[Any]:
+def layer_configs(config: PretrainedConfig) -> Sequence[Any]:
     """The config of each layer where layers differ in sizes (transformers' heterogeneous configs), else the config."""
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
-def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
+def cost_by_config(config: PretrainedConfig, dtype: torch.dtype) -> CacheCost:
     """The cost according to the config: the KV cache of all heads in all layers.
 
     Args:
@@ -188,7 +194,7 @@ def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
     return CacheCost(values * dtype.itemsize, config.num_hidden_layers)
 
 
-def _values_of_a_token(config: Any) -> int:
+def _values_of_a_token(config: PretrainedConfig) -> int:
     """How many numbers a layer keeps for a token."""
     heads = config.num_attention_heads
     keyed = getattr(config, "num_key_value_heads", None) or heads
@@ -199,7 +205,7 @@ def _values_of_a_token(config: Any) -> int:
     return int(both)
 
 
-def cost_by_cache(cache: Any) -> CacheCost | None:
+def cost_by_cache(cache: Cache) -> CacheCost | None:
     """The cost measured on a cache with some tokens in it; None if it cannot be derived."""
     every_token = fixed = layers = 0
     windows = []
@@ -221,7 +227,7 @@ def cost_by_cache(cache: Any) -> CacheCost | None:
     return CacheCost(every_token, max(layers, 1), tuple(windows), fixed)
 
 
-def bytes_of(cache: Any) -> int:
+def bytes_of(cache: Cache) -> int:
     """Bytes that a cache holds now: each storage once, whole even if the cache has only a view of it."""
     storages = (tensor.untyped_storage() for layer in cache.layers for tensor in _tensors(vars(layer)))
     return sum({found.data_ptr(): found.nbytes() for found in storages}.values())
@@ -249,7 +255,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return low
 
 
-def usable(wanted: Sequence[int], ids: Sequence[int], cache: Any) -> int:
+def usable(wanted: Sequence[int], ids: Sequence[int], cache: Cache) -> int:
     """How many tokens of a cache can be reused for a sequence.
 
     At least one token is left to compute, since it yields the first generated one.
@@ -265,7 +271,7 @@ def usable(wanted: Sequence[int], ids: Sequence[int], cache: Any) -> int:
     return common if common == len(ids) or all(can_be_cut(layer) for layer in cache.layers) else 0
 
 
-def copied(cache: Any, tokens: int) -> Any:
+def copied(cache: Cache, tokens: int) -> Any:
     """An independent copy of the first tokens of a cache.
 
     Args:
@@ -277,7 +283,7 @@ def copied(cache: Any, tokens: int) -> Any:
     return made
 
 
-def _copied_layer(layer: Any, tokens: int) -> Any:
+def _copied_layer(layer: CacheLayerMixin, tokens: int) -> Any:
     made = without_room(copy(layer))
     if can_be_cut(layer):
         _cut_layer(made, tokens)
@@ -285,7 +291,7 @@ def _copied_layer(layer: Any, tokens: int) -> Any:
     return made
 
 
-def _cut_layer(layer: Any, length: int) -> None:
+def _cut_layer(layer: CacheLayerMixin, length: int) -> None:
     """Cut a layer's key and value tensor, (batch, heads, tokens, width), to so many tokens."""
     if not is_nothing(layer) and layer.is_initialized and layer.keys is not None:
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
@@ -307,7 +313,7 @@ class PrefixCache:
         self._entries: OrderedDict[tuple[int, ...], tuple[Any, int]] = OrderedDict()
         self.nbytes = 0
 
-    def put(self, ids: Sequence[int], cache: Any) -> None:
+    def put(self, ids: Sequence[int], cache: Cache) -> None:
         """Keep the cache of a finished sequence; entries that are its prefixes are dropped.
 
         Args:
@@ -356,7 +362,7 @@ MAX_MARKS = 2
 """The most marks kept: the beginning of a turn and the end of its prompt."""
 
 
-def keeps(model: Any) -> bool:
+def keeps(model: StreamedModel) -> bool:
     """Whether a model's cache continues exactly, so that it can be kept.
 
     The results for further tokens are then the same as for all tokens at once, except for rounding. This holds for full
@@ -395,7 +401,7 @@ class KeptCache:
         cache: the `past_key_values` for `generate`.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: StreamedModel) -> None:
         self._config = model.config.get_text_config(decoder=True)
         self.clear()
 
@@ -468,7 +474,7 @@ class KeptCache:
         return length
 
 
-def _what_cutting_spoils(layer: Any) -> dict[str, Any]:
+def _what_cutting_spoils(layer: CacheLayerMixin) -> dict[str, Any]:
     own: dict[str, Any] = dict(vars(layer))
     if _grows(layer):
         del own["keys"], own["values"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.config import picked_by
@@ -27,6 +27,11 @@ from rabbitllm.generation.cache_file import TAIL_TOKENS
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_cache, cost_by_config, layer_configs
 from rabbitllm.generation.sequence import SequenceLength
 from rabbitllm.quant.bfloat_products import CHUNK_ELEMENTS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 LEAST_TOKENS = 16
 """Minimum prompt tokens in a pass, however little memory there is."""
@@ -122,7 +127,7 @@ class PassCost:
         return max((left - left // 2) // self.carried, part), part
 
 
-def cost_of_a_pass(config: Any, itemsize: int) -> PassCost:
+def cost_of_a_pass(config: PretrainedConfig, itemsize: int) -> PassCost:
     """The cost according to a model's config; the experts that a token is routed to count as one wide network.
 
     Args:
@@ -133,7 +138,7 @@ def cost_of_a_pass(config: Any, itemsize: int) -> PassCost:
     return PassCost(*map(max, zip(*map(astuple, each_layer), strict=True)))
 
 
-def _cost_by(config: Any, itemsize: int) -> PassCost:
+def _cost_by(config: PretrainedConfig, itemsize: int) -> PassCost:
     """The cost according to the config of a layer."""
     hidden: int = config.hidden_size
     wide = _wide(config, hidden)
@@ -163,7 +168,7 @@ def _cost_by(config: Any, itemsize: int) -> PassCost:
     )
 
 
-def _wide(config: Any, hidden: int) -> int:
+def _wide(config: PretrainedConfig, hidden: int) -> int:
     """The width of the widest feed-forward network in any layer."""
     given = getattr(config, "intermediate_size", None) or 4 * hidden
     wide: int = given if isinstance(given, int) else max(given)
@@ -202,7 +207,9 @@ class CacheMemory:
         OptionError: no memory is left for KV caches, or none for activations.
     """
 
-    def __init__(self, model: Any, cache_bytes: int | None, *, in_bulk: bool = False, running: int = 1) -> None:
+    def __init__(
+        self, model: StreamedModel, cache_bytes: int | None, *, in_bulk: bool = False, running: int = 1
+    ) -> None:
         config = model.config.get_text_config(decoder=True)
         self._cost: CacheCost = cost_by_config(config, model.dtype)
         self._is_measured = False
@@ -268,7 +275,7 @@ class CacheMemory:
                 return
 
 
-def free_memory(model: Any) -> int:
+def free_memory(model: StreamedModel) -> int:
     """Free bytes on all devices together, with the weights loaded."""
     free: list[int] = [lane.device.free_bytes() for lane in model.streamer.lanes.values()]
     return len(free) * min(free)

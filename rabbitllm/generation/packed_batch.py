@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -34,6 +34,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.kv_cache import append, is_nothing, is_window, keeps_every_token
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from transformers.cache_utils import CacheLayerMixin
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
@@ -392,7 +398,7 @@ _EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits", 
 """Config settings that must be off."""
 
 
-def can_be_packed(model: Any) -> bool:
+def can_be_packed(model: StreamedModel) -> bool:
     """Whether a model can run packed batches."""
     config = model.config
     text = config.get_text_config(decoder=True)
@@ -409,7 +415,7 @@ def can_be_packed(model: Any) -> bool:
     )
 
 
-def depends_on_longest(config: Any) -> bool:
+def depends_on_longest(config: PretrainedConfig) -> bool:
     """Whether the results of a sequence depend on the longest sequence of the same pass.
 
     Args:
@@ -418,27 +424,27 @@ def depends_on_longest(config: Any) -> bool:
     return any(rope in kind for kind in _rope_types(config) for rope in _BY_LONGEST)
 
 
-def attending_configs(model: Any) -> list[Any]:
+def attending_configs(model: StreamedModel) -> list[Any]:
     """The configs of a model and its modules that name an attention implementation, each once."""
     seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
     return [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
 
 
-def shares_keys(model: Any) -> bool:
+def shares_keys(model: StreamedModel) -> bool:
     """Whether layers use the KV cache of others."""
     return any(is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
 
 
-def _is_known(layer: Any) -> bool:
+def _is_known(layer: CacheLayerMixin) -> bool:
     return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
 
 
-def _is_one_text(layer: Any) -> bool:
+def _is_one_text(layer: CacheLayerMixin) -> bool:
     keys = getattr(layer, "keys", None)
     return keys is None or keys.dim() < 2 or len(keys) == 1
 
 
-def _rope_types(config: Any) -> Iterator[str]:
+def _rope_types(config: PretrainedConfig) -> Iterator[str]:
     """The rotary embedding types of all layers."""
     given = getattr(config, "rope_parameters", None) or {}
     for one in (given, *(value for value in given.values() if isinstance(value, Mapping))):
@@ -466,7 +472,7 @@ class PackedSequence:
 
     ids: torch.Tensor
     positions: torch.Tensor
-    cache: Any
+    cache: Cache
     kept: int
 
 
@@ -478,7 +484,7 @@ class PackedForward:
         file: file in which some sequences have their KV cache; None for none.
     """
 
-    def __init__(self, model: Any, file: CacheFile | None = None) -> None:
+    def __init__(self, model: StreamedModel, file: CacheFile | None = None) -> None:
         self._model = model
         self._file = file
         config = model.config.get_text_config(decoder=True)
@@ -558,7 +564,7 @@ class PackedForward:
             kind(logits=part, past_key_values=sequence.cache) for sequence, part in zip(sequences, parts, strict=True)
         ]
 
-    def _knows(self, cache: Any) -> TypeGuard[DynamicCache]:
+    def _knows(self, cache: Cache) -> TypeGuard[DynamicCache]:
         """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""
         if type(cache) is not DynamicCache or cache.offloading or list(map(type, cache.layers)) != self._layers:
             return False

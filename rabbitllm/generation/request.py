@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 MAX_TOKENS = 512
 """Default number of tokens to generate."""
@@ -321,7 +324,7 @@ class Limits:
             )
 
 
-def check_generates(model: Any) -> None:
+def check_generates(model: StreamedModel) -> None:
     """Refuse a model of a class that generates no text: a base model, an encoder, a classifier.
 
     Raises:
@@ -334,7 +337,7 @@ def check_generates(model: Any) -> None:
         )
 
 
-def end_tokens(model: Any) -> list[int]:
+def end_tokens(model: StreamedModel) -> list[int]:
     """The tokens that end a text: those of the model's generation config and of its tokenizer.
 
     Raises:
@@ -351,7 +354,9 @@ def end_tokens(model: Any) -> list[int]:
     return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
 
 
-def generate_arguments(model: Any, ends: list[int], sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+def generate_arguments(
+    model: StreamedModel, ends: list[int], sampling: Sampling, max_new_tokens: int
+) -> dict[str, Any]:
     """Arguments for `generate`, for one answer with the model's tokenizer.
 
     Args:
@@ -370,7 +375,7 @@ def generate_arguments(model: Any, ends: list[int], sampling: Sampling, max_new_
     }
 
 
-def context_of(model: Any) -> int | None:
+def context_of(model: StreamedModel) -> int | None:
     """Tokens that a prompt and its answer may have together; None if the model sets no limit."""
     found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None

@@ -20,7 +20,7 @@ import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import own_lock
 from rabbitllm.errors import BatchError, BusyError, ClosedError
@@ -28,6 +28,9 @@ from rabbitllm.generation.cache_manager import CacheManager, CachePlace
 from rabbitllm.generation.joint_pass import JointPasses
 from rabbitllm.generation.request import BatchStats, FinishReason, Limits
 from rabbitllm.generation.sequence import Sequence, SequenceLength
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +134,7 @@ class Scheduler:
         totals: totals since the start; other fields have their defaults.
     """
 
-    def __init__(self, model: Any, limits: Limits) -> None:
+    def __init__(self, model: StreamedModel, limits: Limits) -> None:
         self.running: list[Sequence] = []
         self.caches = CacheManager(model, limits, self.running)
         self.totals = BatchStats()

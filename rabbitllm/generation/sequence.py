@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -33,6 +33,9 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.streams import TextStream
 from rabbitllm.generation.swap import SwappedOutCache
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class Sequence:
     """
 
     def __init__(
-        self, model: Any, request: Request, notify: Callable[[Event], object], wake: Callable[[], object]
+        self, model: StreamedModel, request: Request, notify: Callable[[Event], object], wake: Callable[[], object]
     ) -> None:
         self.request = request
         self.tokens: list[int] = []

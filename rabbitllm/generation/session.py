@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -32,6 +32,9 @@ from rabbitllm.generation.request import (
 from rabbitllm.generation.streams import TextStream
 from rabbitllm.generation.template import PLAIN_END, has_template, prompt_ids
 from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, PassSums
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 MOVED = (READ, UPLOAD, PINNED_UPLOAD)
 """Stages whose bytes are part of an answer's work."""
@@ -57,7 +60,7 @@ class _EndOfText(StoppingCriteria):  # type: ignore[misc]
 
 
 def answer(
-    model: Any,
+    model: StreamedModel,
     ids: Any,
     max_tokens: int,
     sampling: Sampling,
@@ -93,7 +96,7 @@ def answer(
     return _answer(stream, ids.shape[-1], start, _finish_reason(stream, ends, is_stopped=is_stopped))
 
 
-def _generate(model: Any, ids: torch.Tensor, stream: TextStream, arguments: Mapping[str, Any]) -> None:
+def _generate(model: StreamedModel, ids: torch.Tensor, stream: TextStream, arguments: Mapping[str, Any]) -> None:
     ids = ids.to(model.device)
     # the tokenizer is for stop strings in the checkpoint's generation config
     model.generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, tokenizer=model.tokenizer, **arguments)
@@ -159,7 +162,7 @@ class Session:
         OptionError: the model generates no text.
     """
 
-    def __init__(self, model: Any, max_new_tokens: int | None = None, sampling: Sampling = _GREEDY) -> None:
+    def __init__(self, model: StreamedModel, max_new_tokens: int | None = None, sampling: Sampling = _GREEDY) -> None:
         if model.tokenizer is None:
             raise ChatError(
                 "The model came without a tokenizer.", "Put the tokenizer's files into the folder of its config.json."

@@ -9,9 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rabbitllm.base.terminal import disarmed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"
 """Tokenizers decode bytes of an incomplete character to this."""
@@ -77,7 +80,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         write: Callable[[str], object],
         *,
         stops: tuple[str, ...] = (),

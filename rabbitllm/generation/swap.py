@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import cache_utils
@@ -28,6 +28,9 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.generation.kv_cache import without_room
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import folder_at
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class _Unknown(Exception):
     """The cache contains a value that is neither a tensor nor plain."""
 
 
-def taken_apart(cache: Any) -> tuple[Any, list[torch.Tensor]] | None:
+def taken_apart(cache: Cache) -> tuple[Any, list[torch.Tensor]] | None:
     """A copy of a cache with placeholders instead of tensors, and the tensors; None if it has an unknown kind of value.
 
     Works for any cache of transformers: attention layers, sliding windows, states, and a family's own kinds of layers,
@@ -140,7 +143,7 @@ class SwapSpace:
         self._folder = folder
         self._has_failed = False
 
-    def put(self, cache: Any) -> SwappedOutCache | None:
+    def put(self, cache: Cache) -> SwappedOutCache | None:
         """Swap a cache out; None if it has to be recomputed.
 
         Args:

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 TEMPLATE_SECONDS = 30.0
@@ -51,13 +54,16 @@ def bounded_template() -> Iterator[None]:
         mine.budget = before
 
 
-def has_template(tokenizer: Any) -> bool:
+def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def template_ids(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], refused: Callable[[Exception], Exception], **more: Any
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    refused: Callable[[Exception], Exception],
+    **more: Any,
 ) -> list[int]:
     """Messages as ids, up to the beginning of the model's answer.
 
@@ -95,7 +101,7 @@ def plain_text(messages: list[dict[str, str]]) -> str:
     return "\n".join([*parts, PLAIN_NAMES[ASSISTANT]])
 
 
-def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
     """The whole conversation as ids, up to the beginning of the model's answer.
 
     Args:

@@ -11,13 +11,16 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 
 from rabbitllm.errors import HostsError
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import CacheLayerMixin
 
 KINDS = (
     "DynamicLayer",
@@ -117,7 +120,7 @@ class Ledger:
         cache._note("new", recipe)
         return int(cache._number)
 
-    def enter(self, cache: Any) -> None:
+    def enter(self, cache: Cache) -> None:
         """Assign a number to a cache, and record its garbage collection as an event."""
         self._last += 1
         cache._ledger, cache._number = self, self._last
@@ -166,7 +169,7 @@ def made_by(recipe: Any) -> DynamicCache:
     return cache
 
 
-def _is_filled(layer: Any) -> bool:
+def _is_filled(layer: CacheLayerMixin) -> bool:
     states = getattr(layer, "has_previous_state", None)
     return getattr(layer, "keys", None) is not None or (isinstance(states, Mapping) and any(states.values()))
 
@@ -192,7 +195,7 @@ def stand_in(cache: Cache, index: int, batch: int, tokens: int, device: torch.de
     if index >= len(cache.layers) and cache.layer_class_to_replicate is None:
         return
     states = torch.zeros((batch, 1, tokens, 1), dtype=torch.uint8, device=device)
-    layer: Any = cache.layers[index] if index < len(cache.layers) else None
+    layer: CacheLayerMixin = cache.layers[index] if index < len(cache.layers) else None
     if layer is None or hasattr(layer, "get_seq_length"):
         cache.update(states, states, index)
     if hasattr(layer, "update_conv_state"):
@@ -257,7 +260,7 @@ class MirroredCaches:
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = told
 
-    def _on_layers(self, cache: Any, what: str, given: Sequence[Any]) -> None:
+    def _on_layers(self, cache: Cache, what: str, given: Sequence[Any]) -> None:
         for index in self._here:
             layer = cache.layers[index] if index < len(cache.layers) else None
             if layer is not None and hasattr(layer, what) and (_is_filled(layer) or what == "activate_past_recording"):

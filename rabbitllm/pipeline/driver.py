@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache
@@ -33,6 +33,9 @@ from rabbitllm.pipeline.caches import Ledger, MirroredCaches, lengths_of, stand_
 from rabbitllm.pipeline.frames import Frame, Packer, Word, unpack
 from rabbitllm.pipeline.rendezvous import Link
 from rabbitllm.pipeline.stack import Span, Stack, hidden_of
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -68,7 +71,7 @@ class Driver:
         names: names of the processes.
     """
 
-    def __init__(self, model: Any, stack: Stack, spans: tuple[Span, ...], link: Link) -> None:
+    def __init__(self, model: StreamedModel, stack: Stack, spans: tuple[Span, ...], link: Link) -> None:
         self._stack = stack
         self.spans = spans
         self.names = tuple(link.names)
@@ -218,7 +221,7 @@ class _HostChannel:
                 self._link.send(rank, Frame(Word.STOP, self._number))
 
 
-def _refuse_what_is_not_here(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_what_is_not_here(model: StreamedModel, args: Any, kwargs: dict[str, Any]) -> None:
     for name in _NOT_HERE:
         asked = kwargs.get(name)
         if asked or (asked is None and getattr(model.config, name, None)):
@@ -245,7 +248,7 @@ class Worker:
         caches: KV caches that the first process still uses.
     """
 
-    def __init__(self, model: Any, stack: Stack, spans: tuple[Span, ...], link: Link) -> None:
+    def __init__(self, model: StreamedModel, stack: Stack, spans: tuple[Span, ...], link: Link) -> None:
         self.model = model
         self.span = spans[link.rank]
         self.names = tuple(link.names)

@@ -12,7 +12,7 @@ import json
 import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.options import Hosts, RunOptions
 from rabbitllm.engine.load_plan import ModelPart
@@ -24,6 +24,9 @@ from rabbitllm.pipeline.frames import Frame, Word
 from rabbitllm.pipeline.rendezvous import Link, Rendezvous
 from rabbitllm.pipeline.stack import Span, Stack, find_stack, plan_spans
 from rabbitllm.store.layer_store import WeightFiles
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 
@@ -56,7 +59,7 @@ class Sharing:
 
     def __call__(
         self,
-        model: Any,
+        model: StreamedModel,
         sources: Mapping[str, UnitSource],
         costs: Sequence[UnitCost],
         store: WeightFiles,
@@ -88,7 +91,7 @@ class Sharing:
         return ModelPart(frozenset(mine), shares[meeting.rank])
 
 
-def identity_of(model: Any, store: WeightFiles, options: RunOptions) -> dict[str, str]:
+def identity_of(model: StreamedModel, store: WeightFiles, options: RunOptions) -> dict[str, str]:
     """Properties that must be equal on all hosts, by names for messages."""
     import torch
     import transformers
@@ -162,7 +165,7 @@ def _machine() -> str:
         return platform.node()
 
 
-def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Any]) -> Any:
+def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], StreamedModel]) -> Any:
     """Load a model that is spread over hosts.
 
     Args:

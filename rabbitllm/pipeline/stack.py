@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from rabbitllm.engine.units import Unit, UnitSource
 from rabbitllm.errors import HostsError
 from rabbitllm.pipeline.caches import recipe_of
 from rabbitllm.pipeline.frames import Packer
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 FORMS = (None, 0, 1, 2)
 """The outputs that a layer may have: hidden states (None), or a tuple of them and so many other values."""
@@ -70,7 +73,7 @@ class _Done(BaseException):
     """Raised at the head, to end the trial run."""
 
 
-def find_stack(model: Any, sources: Mapping[str, UnitSource]) -> Stack:
+def find_stack(model: StreamedModel, sources: Mapping[str, UnitSource]) -> Stack:
     """The largest stack of layers of a model, if it can be spread.
 
     Args:
@@ -105,7 +108,7 @@ def hidden_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Sequ
     return others.pop(NAME, None), (), others
 
 
-def _cannot(model: Any, why: str) -> HostsError:
+def _cannot(model: StreamedModel, why: str) -> HostsError:
     return HostsError(
         f"A model of type {model.config.model_type} cannot be spread over hosts: {why}.", "Run it on one host."
     )
@@ -119,7 +122,7 @@ def _cached(layer: nn.Module, number: int) -> tuple[int, ...]:
     return tuple(sorted(index for index in own if isinstance(index, int) and index >= 0)) or (number,)
 
 
-def _rehearsed(model: Any, layers: Sequence[nn.Module]) -> int | None:
+def _rehearsed(model: StreamedModel, layers: Sequence[nn.Module]) -> int | None:
     """The form in which layers return hidden states."""
     why = ""
     for form in FORMS:
@@ -141,7 +144,7 @@ class _NotAStack(Exception):
     """The layers are not called as a stack."""
 
 
-def _rehearse(model: Any, layers: Sequence[nn.Module], form: int | None, fill: float, other: Any) -> _Trial:
+def _rehearse(model: StreamedModel, layers: Sequence[nn.Module], form: int | None, fill: float, other: Any) -> _Trial:
     trial = _Trial([], [])
 
     def stand_for(number: int) -> Callable[..., Any]:

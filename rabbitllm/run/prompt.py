@@ -7,7 +7,7 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -17,6 +17,9 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation.request import Answer, FinishReason
 from rabbitllm.generation.template import has_template, template_ids
 from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE, NOTHING, PROMPT, READ_WAIT, UPLOAD_WAIT, PassSums
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 WAIT_SECONDS = 1.5
 """Time after which waiting for the pipe is reported on stderr."""
@@ -58,7 +61,7 @@ def _say_waiting() -> None:
     print("reading the prompt from the pipe, until it ends …", file=sys.stderr, flush=True)
 
 
-def prompt_ids(tokenizer: Any, prompt: str, system: str | None = None, *, raw: bool = False) -> Any:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None, *, raw: bool = False) -> Any:
     """The ids of a prompt, int64 of shape (1, tokens).
 
     Args:
@@ -88,7 +91,7 @@ def prompt_ids(tokenizer: Any, prompt: str, system: str | None = None, *, raw: b
     return ids
 
 
-def _through_template(tokenizer: Any, prompt: str, system: str | None) -> Any:
+def _through_template(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> Any:
     import torch
 
     def refused(error: Exception) -> OptionError:

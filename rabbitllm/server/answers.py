@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.generation.request import Delta, Finished, FinishReason, TokenLogprob
 from rabbitllm.generation.streams import UNFINISHED
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.tools import SPECIAL, CallReader, ParsedToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REASONS = {
     FinishReason.STOP: "stop",
@@ -101,7 +104,7 @@ class Spelling:
         of: id of a token -> its text and its bytes.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self.of = lru_cache(1 << 16)(self._spell)
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,11 @@ from rabbitllm.server.requests import listed, token_ids
 from rabbitllm.server.schemas import Embedding
 from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.telemetry.passes import PassInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 MODULES = "modules.json"
 POOLINGS = {
@@ -96,7 +101,7 @@ class Embedder:
         recipe: see `recipe_in`.
     """
 
-    def __init__(self, model: Any, recipe: PoolingRecipe) -> None:
+    def __init__(self, model: StreamedModel, recipe: PoolingRecipe) -> None:
         self._model = model
         self._recipe = recipe
         self._turn = asyncio.Lock()
@@ -158,7 +163,7 @@ def groups(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def checked_embedding(
-    body: Embedding, tokenizer: Any, model: ModelLimits, settings: Settings, embedder: Embedder
+    body: Embedding, tokenizer: PreTrainedTokenizerBase, model: ModelLimits, settings: Settings, embedder: Embedder
 ) -> CheckedEmbedding:
     """Check the body and tokenize its inputs.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.request import Request, Sampling, most_new_tokens
@@ -21,6 +21,9 @@ from rabbitllm.server.schemas import (
 )
 from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.server.templates import OURS, Template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SEEDS = (1 << 63) - 1
 MAX_STOP_CHARACTERS = 1_000
@@ -209,7 +212,9 @@ def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
     return {str(name): str(schema.get("type", "")) for name, schema in properties.items() if isinstance(schema, dict)}
 
 
-def checked_completion(body: CompletionBody, tokenizer: Any, model: ModelLimits, settings: Settings) -> CheckedCall:
+def checked_completion(
+    body: CompletionBody, tokenizer: PreTrainedTokenizerBase, model: ModelLimits, settings: Settings
+) -> CheckedCall:
     """Check the body and make its requests.
 
     Raises:
@@ -248,6 +253,6 @@ def listed(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | 
     return [ids] if ids else [one for one in prompt if not isinstance(one, int)]
 
 
-def token_ids(prompt: str | list[int], tokenizer: Any) -> list[int]:
+def token_ids(prompt: str | list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token ids of a prompt; ids are returned unchanged."""
     return [int(token) for token in tokenizer(prompt)["input_ids"]] if isinstance(prompt, str) else prompt

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from rich.console import Console
@@ -37,6 +37,9 @@ from rabbitllm.server.app import create_app
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.service import Service, batch_of, loaded
 from rabbitllm.server.settings import Settings, address_of, is_local, listen
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 # A uvicorn connection with timeouts: for a request to begin, for its head, and for a peer that has vanished.
 #
@@ -288,7 +291,7 @@ def put_greeting(
         put(console, Text(warning, "bold yellow"))
 
 
-def _weights(model: Any) -> str:
+def _weights(model: StreamedModel) -> str:
     """`in RAM: 0.35 GiB; disk, read for each pass: 3.20 GiB`."""
     parts = []
     for place, words in places(model.placement).items():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -30,6 +30,9 @@ from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.server.templates import Template
 from rabbitllm.store.locations import meant
 
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -41,7 +44,7 @@ class ServedModel:
         recipe: how embeddings are computed; None where the checkpoint does not say.
     """
 
-    model: Any
+    model: StreamedModel
     split: tuple[bool, Path] | None
     recipe: PoolingRecipe | None
 
@@ -120,7 +123,7 @@ class EmbeddingsOnly:
     error = None
     facts = BatchStats()
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: StreamedModel) -> None:
         self._model = model
 
     def submit(self, request: Request, notify: Any) -> Any:
@@ -135,7 +138,7 @@ class EmbeddingsOnly:
         """Do nothing, since nothing runs."""
 
 
-def batch_of(model: Any, limits: Limits) -> Batch | EmbeddingsOnly:
+def batch_of(model: StreamedModel, limits: Limits) -> Batch | EmbeddingsOnly:
     """A batch for a model; one that refuses all requests if the model generates no text."""
     return Batch(model, limits) if model.can_generate() else EmbeddingsOnly(model)
 
@@ -158,7 +161,7 @@ class Service:
     """
 
     def __init__(
-        self, model: Any, batch: Batch | EmbeddingsOnly, settings: Settings, embedder: Embedder | None = None
+        self, model: StreamedModel, batch: Batch | EmbeddingsOnly, settings: Settings, embedder: Embedder | None = None
     ) -> None:
         self.streamed = model
         self.batch = batch
@@ -199,7 +202,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
 
-def _limits_of(model: Any) -> ModelLimits:
+def _limits_of(model: StreamedModel) -> ModelLimits:
     """The limits of a model; sampling defaults as the model recommends, else as OpenAI's interface has them."""
     temperature, top_p = 1.0, None
     if model.can_generate() and (recommended := model.generation_config).do_sample:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from jinja2 import nodes
@@ -19,6 +19,9 @@ from jinja2.parser import Parser
 
 from rabbitllm.generation.template import PLAIN_END, has_template, plain_text, template_ids
 from rabbitllm.server.api_error import APIError, bad
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OURS = frozenset(
     {
@@ -49,7 +52,7 @@ class Template:
         tokenizer: the model's tokenizer.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
 
     @cached_property
     def is_there(self) -> bool:

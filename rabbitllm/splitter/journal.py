@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import dataclasses
 import gc
+import importlib
 import json
 import os
 import shlex
@@ -328,6 +329,10 @@ def telling_how_to_go_on(folder: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         # The last garbage collection of a process walks through all of torch, which takes more than a second.
         atexit.register(gc.freeze)
+        # torch imports tabulate at exit, if it is installed. That import evaluates a string, which makes Python forget
+        # the unhandled interrupt: the exit status would be 1.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("tabulate")
         if not _goes_on.get():
             raise
         bar = "\n" if sys.stderr.isatty() else ""  # a progress bar may be on that line

@@ -5,8 +5,8 @@ part of at least `OWN_BLOCK_BYTES`; `split.json` has the CRC-32 of each block. T
 the checksums are stored: four bytes for 128 KiB. Any range of a file can be checked by reading less than one more
 block at either end, be it an expert, a row of an embedding or a slice of a fused tensor.
 
-An older split has one checksum per file. Such a file is checked once all of it has been read. Independent of models,
-journal and manifest.
+A file of an older split has one checksum, and so is one block: all of it is read at its first use. Independent of
+models, journal and manifest.
 
 zlib-ng computes a CRC-32 with the processor's own instructions and without the interpreter's lock, four times as fast
 as CPython's zlib (docs/PERFORMANCE.md), which gives the same results where zlib-ng is not installed. Combining two is
@@ -26,7 +26,6 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from rabbitllm.base.forks import in_child, own_lock
 from rabbitllm.errors import IncompleteSplitError
@@ -113,9 +112,6 @@ SUM_BYTES = 4
 """Size of a checksum, which is little-endian."""
 GROUP_BYTES = 8 << 20
 """Bytes summed in one call and mapped at a time: each call releases and reacquires the interpreter's lock."""
-MAX_EXTRA_BYTES = 1 << 20
-"""Limit of the bytes that are read, in addition to the header, to complete what the caller has read of a file with
-one checksum."""
 
 
 def is_cut(at: int) -> bool:
@@ -209,7 +205,7 @@ class LayerChecks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, _Checks] = {}
+        self._files: dict[str, _FileChecks] = {}
 
     def open(
         self, file: str, header: Header, mapped: Callable[[], memoryview], crc32: int, blocks: bytes | None
@@ -226,11 +222,7 @@ class LayerChecks:
         Raises:
             IncompleteSplitError: the header differs from what was written.
         """
-        path = self._folder / file
-        if blocks is None:
-            self._files[file] = _WholeFile(path, header, crc32)
-        else:
-            self._files[file] = _Blocks(path, header, mapped, blocks)
+        self._files[file] = _FileChecks(self._folder / file, header, mapped, crc32 if blocks is None else blocks)
 
     def read(self, file: str, offset: int, data: memoryview) -> None:
         """Compare bytes that were read from a file at `offset`.
@@ -259,20 +251,11 @@ class LayerChecks:
 
     def by_block(self, file: str) -> bool:
         """Whether parts of a file can be compared separately."""
-        return isinstance(self._files[file], _Blocks)
+        return self._files[file].by_block
 
 
 Given = tuple[int, memoryview]
 """Bytes read from a file, and their offset."""
-
-
-class _Checks(Protocol):
-    """The checks of one file."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    def check(self, ranges: Sequence[tuple[int, int]], given: Given | None) -> None: ...
 
 
 class _State:
@@ -282,15 +265,11 @@ class _State:
         self.done = bytearray(blocks)
         self.left = blocks
         self.lock = own_lock(threading.Lock())
-        self.known: list[tuple[int, int, int]] = []
-        """For a file with one checksum: offset, bytes and CRC-32 of each range read, ascending."""
-        self.known_bytes = 0
         in_child(self._recount)
 
     def _recount(self) -> None:
         """Recount in a forked child: a thread of the parent may have been between two steps."""
         self.left = self.done.count(0)
-        self.known_bytes = sum(nbytes for _, nbytes, _ in self.known)
 
     def mark(self, begin: int, end: int) -> None:
         """Mark blocks as intact."""
@@ -303,17 +282,24 @@ _STATES: dict[tuple[object, ...], _State] = {}
 """States by the identity of a file, its version, and its checksums."""
 
 
-def _state_of(path: Path, sums: bytes | int, blocks: int) -> _State:
-    return _STATES.setdefault(
-        (*identity_of(path.stat()), sums if isinstance(sums, int) else crc32(sums)), _State(blocks)
-    )
+class _FileChecks:
+    """The checks of one file: of its blocks, or by its only checksum."""
 
-
-class _Blocks:
-    """A file whose blocks have checksums."""
-
-    def __init__(self, path: Path, header: Header, mapped: Callable[[], memoryview], blocks: bytes) -> None:
+    def __init__(self, path: Path, header: Header, mapped: Callable[[], memoryview], sums: bytes | int) -> None:
         self._path, self._header, self._mapped = path, header, mapped
+        self.by_block = isinstance(sums, bytes)
+        starts = self._starts_of(sums) if isinstance(sums, bytes) else [0]
+        status = path.stat()
+        self._starts = array("q", [*starts, status.st_size])
+        self._sums = array("I", numbers(sums) if isinstance(sums, bytes) else [sums])
+        key = (*identity_of(status), crc32(sums) if isinstance(sums, bytes) else sums)
+        self._state = _STATES.setdefault(key, _State(len(starts)))
+        if self.by_block:
+            self._state.mark(0, bisect.bisect_left(starts, header.data_start))
+
+    def _starts_of(self, blocks: bytes) -> list[int]:
+        """Return where the blocks begin; the header is compared."""
+        path, header = self._path, self._header
         heads = len([*run_lengths(0, header.data_start)])
         with _window(path, 0, header.data_start) as head:
             if run_sums(head, 0) != blocks[: SUM_BYTES * heads]:
@@ -323,10 +309,7 @@ class _Blocks:
         if len(blocks) != SUM_BYTES * len(starts):
             found = len(blocks) // SUM_BYTES
             raise damaged(path, f"split.json has {found:,} checksums for its {len(starts):,} blocks")
-        self._starts = array("q", [*starts, size])
-        self._sums = array("I", numbers(blocks))
-        self._state = _state_of(path, blocks, len(starts))
-        self._state.mark(0, heads)
+        return starts
 
     @property
     def is_done(self) -> bool:
@@ -372,6 +355,9 @@ class _Blocks:
 
     def _damaged(self, begin: int, end: int, given: Given | None) -> IncompleteSplitError:
         """The error that names the first of these blocks that differs, and the tensor in it."""
+        if not self.by_block:
+            crc, written = _crc_of_file(self._path, 0, self._starts[1]), self._sums[0]
+            return damaged(self._path, f"its checksum is {crc:08x}; {written:08x} was written")
         for block in range(begin, end):
             low, high = self._starts[block], self._starts[block + 1]
             crc, written = self._crc(low, high, given, reread=True), self._sums[block]
@@ -385,55 +371,6 @@ class _Blocks:
                     f"the checksum of its bytes {low:,} to {high:,}{where} is {crc:08x}; {written:08x} was written",
                 )
         return damaged(self._path, "it has changed while it was read")
-
-
-class _WholeFile:
-    """A file with one checksum, of a split made before blocks had their own."""
-
-    def __init__(self, path: Path, header: Header, crc32: int) -> None:
-        self._path, self._written = path, crc32
-        self._data_start, self._size = header.data_start, path.stat().st_size
-        self._state = _state_of(path, crc32, 1)
-
-    @property
-    def is_done(self) -> bool:
-        return not self._state.left
-
-    def check(self, ranges: Sequence[tuple[int, int]], given: Given | None) -> None:
-        for offset, nbytes in ranges:
-            if self._is_known(offset):
-                continue
-            crc = _crc_of_file(self._path, offset, offset + nbytes) if given is None else crc32(given[1])
-            self._add(offset, nbytes, crc)
-
-    def _is_known(self, offset: int) -> bool:
-        known = self._state.known
-        at = bisect.bisect_right(known, offset, key=lambda one: one[0])
-        return at > 0 and offset < sum(known[at - 1][:2])
-
-    def _add(self, offset: int, nbytes: int, crc: int) -> None:
-        with self._state.lock:
-            known = self._state.known
-            at = bisect.bisect_left(known, offset, key=lambda one: one[0])
-            if at < len(known) and known[at][0] < offset + nbytes:  # another thread was faster, or ranges differ
-                return
-            known.insert(at, (offset, nbytes, crc))
-            self._state.known_bytes += nbytes
-            if self._size - self._data_start - self._state.known_bytes > MAX_EXTRA_BYTES:
-                return
-            complete = tuple(known)
-            known.clear()  # compared now, and read again if it differs
-            self._state.known_bytes = 0
-        self._compare(complete)
-
-    def _compare(self, known: Sequence[tuple[int, int, int]]) -> None:
-        crc = end = 0
-        for offset, nbytes, piece in [*known, (self._size, 0, 0)]:
-            crc = combine(_crc_of_file(self._path, end, offset, crc), piece, nbytes)
-            end = offset + nbytes
-        if crc != self._written:
-            raise damaged(self._path, f"its checksum is {crc:08x}; {self._written:08x} was written")
-        self._state.mark(0, 1)
 
 
 def _crc_of_mapped(mapped: memoryview, begin: int, end: int, crc: int) -> int:

@@ -214,6 +214,32 @@ def test_never_two_at_once_while_the_lock_file_comes_and_goes(tmp_path: Path, ke
     assert contents(tmp_path) == {}
 
 
+def test_a_forked_child_that_leaves_takes_no_lock_away(folder: Path) -> None:
+    code = f"""
+import os, sys
+from pathlib import Path
+from rabbitllm.splitter.lock import locked
+with locked(Path({str(folder)!r})):
+    child = os.fork()
+    if not child:
+        sys.exit()  # leaves the context on its way
+    os.waitpid(child, 0)
+    print("in", flush=True)
+    sys.stdin.readline()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in\n"
+    assert LOCK_NAME in names_in(folder)
+    with pytest.raises(InUseError), locked_at_once(folder):
+        pass
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0
+    assert names_in(folder) == ["split.journal"]
+
+
 # Who takes over
 
 

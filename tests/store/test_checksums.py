@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(checksums, "OWN_BLOCK_BYTES", 2 * BLOCK)
     monkeypatch.setattr(checksums, "GROUP_BYTES", 3 * BLOCK)
-    monkeypatch.setattr(checksums, "MAX_EXTRA_BYTES", 800)
 
 
 @pytest.fixture
@@ -197,44 +195,25 @@ def test_checksums_of_another_number_of_blocks(tmp_path: Path) -> None:
 # a file that has one checksum for all of it
 
 
-def pieces(size: int, cuts: list[int]) -> Iterator[tuple[int, int]]:
-    for begin, end in zip([BLOCK, *cuts], [*cuts, size], strict=True):
-        yield begin, end - begin
-
-
 @pytest.mark.parametrize("read", [True, False])
-def test_a_whole_file_is_compared_once_all_of_it_was_read(
+def test_a_whole_file_is_compared_at_its_first_use(
     tmp_path: Path, read: bool, read_again: list[tuple[int, int]]
 ) -> None:
     content, _ = write(tmp_path)
-    size = len(content)
     checks = opened(tmp_path, content, blocks=False)
-    some = [*pieces(size, [2 * BLOCK + 3, 5 * BLOCK, 7 * BLOCK])]
-    random.Random(2).shuffle(some)
-    for offset, nbytes in some[:-1]:
-        compare(checks, content, offset, nbytes, read)
-        compare(checks, content, offset, nbytes, read)  # again, as every pass does
-        compare(checks, content, offset + 1, nbytes, read)  # otherwise
-        assert not checks.is_done("layer.safetensors")
-    read_again.clear()
-    compare(checks, content, *some[-1], read)
-    assert checks.is_done("layer.safetensors")
-    assert (0, BLOCK) in read_again  # its header was not compared before
-
-
-def compare(checks: LayerChecks, content: bytes, offset: int, nbytes: int, read: bool) -> None:
+    assert not checks.by_block("layer.safetensors")
+    assert read_again == []
     if read:
-        checks.read("layer.safetensors", offset, memoryview(content)[offset : offset + nbytes])
+        checks.read("layer.safetensors", 2 * BLOCK, memoryview(content)[2 * BLOCK : 5 * BLOCK])
+        assert read_again == [(0, 2 * BLOCK), (5 * BLOCK, len(content))]
     else:
-        checks.stored("layer.safetensors", [(offset, min(nbytes, len(content) - offset))])
-
-
-@pytest.mark.parametrize("lacking", [799, 801])
-def test_a_whole_file_of_which_little_is_not_read(tmp_path: Path, lacking: int) -> None:
-    content, _ = write(tmp_path)
-    checks = opened(tmp_path, content, blocks=False)
-    compare(checks, content, BLOCK, len(content) - BLOCK - lacking, True)
-    assert checks.is_done("layer.safetensors") == (lacking < 800)
+        checks.stored("layer.safetensors", [(2 * BLOCK, 3 * BLOCK)])
+        assert read_again == [(0, len(content))]
+    assert checks.is_done("layer.safetensors")
+    read_again.clear()
+    checks.stored("layer.safetensors", [(0, len(content))])
+    assert opened(tmp_path, content, blocks=False).is_done("layer.safetensors")
+    assert read_again == []
 
 
 @pytest.mark.parametrize("at", [20, BLOCK, 6 * BLOCK + 1, -1])
@@ -247,8 +226,7 @@ def test_a_flipped_bit_in_a_whole_file(tmp_path: Path, at: int) -> None:
     (tmp_path / "sound").mkdir()
     write(tmp_path / "sound")
     mapped = MappedFile(tmp_path / "sound" / path.name)
-    checks.open("layer.safetensors", mapped.header, mapped.whole, zlib.crc32(content), None)
+    checks.open("layer.safetensors", mapped.header, lambda: memoryview(now), zlib.crc32(content), None)
     for _ in range(2):  # every pass says so
-        checks.read(path.name, BLOCK, memoryview(now)[BLOCK : 3 * BLOCK])
         with pytest.raises(IncompleteSplitError, match=f"checksum is {zlib.crc32(now):08x}; {zlib.crc32(content):08x}"):
-            checks.read(path.name, 3 * BLOCK, memoryview(now)[3 * BLOCK :])
+            checks.read(path.name, BLOCK, memoryview(now)[BLOCK:])

@@ -18,7 +18,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,11 @@ from rabbitllm.generation.packed_batch import (
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, Segment, Segments
 from rabbitllm.generation.scoring.tasks import Asked, Scored
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from rabbitllm.engine.streamed_model import StreamedModel
+
 Relay = dict[int, Pair]
 """Layer -> the KV cache of a prefix, (1, heads, tokens, width), from one micro-batch to the next; of one layer."""
 
@@ -58,7 +63,7 @@ class SegmentCache(PackedCache):
     def __init__(
         self,
         segments: Segments,
-        config: Any,
+        config: PretrainedConfig,
         shares: bool,
         before: Relay | None = None,
         behind: Relay | None = None,
@@ -213,7 +218,7 @@ class ScoringForward:
 
     def __init__(
         self,
-        model: Any,
+        model: StreamedModel,
         *,
         packed: bool = False,
         whole: bool = False,

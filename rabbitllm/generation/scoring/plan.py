@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
@@ -19,6 +19,9 @@ from rabbitllm.generation.scoring.forward import LOGITS_BYTES
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
 from rabbitllm.generation.scoring.tasks import Ability, Room, Task
 from rabbitllm.storage.durable import NamelessFile
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 # Models whose results do not change if sequences are padded at the end, as tests have shown.
 #
@@ -111,7 +114,7 @@ class ScoringPlan:
         )
 
 
-def ability_of(model: Any) -> Ability:
+def ability_of(model: StreamedModel) -> Ability:
     """The properties of a model that decide which texts it can score.
 
     Raises:
@@ -128,7 +131,7 @@ def ability_of(model: Any) -> Ability:
     return Ability(vocabulary, context_of(model), model.get_output_embeddings() is not None)
 
 
-def form_of(model: Any, *, exact: bool) -> TextLayout:
+def form_of(model: StreamedModel, *, exact: bool) -> TextLayout:
     """The layout of micro-batches in which the sequences do not change each other's results."""
     if exact:
         return TextLayout.ALONE
@@ -145,7 +148,7 @@ def form_of(model: Any, *, exact: bool) -> TextLayout:
     return TextLayout.FILLED if fills else TextLayout.EQUAL
 
 
-def limits_of(model: Any, room: Room) -> ScoringLimits:
+def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
     """The memory and disk space that scoring may take, with the weights of the model loaded.
 
     Raises:
@@ -180,7 +183,7 @@ def limits_of(model: Any, room: Room) -> ScoringLimits:
     return ScoringLimits(near, host, disk, folder, tokens, token_bytes, rows, logits)
 
 
-def _folder(model: Any, room: Room) -> Path:
+def _folder(model: StreamedModel, room: Room) -> Path:
     """The folder of the file: by default that of the weights, whose disk is large, or the system's temporary one."""
     if room.scratch is not None:
         if not room.scratch.is_dir():

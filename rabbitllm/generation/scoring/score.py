@@ -18,7 +18,7 @@ import importlib.util
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -32,6 +32,9 @@ from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
 from rabbitllm.generation.scoring.plan import ScoringLimits, ScoringPlan, ability_of, form_of, limits_of, planned
 from rabbitllm.generation.scoring.tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
 
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
+
 logger = logging.getLogger(__name__)
 
 ROOM = Room()
@@ -44,7 +47,7 @@ _BY_THEMSELVES = (Tier.ROWS, *READY)
 
 
 def score(
-    model: Any,
+    model: StreamedModel,
     texts: Sequence[ScoredText],
     room: Room = ROOM,
     *,
@@ -131,7 +134,7 @@ def _refused(batch: MicroBatch, indices: Sequence[int], error: Exception) -> Ite
 
 
 def _pass(
-    model: Any,
+    model: StreamedModel,
     forward: ScoringForward,
     batches: Sequence[MicroBatch],
     limits: ScoringLimits,
@@ -191,7 +194,9 @@ class TakingTurns(JointPasses):
         experts_rows: maximum rows that go through a layer's experts together, unless one member has more.
     """
 
-    def __init__(self, model: Any, offload: ActivationOffload, *, exact: bool, alone: bool, experts_rows: int) -> None:
+    def __init__(
+        self, model: StreamedModel, offload: ActivationOffload, *, exact: bool, alone: bool, experts_rows: int
+    ) -> None:
         self._offload = offload
         self._alone = alone
         self._experts_rows = experts_rows
