@@ -1,10 +1,10 @@
 """Record the picture of the README: a terminal that pulls a model and runs it, as an SVG file.
 
-    python -m tools.terminal_picture CHECKPOINT --name NAME --out docs/pictures/pull_and_run.svg
+    python -m tools.terminal_picture CHECKPOINT --name NAME --home DIR --out docs/pictures/pull_and_run.svg
 
-A hub on this machine serves the folder CHECKPOINT as the repository NAME. Both commands run in a pseudo-terminal, and the
-picture shows the lines that they printed: the progress as it stood about half-way (`--at`), then what was left on the screen.
-`--seconds-per-mib` makes the hub as slow as a network. README.md says which model the picture shows.
+A hub on this machine serves the folder CHECKPOINT as the repository NAME. Both commands run in a pseudo-terminal. The
+picture shows the lines that they printed: the progress about half-way (`--at`), then the screen at the end.
+`--seconds-per-mib` makes the hub as slow as a network.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
@@ -132,18 +133,24 @@ def screens(command: list[str], environment: dict[str, str]) -> Iterator[Screen]
     yield screen
 
 
-def record(checkpoint: Path, name: str, options: list[str], at: int, seconds_per_mib: float) -> list[Text]:
+def record(checkpoint: Path, name: str, options: list[str], at: int, seconds_per_mib: float, home: Path) -> list[Text]:
     """Return the parts of the picture: commands, and what they printed."""
     with tempfile.TemporaryDirectory() as folder:
-        hub, home = Path(folder, "hub"), Path(folder, "home")
+        hub = Path(folder, "hub")
         shutil.copytree(checkpoint, hub / name)
         with LocalHub(hub) as served:
             served.faults.delay_per_mib = seconds_per_mib
             environment = {
                 **os.environ,
-                **{"HF_HOME": str(home), "HF_ENDPOINT": served.url, "RABBITLLM_HOME": str(home / "rabbitllm")},
-                **{"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "TERM": "xterm-256color", "COLUMNS": str(WIDTH)},
-                **{"COLORTERM": "truecolor", "CUDA_VISIBLE_DEVICES": ""},
+                "HF_HOME": str(Path(folder, "home")),
+                "HF_ENDPOINT": served.url,
+                "RABBITLLM_HOME": str(home),
+                "HF_HUB_OFFLINE": "0",
+                "HF_HUB_DISABLE_XET": "1",
+                "TERM": "xterm-256color",
+                "COLORTERM": "truecolor",
+                "COLUMNS": str(WIDTH),
+                "CUDA_VISIBLE_DEVICES": "",
             }
             half_way, nearest = Text(), 101
             pull = ["rabbitllm", "pull", name, *options]
@@ -154,10 +161,16 @@ def record(checkpoint: Path, name: str, options: list[str], at: int, seconds_per
                         half_way, nearest = screen.text(), distance
             left = screen.text()
             run = ["rabbitllm", "run", name, PROMPT, "--max-new-tokens", "80"]
-            for screen in screens([sys.executable, "-P", "-m", *run], environment):
-                pass
-            answer = screen.text()
-    return [typed(*pull), half_way, Text(), left, Text(), typed("rabbitllm", "run", name, f'"{PROMPT}"'), answer]
+            *_, answered = screens([sys.executable, "-P", "-m", *run], environment)
+    return [
+        typed(*pull),
+        half_way,
+        Text(),
+        left,
+        Text(),
+        typed("rabbitllm", "run", name, f'"{PROMPT}"'),
+        answered.text(),
+    ]
 
 
 def typed(*words: str) -> Text:
@@ -168,9 +181,10 @@ def typed(*words: str) -> Text:
 def draw(parts: list[Text], out: Path) -> None:
     """Write the picture."""
     with open(os.devnull, "w") as nowhere:
-        console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True, color_system="truecolor")
+        console = Console(record=True, width=WIDTH + 4, file=nowhere, force_terminal=True, color_system="truecolor")
         for part in parts:
-            console.print(part, overflow="fold")
+            console.print(Padding(part, (0, 2)), overflow="fold")
+        console.print()
         out.write_text(
             console.export_svg(title="", theme=_THEME, code_format=_FORMAT, unique_id="terminal"), encoding="utf-8"
         )
@@ -186,9 +200,12 @@ def main() -> None:
     parser.add_argument("--max-disk", default="150MB")
     parser.add_argument("--at", type=int, default=60, help="percent of the split that the progress shows")
     parser.add_argument("--seconds-per-mib", type=float, default=0.03)
+    parser.add_argument(
+        "--home", type=Path, required=True, help="an empty folder for the layer files; its name is shown"
+    )
     given = parser.parse_args()
     options = ["--compression", given.compression, "--max-disk", given.max_disk]
-    draw(record(given.checkpoint, given.name, options, given.at, given.seconds_per_mib), given.out)
+    draw(record(given.checkpoint, given.name, options, given.at, given.seconds_per_mib, given.home), given.out)
 
 
 if __name__ == "__main__":
