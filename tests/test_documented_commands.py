@@ -1,5 +1,7 @@
 """Every command that a document shows is started, as it stands there but for the substitutions listed below.
 
+So are the examples of each command's help.
+
 A command is each line of a ```bash block, each line of a ```text block behind a prompt (`$ `, or with the name of a
 host `first$ `), and inline code that begins like one (`STARTS`). Inline code with `…` is the text of a message. Inline
 code of `rabbitllm` that lacks an argument which the command needs (`rabbitllm verify --repair`) names a part of the
@@ -37,6 +39,7 @@ from rabbitllm.cli.main import app
 from tests.conftest import PROCESSOR_SECONDS
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.pages import examples_of
 from tests.support.ray_cluster import local_cluster
 from tests.support.tiny_models import split
 
@@ -164,6 +167,9 @@ def is_child(name: str) -> bool:
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 ALL = [shown for page, text in PAGES.items() for shown in shown_in(page, text)]
+ALL += [
+    Shown(example, f"rabbitllm {name} --help") for name, command in COMMANDS.items() for example in examples_of(command)
+]
 PARTS = {shown.text: shown for shown in ALL if is_part(shown)}
 WHOLE = {shown.text: shown for shown in sorted(ALL, key=lambda one: len(one.output)) if shown.text not in PARTS}
 WHOLE |= {

@@ -62,7 +62,7 @@ def batch(
 ) -> list[dict[str, Any]] | Progress:
     """Answer any number of lines in few passes over the weights: text, scores, choices, embeddings.
 
-    See docs/guides/batch.md and docs/reference/batch.md.
+    See docs/guides/batch.md and docs/reference/files.md.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it; or its argument, a repository or a folder: then weights are

@@ -20,6 +20,7 @@ from rabbitllm.cli.arguments import complete_model
 from rabbitllm.cli.main import app
 from rabbitllm.store import locations
 from tests.support.builders import build_checkpoint
+from tests.support.pages import examples_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "CLI.md").read_text(encoding="utf-8")
@@ -39,24 +40,39 @@ def help_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_example_of_each_command_is_one(name: str) -> None:
-    """Its last line of help is a command that is parsed down to the last option; it is not carried out."""
+def test_help_ends_with_two_examples(name: str) -> None:
+    """Each is parsed down to the last option; tests/test_documented_commands.py runs them."""
     command = COMMANDS[name]
-    example = re.search(r"\n\n *Example: (rabbitllm [^\n]+)\s*$", command.help or "")
-    assert example is not None, command.help
-    program, subcommand, *arguments = shlex.split(example[1])
-    assert (program, subcommand) == ("rabbitllm", name)
-    with command.make_context(name, arguments) as context:
-        given = [parameter for parameter in command.params if context.params[parameter.name] != parameter.default]
-    assert len(given) >= min(1, len(arguments))
-    assert example[1] in help_of(name)
+    assert len(examples_of(command)) == 2
+    for example in examples_of(command):
+        program, subcommand, *arguments = shlex.split(example.rpartition("| ")[2])
+        assert (program, subcommand) == ("rabbitllm", name)
+        with command.make_context(name, arguments) as context:
+            given = [parameter for parameter in command.params if context.params[parameter.name] != parameter.default]
+        assert len(given) >= min(1, len(arguments))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_whole_lines_in_80_columns(name: str) -> None:
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
+    for example in examples_of(COMMANDS[name]):
+        assert example in [line.strip() for line in shown.splitlines()]
+
+
+def test_the_main_commands_come_first_each_in_one_line() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
+    rows = [row.split(maxsplit=1) for row in re.findall(r"^│ ([a-z]\w* .*\S) *│$", shown, re.MULTILINE)]
+    assert [name for name, _ in rows][:5] == ["pull", "run", "chat", "serve", "plan"]
+    assert {name for name, _ in rows} == set(COMMANDS)
+    for name, summary in rows:
+        assert summary == (COMMANDS[name].help or "").partition("\n\n")[0]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_wrapped_at_the_width_of_the_terminal(name: str) -> None:
     """And nowhere else: a line of a paragraph is ended by the width, or by the paragraph's end."""
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
-    told = [line.strip() for line in shown.partition("╭")[0].splitlines()]
+    told = [line.strip() for line in shown.partition("Examples:")[0].splitlines()]
     for line, following in pairwise(told):
         if line and following:
             assert len(f"{line} {following.split()[0]}") > 78, (line, following)
