@@ -53,7 +53,7 @@ def test_colours_are_kept(tmp_path: Path) -> None:
     screen = Screen()
     screen.feed(b"\x1b[32mgreen\x1b[0m plain")
     draw([typed("rabbitllm", "ls"), screen.text()], tmp_path / "picture.svg")
-    assert lines_of(tmp_path / "picture.svg") == ["$ rabbitllm ls", "green plain"]
+    assert lines_of(tmp_path / "picture.svg") == ["$ rabbitllm ls", "green plain", ""]
     assert "#56d364" in (tmp_path / "picture.svg").read_text(encoding="utf-8")
 
 
