@@ -66,7 +66,7 @@ def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
 
     return UnknownArchitectureError(
         f"transformers {transformers.__version__} cannot build the model in {folder}: {_first_line(error)}",
-        "Update transformers; or fetch its config.json again. If the model brings its own code and you trust it, pass "
+        "Update transformers, or download its config.json again. If the model brings its own code and you trust it, pass "
         "trust_remote_code=True.",
     )
 
