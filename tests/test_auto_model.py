@@ -132,7 +132,7 @@ def test_every_default_may_be_given(checkpoint: Path, caplog: pytest.LogCaptureF
     [
         ("max_seq_len", 4096, "the model's own context length applies"),
         ("persister", object(), "always safetensors"),
-        ("use_gds", False, "page-locked"),
+        ("use_gds", False, "pinned memory"),
         ("kv_cache_dir", "/tmp/kv", "cache_implementation='offloaded'"),
         ("offload_small_layers_use_cpu_cache", False, "page cache"),
     ],
@@ -205,7 +205,7 @@ def test_a_dtype_that_is_none(checkpoint: Path, dtype: Any) -> None:
     if name == "float":  # torch knows it as another name of float32
         assert AutoModel.from_pretrained(checkpoint, dtype=dtype, **STREAM).dtype == torch.float32
         return
-    with pytest.raises(OptionError, match=f"dtype='{name}' is no floating dtype of torch"):
+    with pytest.raises(OptionError, match=f"dtype='{name}' is not a floating-point dtype of torch"):
         AutoModel.from_pretrained(checkpoint, dtype=dtype, **STREAM)
     assert not (checkpoint / "splitted_model").exists(), "refused only after the split"
 

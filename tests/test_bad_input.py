@@ -117,7 +117,7 @@ def test_a_shard_that_is_missing(checkpoint: Path) -> None:
     (checkpoint / SHARD).unlink()
     before = weights(checkpoint)
     error = refused(MissingShardError, checkpoint)
-    assert "lacks 1 of the shards its index names" in error.problem
+    assert "lacks 1 of the shards in its index" in error.problem
     assert SHARD in error.problem
     assert weights(checkpoint) == before
 
@@ -286,7 +286,7 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, local_hub: LocalHub, hub_env
 
 def test_offline_without_anything_here(hub_environment: HubEnvironment) -> None:
     error = refused(HubError, "acme/tiny", local_files_only=True)
-    assert "acme/tiny is neither split here nor in the hub cache" in error.problem
+    assert "acme/tiny has no split here and is not in the hub cache" in error.problem
     assert "local_files_only=False" in error.remedy
 
 
@@ -355,5 +355,5 @@ def test_layers_of_rabbitllm_1_1_by_themselves(tmp_path: Path) -> None:
     folder = shutil.copytree(golden, tmp_path / "splitted_model")
     error = refused(UnknownArchitectureError, folder)
     assert f"{folder} has no config.json" in error.problem
-    assert "Give the model's own folder" in error.remedy
+    assert "Use the model's folder" in error.remedy
     assert "layer_shards_saving_path" in error.remedy

@@ -76,7 +76,7 @@ def check_in_cache(path: Path, snapshot: CachedSnapshot) -> None:
     if not any(resolved.is_relative_to(store.resolve()) for store in stores):
         raise UnsafePathError(
             f"{path} is a link that leads out of the hub cache, to {resolved}.",
-            "Delete that link and fetch the repository again. Nothing was opened or deleted.",
+            "Delete that link and download the repository again. Nothing was opened or deleted.",
         )
 
 

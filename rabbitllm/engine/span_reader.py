@@ -106,7 +106,7 @@ class SpanReader:
             except OSError as error:
                 if not self.way.direct or error.errno != errno.EINVAL:
                     raise
-                logger.info("%s cannot be read past the page cache; it is read through it.", span.file)
+                logger.info("%s does not support direct I/O; it is read through the page cache.", span.file)
                 self.way = ReadMode(drop=True)
                 self._read(span, buffer)
 

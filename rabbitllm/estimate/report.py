@@ -86,7 +86,7 @@ _HEADS: Mapping[bool | None, str] = {
     None: "no output head, and the config does not tie it to the embedding",
 }
 
-_LEGEND = "on the disk: growth of disk use at the peak; it creates: size limited by max_disk"
+_LEGEND = "on the disk: growth of disk use at its peak; it creates: what max_disk limits"
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -375,7 +375,7 @@ def _of_experts(found: GenerationEstimate) -> Iterator[str]:
         sum(getattr(own, name) for own in coming) for name in ("kept_bytes", "host_bytes", "stored_bytes", "used_bytes")
     )
     places = size(kept) + (f" and {size(pinned)} in pinned RAM" if pinned else "")
-    yield f"{places} of {size(stored)} of experts are kept in memory"
+    yield f"kept: {places}, of {size(stored)} of experts"
     near = f"; {moment(found.found_token_seconds)} if all of these are kept" if kept else ""
     yield f"a token uses {size(used)} of experts{near}"
 
@@ -383,7 +383,7 @@ def _of_experts(found: GenerationEstimate) -> Iterator[str]:
 def _legend_of_experts(known: Sequence[Experts]) -> Iterator[str]:
     """Yield the assumptions about experts, in lines of 80 columns."""
     if any(own.tier == Tier.ROUTED.value for own in known):
-        yield "experts: estimated for uniform use, the worst case; with 12 to 54 % of the experts"
+        yield "experts: estimated for uniform use, the worst case; with 12 to 54 % of experts"
         yield "kept, published measurements found 44 to 91 % of the used ones in memory"
     if any(own.tier != Tier.ROUTED.value for own in known):
         yield "resident experts: after the first use of each, which reads it from the disk"

@@ -384,7 +384,7 @@ def _find_repository(spec: ModelSpec, *, only_look: bool) -> Source:
     except HubError as error:
         if (known := _finished_without_hub(spec)) is None:
             raise
-        logger.warning("%s Going on with the split that is here, in %s.", error.problem, known.split_folder)
+        logger.warning("%s Using the existing split in %s.", error.problem, known.split_folder)
         return known
     target = locations.for_repository(spec.name, repository.commit, spec.folder, spec.compression)
     if spec.folder is None:

@@ -99,7 +99,7 @@ def worker_pool(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool
     if not 1 <= count <= most:
         kind = "GPUs" if gpus else "processors"
         raise OptionError(
-            f"--ray-workers {count} does not suit a cluster of {most} {kind}.", f"Say 1 to {most}, or leave it out."
+            f"--ray-workers {count} is not possible on a cluster of {most} {kind}.", f"Use 1 to {most}, or remove it."
         )
     if gpus:
         return WorkerPool(count, 1, 1, min(count, max(node.gpus for node in nodes)))
@@ -284,7 +284,7 @@ class RayAnswers:
             self._about = about
         elif (why := about.differs_from(self._about)) is not None:
             raise ClusterError(
-                f"The model on {about.host} is not the one on {self._about.host}: {why}.",
+                f"The model on {about.host} differs from the one on {self._about.host}: {why}.",
                 "Put one split directory into a folder that all machines share (--dir), or delete the wrong one. GPUs "
                 "and processors do not answer alike: use machines of one kind.",
             )

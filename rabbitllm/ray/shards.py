@@ -118,7 +118,7 @@ class RayShardExecutor:
 
     def __init__(self, nodes: Sequence[Node], at_once: int | None, *, quantizes: bool, fill: Fill = fill_from) -> None:
         if at_once is not None and at_once < 1:
-            raise OptionError(f"--ray-tasks {at_once} is no number of shards.", "Say 1 or more, or leave it out.")
+            raise OptionError(f"--ray-tasks {at_once} is not a number of shards.", "Use 1 or more, or remove it.")
         self._nodes = nodes
         self._quantizes = quantizes
         self._fill = fill

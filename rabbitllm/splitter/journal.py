@@ -88,7 +88,7 @@ def replay(folder: Path) -> Replay | None:
         entries = [entry for line in rest if (entry := _entry(line)) is not None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteSplitError(
-            f"{path} cannot be read: {type(error).__name__} {error}.",
+            f"{path} is not a readable split journal: {type(error).__name__} {error}.",
             "If every shard of the source is still there (or it is on the hub), delete that folder and call again. "
             "Otherwise keep it: it may hold the only copy of some tensors.",
         ) from None

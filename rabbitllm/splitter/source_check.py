@@ -164,7 +164,7 @@ def check_resumed(
         elif change is Change.METADATA:
             path = checkpoint.acquire(shard.name)
             logger.warning(
-                "%s may have been modified since the split in %s was begun: it has %s.", path, folder, change.value
+                "%s may have been modified since the split in %s was started: it has %s.", path, folder, change.value
             )
     if verify and (missing := len(present) - len(to_read)):
         _warn_of_missing_checksums(missing, checkpoint)
@@ -225,7 +225,7 @@ def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, fol
             path = checkpoint.acquire(found.name)
             logger.warning(
                 "%s was modified after the split in %s was made; the split has the earlier weights. verify_source=True "
-                "tells whether they differ.",
+                "checks whether they differ.",
                 path,
                 folder,
             )

@@ -247,7 +247,7 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     _require_begun_layers(request.folder, earlier)
     if request.accept is not None:
         request.accept(PlannedFiles(earlier.plan, request.folder))
-    logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
+    logger.info("Resuming %s: %d shards are used.", request.folder, len(earlier.used))
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
         logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
     verify = request.options.verify_source

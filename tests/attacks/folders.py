@@ -198,13 +198,13 @@ def shard_that_is_the_folder_of_another(folder: Path) -> None:
     index(folder, {"t": "sub", "u": "sub/a.safetensors"})
 
 
-@attack("names the shards 'A.safetensors' and 'a.safetensors', which can become one file")
+@attack("names the shards 'A.safetensors' and 'a.safetensors', the same file on some disks")
 def shards_that_differ_in_case(folder: Path) -> None:
     (folder / "a.safetensors").write_bytes(SOUND)
     index(folder, {"t": "a.safetensors", "u": "A.safetensors"})
 
 
-@attack("names the shards 'a--b.safetensors' and 'a/b.safetensors', which can become one file")
+@attack("names the shards 'a--b.safetensors' and 'a/b.safetensors', the same file on some disks")
 def shards_that_are_staged_as_one(folder: Path) -> None:
     (folder / "a").mkdir()
     (folder / "a" / "b.safetensors").write_bytes(SOUND)

@@ -268,7 +268,7 @@ def test_tensors_that_are_no_llama_s(
 
 def test_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
     source = write_meta(tmp_path, tiny_llama(kv_heads=4), 4, n_kv_heads=2)
-    refused(source, UnreadableFormatError, "one of 4 ranks, among which 8 heads and 2 key and value heads cannot")
+    refused(source, UnreadableFormatError, "one of 4 ranks; 8 attention heads and 2 KV heads cannot")
 
 
 def test_more_ranks_than_the_shapes_say(tmp_path: Path) -> None:

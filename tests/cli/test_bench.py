@@ -137,7 +137,7 @@ def test_progress_is_on_stderr(checkpoint: Path) -> None:
     [
         (["--max-memory", "24GiB"], "names no device"),
         (["--max-memory", "cpu=much"], "is not a size"),
-        (["--plot", "time.txt"], "no name of a picture"),
+        (["--plot", "time.txt"], "not the name of a picture"),
         (["--compression", "3bit"], "does not exist"),
     ],
 )

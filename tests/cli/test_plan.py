@@ -353,8 +353,10 @@ def test_less_compression_is_proposed_before_more(repository: Path, hub_environm
     assert given(found.choice.call) == {**expected, "sequential_shard_processing": True}
     assert plan(REPO, max_disk=1000).choice is None
     text = run(REPO, "--max-disk", "1000", "--bandwidth", "1GB")
-    assert "Nothing fits. Nearest is 4bit-double, sequential, stream: it needs" in text
-    assert re.search(r"of max_disk at its peak; 1,000 bytes is allowed by max_disk=1,000. Allow max_disk=\d+, or", text)
+    assert "Nothing fits. The smallest is 4bit-double, sequential, stream: it needs" in text
+    assert re.search(
+        r"of max_disk at its peak; 1,000 bytes is allowed by max_disk=1,000. Set max_disk to \d+, or", text
+    )
 
 
 def test_call_can_be_pasted(tmp_path: Path) -> None:
@@ -443,7 +445,7 @@ def test_split_directory_itself(folder: Path) -> None:
     assert found.choice is not None
     assert given(found.choice.call) == {"source": str(made), "compression": "8bit"}
     text = run(str(made))
-    assert "8bit is finished. This loads it:" in text
+    assert "8bit is finished. To load it:" in text
     assert "no route" not in text
 
 

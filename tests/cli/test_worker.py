@@ -69,7 +69,7 @@ def test_a_worker_computes_for_a_model_until_it_is_killed(
     started[0].wait()
     with pytest.raises(HostGoneError, match=r"process 1 .*has ended"):
         model(INPUT)
-    with pytest.raises(HostGoneError, match="start all of them again"):
+    with pytest.raises(HostGoneError, match="start all processes again"):
         model.generate(INPUT, max_new_tokens=2)
 
 

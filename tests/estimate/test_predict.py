@@ -188,7 +188,7 @@ def test_experts_on_gpus_that_are_none(tmp_path: Path, host: int) -> None:
     assert any(own.host_bytes for own in found.experts) == bool(host)
     said = {speed.what for speed in found.speeds}
     assert "using experts at hand on fake:1" in said
-    assert ("using experts in page-locked memory on fake:0" in said) == bool(host)
+    assert ("using experts in pinned memory on fake:0" in said) == bool(host)
     assert (found.token_seconds or 0) > 0
 
 

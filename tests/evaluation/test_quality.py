@@ -185,9 +185,9 @@ def test_no_more_is_predicted_than_asked_for(tokenizer: Any, tokens: int) -> Non
 
 
 def test_too_short_a_text_and_impossible_numbers_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(QualityError, match="has 0 tokens to be predicted; at least 16"):
+    with pytest.raises(QualityError, match="has 0 tokens to predict; expected at least 16"):
         windows(tokenizer, "", window=32, tokens=100)
-    with pytest.raises(QualityError, match="tokens to be predicted; at least 16"):
+    with pytest.raises(QualityError, match="tokens to predict; expected at least 16"):
         windows(tokenizer, "the hare", window=32, tokens=100)
     for window, tokens in ((1, 100), (32, 15)):
         with pytest.raises(OptionError, match=f"window={window}, tokens={tokens}"):

@@ -130,7 +130,7 @@ def test_those_of_a_repository(tmp_path: Path, hub_environment: HubEnvironment, 
     assert [entry.folder for entry in of_model(REPO, "none")] == made[:1]
     assert [entry.folder for entry in of_model(REPO, saving_path=tmp_path / "elsewhere")] == [elsewhere]
     assert one_of_model(REPO, "4bit").folder == made[1]
-    with pytest.raises(OptionError, match=r"has 2 split directories here: none in .*; 4bit in"):
+    with pytest.raises(OptionError, match=r"has 2 split directories: none in .*; 4bit in"):
         one_of_model(REPO)
     with pytest.raises(OptionError, match="does not exist"):
         of_model(REPO, "2bit")

@@ -106,7 +106,7 @@ def test_something_foreign_inside(folder: Path, what: str) -> None:
     made = split(folder)
     FOREIGN[what](made)
     before = sorted(made.rglob("*"))
-    with pytest.raises(SplitError, match="1 thing in it that RabbitLLM did not put there"):
+    with pytest.raises(SplitError, match="1 item that RabbitLLM did not write"):
         plan_removal(made)
     assert sorted(made.rglob("*")) == before
 

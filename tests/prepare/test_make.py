@@ -223,9 +223,9 @@ def test_missing_shards_and_a_split_at_another_compression(model: Path) -> None:
     split(model, compression="4bit")
     with pytest.raises(MissingShardError) as missing:
         split(model)
-    assert "lacks 3 of the shards its index names" in missing.value.problem
+    assert "lacks 3 of the shards in its index" in missing.value.problem
     assert missing.value.remedy == (
-        "A split at another compression may have used them up: load that split with compression='4bit'."
+        "A split at another compression may have deleted them: load that split with compression='4bit'."
     )
 
 

@@ -315,7 +315,7 @@ def test_what_a_worker_raises_is_raised_here(cluster: str) -> None:
 
 @pytest.mark.long
 def test_workers_with_different_models_are_refused(cluster: str) -> None:
-    with pytest.raises(ClusterError, match="is not the one on"):
+    with pytest.raises(ClusterError, match="differs from the one on"):
         list(taken(2, 8, Differing))
 
 

@@ -247,7 +247,7 @@ def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) 
     free[0] = need + 50 * MIB
     choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
     free[0] -= 1
-    with pytest.raises(NotEnoughSpaceException, match=r"less 50.00 MiB that stay free \(min_free_disk\)"):
+    with pytest.raises(NotEnoughSpaceException, match=r"without the 50.00 MiB to keep free \(min_free_disk\)"):
         choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
 
 
@@ -298,7 +298,7 @@ def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list
         ) as short:
             choose(plan, tmp_path, None, deletes=True, transfer=transfer)
         assert "stream" not in short.value.remedy
-    with pytest.raises(OptionError, match=r"shard_transfer='stream' is not possible for m: shard-0 is a file of torch"):
+    with pytest.raises(OptionError, match=r"shard_transfer='stream' is not possible for m: shard-0 is a torch"):
         choose(plan, tmp_path, None, deletes=True, transfer="stream")
     here = plan_of(tuple(dataclasses.replace(shard, staged=False) for shard in whole))
     free[0] = 10**15

@@ -419,5 +419,5 @@ def test_options(tmp_path: Path) -> None:
         AutoModel.from_pretrained(folder, verify_source=True, device="cpu")
     for command in (["run", str(folder), "hello"], ["batch", str(folder), "in.jsonl", "-o", "out.jsonl"]):
         assert "--verify-source" in CliRunner().invoke(app, [command[0], "--help"]).output
-    with pytest.raises(OptionError, match="verify_source=True is done while a checkpoint is split"):
+    with pytest.raises(OptionError, match="verify_source=True works only while splitting"):
         AutoModel.from_pretrained(folder, verify_source=True, split=False, device="cpu")

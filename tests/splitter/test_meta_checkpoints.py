@@ -295,7 +295,7 @@ def test_a_rank_that_is_gone_before_it_was_used(tmp_path: Path, model: Any) -> N
     source = write_meta(tmp_path, model, 4, 1)
     interrupted(Call(str(source)))
     (source / RANK.format(2)).unlink()
-    with pytest.raises(MissingShardError, match=r"lacks 1 of the shards its index names: consolidated\.02\.pth"):
+    with pytest.raises(MissingShardError, match=r"lacks 1 of the shards in its index: consolidated\.02\.pth"):
         split(source)
 
 

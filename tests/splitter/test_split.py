@@ -427,7 +427,7 @@ def test_read_only_source_is_split_in_place_and_kept(
     disposals = [event.disposal for event in told if isinstance(event, progress.ShardDone)]
     assert disposals == ["kept: the source is read-only"] * 3
     said = [record.message for record in caplog.records if "read-only" in record.message]
-    each = [f"{shard} is used up but cannot be deleted: its folder is read-only." for shard in SHARDS]
+    each = [f"{shard} is used but cannot be deleted: its folder is read-only." for shard in SHARDS]
     assert said == [*each, f"3 shards of {model} cannot be deleted: their folder is read-only."]
 
 
@@ -534,8 +534,8 @@ def test_leftovers_are_finished_and_said(
     assert split(model) == made
     assert layer_files(made) == expected(None)
     assert sorted(record.message for record in caplog.records) == [
-        "Layer layers.1 was left over by an earlier run and is finished now.",
-        "Layer lm_head was left over by an earlier run and is finished now.",
+        "Layer layers.1 of an earlier run was unfinished; it is finished now.",
+        "Layer lm_head of an earlier run was unfinished; it is finished now.",
     ]
     assert not (made / "split.journal").exists()
 

@@ -473,9 +473,9 @@ def changed(specs: list[TensorSpec], number: int, **changes: object) -> list[Ten
 @pytest.mark.parametrize(
     ("specs", "says"),
     [
-        (cut((64, 64), 4, 0)[1:], "the one that begins at 0 is missing: found 16 in r1"),
-        (cut((64, 64), 4, 0)[:3], "which end at 48; expected 64"),
-        ([*cut((64, 64), 4, 0), *cut((64, 64), 4, 0)[:1]], "the one that begins at 16 is missing"),
+        (cut((64, 64), 4, 0)[1:], "that starts at 0 is missing: found 16 in r1"),
+        (cut((64, 64), 4, 0)[:3], "end at 48; expected 64"),
+        ([*cut((64, 64), 4, 0), *cut((64, 64), 4, 0)[:1]], "that starts at 16 is missing"),
         (changed(cut((64, 64), 4, 1), 2, dtype="F16"), "r0 has BF16 .* r2 has F16"),
         (changed(cut((64, 64), 4, 1), 2, shape=(64, 8)), r"r2 has BF16 \(64, 8\); expected equal parts of \(64, 64\)"),
         (changed(cut((64, 64), 4, 1), 1, piece=TensorPiece("w", (64, 32), 1, 16)), "do not belong together"),

@@ -207,7 +207,7 @@ def test_store_knows_every_tensor(tmp_path: Path, compression: str | None) -> No
 def test_missing_layer_file(folder: Path, file: str) -> None:
     size = (folder / file).stat().st_size
     (folder / file).unlink()
-    with pytest.raises(IncompleteSplitError, match=rf"{file} is missing; split.json says it has {size:,} bytes") as bad:
+    with pytest.raises(IncompleteSplitError, match=rf"{file} is missing; by split.json it has {size:,} bytes") as bad:
         LayerStore(folder)
     assert "if the checkpoint was deleted, it holds the only copy" in str(bad.value)
     assert isinstance(bad.value, SplitError)
@@ -219,7 +219,7 @@ def test_layer_file_of_another_length(folder: Path, change: int) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:change] if change < 0 else path.read_bytes() + b"x")
     with pytest.raises(
-        IncompleteSplitError, match=rf"has {size + change:,} bytes; split.json says it has {size:,} bytes"
+        IncompleteSplitError, match=rf"has {size + change:,} bytes; by split.json it has {size:,} bytes"
     ):
         LayerStore(folder)
 

@@ -31,8 +31,8 @@ _SIZE = 8
 _MARKS = {"standard": "", "sequential_ahead": ", seq.", "sequential_file": ", seq.", "sequential_stream": ", stream"}
 _ROUTES = ("standard", "sequential_file", "sequential_stream")
 _LEGEND = (
-    "seq.: fits on the disk only with --sequential; stream: only if shards are streamed",
-    "(--sequential then does it); no: does not fit; it would need this much disk",
+    "seq.: fits only with --sequential; stream: only with --sequential, which then",
+    "streams the shards; no: does not fit, and needs this much disk",
 )
 _LEGEND_OF_ALL = (
     "standard, sequential, stream: peak disk use; sequential: one shard at a time;",
