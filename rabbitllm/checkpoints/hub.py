@@ -95,7 +95,7 @@ DOWNLOAD_THREADS = 8
 """Number of simultaneous downloads on the standard route; huggingface_hub's own default."""
 
 _DAMAGED = (
-    "Make the same call again, in case it was damaged on the way: it goes on where it stopped, and layers that are "
+    "Make the same call again, in case the download was damaged: it resumes, and layers that are "
     "finished are safe. If it stays so, the repository's own file is damaged: tell its owner, or use another revision."
 )
 

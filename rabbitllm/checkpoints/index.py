@@ -41,7 +41,7 @@ _SEGMENT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9_-])?")
 drops."""
 _DEVICE = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
 """Names that Windows opens as a device, in any folder."""
-_REMEDY = "Fetch the index again."
+_REMEDY = "Download the index again."
 _HOSTILE = "Do not use this checkpoint: an honest index has no such name. Nothing was opened or deleted."
 _LINKS = "Put the files themselves (or hard links) into one folder. Nothing was opened or deleted."
 _DIGITS = re.compile(r"(\d+)")

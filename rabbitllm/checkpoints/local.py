@@ -51,8 +51,8 @@ from rabbitllm.storage.folders import bytes_freed_by_deleting
 logger = logging.getLogger(__name__)
 
 _DAMAGED = (
-    "Put a sound copy at that path and call again: it goes on where it stopped, and layers that are finished are safe. "
-    "Delete nothing else: other shards may be used up already."
+    "Put a sound copy at that path and make the call again: it resumes. Finished layers are safe. "
+    "Do not delete other files: other shards may be deleted already."
 )
 
 

@@ -99,7 +99,7 @@ def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
     layers = sizes.get("n_layers", 0)
     for what, wrong in (
         (f"dim {dim} is no whole, even number of rows for each of {heads} heads", not heads or dim % (2 * heads)),
-        (f"n_heads {heads} is no multiple of n_kv_heads {kv_heads}", not kv_heads or heads % kv_heads),
+        (f"n_heads {heads} is not a multiple of n_kv_heads {kv_heads}", not kv_heads or heads % kv_heads),
         (f"n_layers is {layers}, expected 1 to {MAX_LAYERS:,}", not 0 < layers <= MAX_LAYERS),
     ):
         if wrong:

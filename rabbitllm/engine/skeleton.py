@@ -66,8 +66,8 @@ def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
 
     return UnknownArchitectureError(
         f"transformers {transformers.__version__} cannot build the model in {folder}: {_first_line(error)}",
-        "Update transformers; or fetch its config.json again. If the model brings its own code and you trust it, pass "
-        "trust_remote_code=True.",
+        "Update transformers, or download its config.json again. If the model has its own code and you trust "
+        "it, pass trust_remote_code=True.",
     )
 
 

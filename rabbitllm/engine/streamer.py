@@ -446,7 +446,7 @@ class Streamer:
         if elsewhere:
             why = "it is on another host"
         elif unit.is_layer:
-            why = f"it is there while {unit.name} computes, and at no other time"
+            why = f"it is in memory only while {unit.name} computes, and at no other time"
         raise AbsentWeightError(
             f"{place.target} cannot be read, because it is not in memory: {why}.",
             "Load the model with enough max_memory for all weights, or read the weight from its file with "

@@ -193,7 +193,7 @@ class Session:
         """Remarks on this model for the user; usually none."""
         found = []
         if not has_template(self._tokenizer):
-            found.append("the model has no chat template: it is given User: and Assistant: lines to go on with")
+            found.append("the model has no chat template; the prompt is made of User: and Assistant: lines")
         if self.kept is None:
             found.append("of this kind of model no cache is kept: each answer reads the whole conversation again")
         return tuple(found)

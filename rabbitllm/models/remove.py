@@ -62,7 +62,7 @@ def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
         return _of_an_unknown(place)
     needed = _needed(entry)
     if not needed:
-        return Original(True, f"in the folder {source.name}; no shard of it is used up yet")
+        return Original(True, f"in the folder {source.name}; no shard of it is used yet")
     missing = [shard for shard in needed if not _is_same(place, shard, source.fingerprints[shard])]
     if not missing:
         return Original(True, f"in {place}")

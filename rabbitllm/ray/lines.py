@@ -269,8 +269,8 @@ class RayAnswers:
             raise ClusterError(
                 f"The workers that had lines of the batch died, {TIMES} of them one after the other: "
                 f"{type(error).__name__}.",
-                "Look whether memory ran out where they were (dmesg; `ray status`); fewer workers (--ray-workers) or "
-                "lines at a time (--sequences) need less. What was answered is kept, and the same command goes on.",
+                "Check on those machines whether memory ran out (dmesg; `ray status`). Fewer workers (--ray-workers) "
+                "or lines at a time (--sequences) need less. Finished answers are kept: the same command resumes.",
             ) from error
         self._workers.remove(worker)
         _end(worker)  # it may be alive but unreachable

@@ -182,8 +182,8 @@ def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
     except RayError as error:
         raise ClusterError(
             f"The workers that had {shard.name} died, {TIMES} of them one after the other: {type(error).__name__}.",
-            "Look whether memory ran out where they were (dmesg; `ray status`), or take fewer shards at a time "
-            "(--ray-tasks). The same call goes on where it stopped.",
+            "Check on those machines whether memory ran out (dmesg; `ray status`), or use fewer shards at a time "
+            "(--ray-tasks). The same call resumes.",
         ) from error
     return sums
 

@@ -78,7 +78,7 @@ def bound(host: str, port: int) -> socket.socket:
         made = socket.socket(family, kind, protocol)
     except OSError as error:
         raise OptionError(
-            f"There is no address {host} here ({error.strerror}).", "Give --host an address of this machine."
+            f"There is no address {host} here ({error.strerror}).", "Set --host to an address of this machine."
         ) from None
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -588,7 +588,7 @@ def other_budget(chosen: BitAllocation | None, options: SplitOptions) -> str | N
         return None
     limits = [("max_disk", chosen.max_disk), ("memory", chosen.memory)]
     said = " and ".join(f"{name} {size(nbytes)}" for name, nbytes in limits if nbytes is not None)
-    return f"for {said}" if said else "for what was free"
+    return f"for {said}" if said else "for the free disk and memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ NOTHING: Mapping[str, int] = MappingProxyType({})
 class ShardTransfer(enum.Enum):
     """The way that fetched shards reach their layer files."""
 
-    FILE_AHEAD = "file, the next one fetched meanwhile"
+    FILE_AHEAD = "file, with one shard downloaded ahead"
     FILE = "file, one at a time"
     STREAM = "stream, never a file"
 

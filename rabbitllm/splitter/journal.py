@@ -375,13 +375,13 @@ def _state(folder: Path) -> str:
     except OSError:
         seen = None
     if seen is None:  # an unreadable journal is not reported here
-        return f"Interrupted: what was done is safe in {folder}."
-    return f"Interrupted: {len(seen.used)} of {len(seen.shards)} shards are used up; the layers are in {folder}."
+        return f"Interrupted: the finished part is kept in {folder}."
+    return f"Interrupted: {len(seen.used)} of {len(seen.shards)} shards are used; the layers are in {folder}."
 
 
 def _way_on() -> str:
     command = command_line()
-    return "The same call goes on from there" + (f": {command}" if command else ".")
+    return f"To resume: {command}" if command else "The same call resumes."
 
 
 def command_line() -> str | None:

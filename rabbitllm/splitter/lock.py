@@ -157,7 +157,7 @@ def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
             with durable.open_scratch(folder / LOCK_NAME) as descriptor:
                 lock = _try(folder / LOCK_NAME, descriptor)
         except _NoLocksError:
-            text = "The file system of %s has no locks; make sure that nothing else splits into it meanwhile."
+            text = "The file system of %s has no locks; make sure that no other process splits into it."
             logger.warning(text, folder)
             return None
         except _Unlinked:

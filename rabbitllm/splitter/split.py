@@ -249,7 +249,7 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
         request.accept(PlannedFiles(earlier.plan, request.folder))
     logger.info("Resuming %s: %d shards are used.", request.folder, len(earlier.used))
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
-        logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
+        logger.warning("%s was started %s, and keeps the bits chosen then.", request.folder, other)
     verify = request.options.verify_source
     plan = with_places(check_resumed(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)

@@ -75,7 +75,7 @@ def allocation_from_json(content: Mapping[str, Any]) -> BitAllocation:
     schemes: dict[str, str] = {}
     for scheme, names in content["schemes"].items():
         if scheme not in SCHEMES:
-            raise ValueError(f"{scheme!r} is no compression")
+            raise ValueError(f"{scheme!r} is not a compression")
         schemes.update(dict.fromkeys(map(text_of, names), scheme))
     return BitAllocation(schemes, _size(content["max_disk"]), _size(content["memory"]))
 

@@ -45,7 +45,7 @@ def test_bad_lines_are_errors_in_place_with_their_numbers(monkeypatch: pytest.Mo
     said = [item.asked.message if isinstance(item.asked, Refused) else "" for item in items]
     assert said[0] == said[-1] == ""
     assert said[1].startswith("Line 2 is not valid JSON")
-    assert "byte 12 is no UTF-8" in said[2]
+    assert "byte 12 is not UTF-8" in said[2]
     assert said[3] == "Line 5 has more than 64 bytes."
     assert "NaN" in said[4]
     assert "half of a character" in said[5]

@@ -122,5 +122,5 @@ def test_keys() -> None:
 
 def test_words_for_pooling() -> None:
     assert pooling_of("mean") == "mean"
-    with pytest.raises(OptionError, match="'max' is unknown"):
+    with pytest.raises(OptionError, match="'max' does not exist"):
         pooling_of("max")

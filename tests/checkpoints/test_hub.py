@@ -284,7 +284,7 @@ def test_damaged_file_in_the_cache_says_how_to_go_on(folder: Path, shards: list[
     with pytest.raises(CorruptShardError, match=f"{shards[1]} is not a sound .* it is truncated") as refused:
         split(REPO)
     assert str(snapshot) in str(refused.value)
-    assert "Delete that link and the file it leads to, and call again" in str(refused.value)
+    assert "Delete that link and the file it leads to, and make the call again" in str(refused.value)
     blob.unlink()
     (snapshot / shards[1]).unlink()
     assert split(REPO)

@@ -44,10 +44,10 @@ def record(*arguments: object, code: int = 0) -> Any:
 
 def test_from_nothing_to_nothing(repository: Path, hub_environment: HubEnvironment) -> None:
     assert "No model is split here yet" in run("ls").stdout
-    assert "not yet; `rabbitllm plan`" in run("show", REPO).stdout
+    assert "none; `rabbitllm plan`" in run("show", REPO).stdout
     text = run("pull", REPO, "--compression", "4bit").stdout
     assert re.search(rf"^{REPO}, 4bit, is ready$", text, re.MULTILINE)
-    assert "the shards that were fetched for this are not kept" in text
+    assert "the downloaded shards are not kept" in text
     assert f'rabbitllm run {REPO} --compression 4bit "What is a rabbit?"' in text
     [entry] = record("ls")
     assert (entry["name"], entry["compression"], entry["state"]) == (REPO, "4bit", "whole")
@@ -62,7 +62,7 @@ def test_from_nothing_to_nothing(repository: Path, hub_environment: HubEnvironme
 def test_pull_of_what_is_whole(folder: Path) -> None:
     run("pull", folder)
     before = contents(folder)
-    assert "is ready; it was whole already" in run("pull", f"{folder}/splitted_model").stdout
+    assert "is ready; it was complete already" in run("pull", f"{folder}/splitted_model").stdout
     assert record("pull", folder)["already_whole"] is True
     assert contents(folder) == before
 
@@ -91,7 +91,7 @@ def test_ls_of_folders_with_unfinished_ones(folder: Path) -> None:
     run("pull", folder, "--compression", "4bit")
     text = run("ls", folder.parent).stdout
     assert re.search(r"^hare +8bit +\S+ \S+ +\d+ of \d+ +unfinished", text, re.MULTILINE)
-    assert f"hare: 2 of 3 shards used up, 1 to go; this goes on: rabbitllm pull {folder} --compression 8bit" in text
+    assert f"hare: 2 of 3 shards used, 1 to go; to resume: rabbitllm pull {folder} --compression 8bit" in text
     assert "2 in all" in text
     assert [entry["shards_used"] for entry in record("ls", folder.parent, folder)] == [2, 3]
     run("pull", folder, "--compression", "8bit")

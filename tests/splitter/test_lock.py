@@ -381,7 +381,7 @@ def test_file_system_without_locks(
     with locked(folder):
         pass
     assert [record.message for record in caplog.records] == [
-        f"The file system of {folder} has no locks; make sure that nothing else splits into it meanwhile."
+        f"The file system of {folder} has no locks; make sure that no other process splits into it."
     ]
     assert names_in(folder) == ["split.journal"]
     with locked(folder, excluding_readers=True), locked_at_once(folder):

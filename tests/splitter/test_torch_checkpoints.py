@@ -303,7 +303,7 @@ def test_shard_that_changes_on_the_way(tmp_path: Path, tensors: Weights, damage:
         if isinstance(event, progress.ShardDone) and event.number == 1:
             (source / SHARDS[1]).write_bytes((other / "x").read_bytes() if damage == "moved" else sound[:-9])
 
-    message = {"moved": "differs from the file that was planned with", "cut off": "does not end with a zip's end"}
+    message = {"moved": "differs from the file that was planned with", "cut off": "does not end with a zip end"}
     with progress.listening(listen), pytest.raises(CorruptShardError, match=message[damage]) as refused:
         split(source)
     assert "Finished layers are kept" in refused.value.remedy
