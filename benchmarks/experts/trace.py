@@ -68,14 +68,6 @@ def joined(traces: Sequence[Trace]) -> Trace:
     return Trace(np.concatenate([trace.ids for trace in traces]), np.concatenate(ends), traces[0].experts)
 
 
-def batched(traces: Sequence[Trace]) -> Trace:
-    """Traces of equally many passes of one token each, decoded side by side: a pass has a token of each."""
-    ids = np.stack([trace.ids for trace in traces], axis=1)
-    ids = ids.reshape(-1, *ids.shape[2:])
-    count = len(traces)
-    return Trace(ids, np.arange(count, len(ids) + 1, count, dtype=np.int64), traces[0].experts)
-
-
 @dataclass(frozen=True)
 class Use:
     """How experts were used in passes of one token; means over the layers.

@@ -25,15 +25,16 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.lib import command_line, lines, report
+from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.lib.control_group import control_group
+from benchmarks.lib.idle_process import Cap, PeerError
 from benchmarks.lib.measure import drop_cached
-from benchmarks.lib.peers import Cap, PeerError, prepare
+from benchmarks.lib.peers import prepare
 from benchmarks.lib.runs import run_all, unprepared
 from benchmarks.lib.server_process import Served, asked, served
 from benchmarks.lib.work_folder import fresh_folder
-from benchmarks.serve.report import ServeRun, curves, figures, notes_on, tabulate
+from benchmarks.serve.report import ServeRun, figures, notes_on, picture, tabulate
 from benchmarks.serve.rows import SERVERS, Workload, body_of, job_of, prepare_files
 
 LEAST_ROOM_BYTES = 384 << 20
@@ -134,6 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = f"{workload.weights / 1e9:.2f} GB"
     title = f"A server of a model of {size} with memory capped, on the CPU, {command_line.turns(options)}"
     table = tabulate(runs, rows, options.at_once)
-    report.write(options.results, title, machine, table, notes_on(runs, rows, options.at_once, options.seconds), runs)
-    lines.draw(report.picture(options.results), title, "requests at once", "tokens a second", curves(runs, rows))
+    notes, drawn = notes_on(runs, rows, options.at_once, options.seconds), picture(title, runs, rows)
+    report.write(options.results, title, machine, table, notes, runs, drawn if drawn["lines"] else None)
     return int(any(run.error for run in made if SERVERS[run.row].is_ours))

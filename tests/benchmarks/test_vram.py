@@ -19,7 +19,7 @@ from benchmarks.decode import gpu_needed, vram, vram_model, vram_report
 from benchmarks.decode.vram_report import Case, VramRun
 from benchmarks.lib import peers, worker, worker_gpu
 from benchmarks.lib.control_group import can_limit_memory
-from benchmarks.lib.runners import Runner
+from benchmarks.lib.generation import Runner
 from rabbitllm.engine import devices, load_plan
 from rabbitllm.engine.placement import SLOTS, STAGING
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE
@@ -205,9 +205,9 @@ def test_what_is_reported(tmp_path: Path) -> None:
     assert "rabbitllm-2, 2 GiB, disk, of its limit: 1.053 (at most 1.1): reached" in notes
     assert any("10.00 (10.00-10.00) GB/s; disk past the page cache: 2.00" in note for note in notes)
     assert "Computed in float16; weights are stored in bfloat16." in notes
-    ((heading, found),) = vram_report.bars_of(runs, cases).items()
+    ((heading, found),) = vram_report.picture("title", runs, cases)["groups"].items()
     assert heading == "2 GiB of VRAM, the rest from the disk"
-    assert [(bar.name, bar.figures is None, bar.is_ours) for bar in found] == [
+    assert [(bar["name"], bar["figures"] is None, bar["ours"]) for bar in found] == [
         ("rabbitllm-2", False, True),
         ("airllm-4.0.0", True, False),
     ]
