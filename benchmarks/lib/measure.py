@@ -11,6 +11,7 @@ What is shorter than the interval can be missed; `Sampler.longest_gap` says how 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import statistics
@@ -43,6 +44,13 @@ def spread(values: Iterable[float]) -> Spread | None:
     """None for no values."""
     known = list(values)
     return Spread(statistics.median(known), min(known), max(known)) if known else None
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The least value that at least so many percent of the values do not exceed; None for no values."""
+    if not values:
+        return None
+    return sorted(values)[max(math.ceil(len(values) * percent / 100), 1) - 1]
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -230,7 +230,7 @@ def _load_offloaded(job: dict[str, Any]) -> Any:
 
 def _load_ollm(job: dict[str, Any]) -> Any:
     """oLLM, every decoder layer from disk; it wants a Llama by one of the names it knows."""
-    from ollm import Inference
+    from ollm import Inference  # type: ignore[import-not-found,unused-ignore]
 
     inference = Inference("llama3-8B-chat", device="cpu", logging=False)
     inference.load_model(job["checkpoint"])
@@ -296,6 +296,24 @@ TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "requests": requests,
     "predict": predict,
 }
+LLAMA_CPP = ("llama_cpp", "gguf")
+"""Packages that need no torch, which they would be idle with."""
+OTHERS = {
+    "bulk": "worker_batch.py",
+    "scores": "worker_batch.py",
+    "score": "worker_score.py",
+    "score-plain": "worker_score.py",
+    "gpu probe": "worker_gpu.py",
+    "gpu decode": "worker_gpu.py",
+    "serve": "worker_serve.py",
+}
+"""Task -> the file next to this one that does it; its `tasks` takes this module and the job."""
+
+
+def other_tasks(file: str, job: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """What a file next to this one does."""
+    found = runpy.run_path(str(Path(__file__).with_name(file)))["tasks"](sys.modules[__name__], job)
+    return dict(found)
 
 
 def main() -> None:
@@ -308,20 +326,15 @@ def main() -> None:
 
     try:
         job = json.loads(sys.argv[1])
-        versions = import_libraries(job["package"])
-        if "gpu" in job:  # whatever a GPU needs is there before the job, so that all are idle alike
-            module = runpy.run_path(str(Path(__file__).with_name("worker_gpu.py")))
-            TASKS.update(module["GpuWork"](job, sys.modules[__name__]).tasks)
-        if job["task"].startswith("score"):
-            module = runpy.run_path(str(Path(__file__).with_name("worker_score.py")))
-            TASKS.update(module["Score"](globals()).tasks)
+        if "cores" in job:
+            os.sched_setaffinity(0, job["cores"])
+        versions = import_libraries(job["package"]) if job["package"] is not None else {}
+        if job["task"] in OTHERS:  # whatever it imports is there before the job, so that all are idle alike
+            TASKS.update(other_tasks(OTHERS[job["task"]], job))
         answer({"ready": versions})
         if sys.stdin.readline():
-            if job["package"] in ("llama_cpp", "gguf"):  # without torch, which it would be idle with
-                TASKS.update(runpy.run_path(str(Path(__file__).with_name("worker_llama_cpp.py")))["TASKS"])
-            if job["task"] in ("bulk", "scores"):
-                module = runpy.run_path(str(Path(__file__).with_name("worker_batch.py")))
-                TASKS.update(module["tasks"](sys.modules[__name__]))
+            if job["package"] in LLAMA_CPP:
+                TASKS.update(other_tasks("worker_llama_cpp.py", job))
             answer(TASKS[job["task"]](job))
     except Exception as error:
         traceback.print_exc()

@@ -176,7 +176,7 @@ class GpuWork:
                 "planned_read_bytes": model.placement.streamed_bytes,
             }
         copied = copied_bytes(model, job["loader"])
-        return timed | peaks | own | {"load_seconds": loaded - begun, "copied_bytes": copied}
+        return {**timed, **peaks, **own, "load_seconds": loaded - begun, "copied_bytes": copied}
 
     def _generate(self, model: Any, job: dict[str, Any]) -> dict[str, Any]:
         import torch
@@ -280,7 +280,7 @@ def copied_bytes(model: Any, loader: str) -> int | None:
     if loader != "placed":
         return None
     brought = (parameter for parameter in model.parameters() if parameter.device.type == "meta")
-    return sum(parameter.numel() * parameter.element_size() for parameter in brought)
+    return int(sum(parameter.numel() * parameter.element_size() for parameter in brought))
 
 
 def _load_layered(job: dict[str, Any], gpu: Any) -> Any:
@@ -291,7 +291,8 @@ def _load_layered(job: dict[str, Any], gpu: Any) -> Any:
     limits = {"max_memory": _limits(job, 0)} if job["is_ours"] else {}
     if job["is_ours"] and job["told_ram"] is not None:
         # where no control group says it: else it would read through a page cache that is emptied behind it
-        importlib.import_module("rabbitllm.engine.load_plan").available_ram = lambda: job["told_ram"]
+        planning: Any = importlib.import_module("rabbitllm.engine.load_plan")
+        planning.available_ram = lambda: job["told_ram"]
     dtype = job["dtype"] if job["is_ours"] else getattr(torch, job["dtype"])
     return package.AutoModel.from_pretrained(
         job["checkpoint"], device=gpu.device, dtype=dtype, **limits, **job["options"]
@@ -318,3 +319,8 @@ def _limits(job: dict[str, Any], key: int | str) -> dict[int | str, int]:
 
 
 LOADERS = {"layered": _load_layered, "placed": _load_placed}
+
+
+def tasks(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """What there is to do; `worker` is the module `worker.py`."""
+    return GpuWork(job, worker).tasks

@@ -133,7 +133,7 @@ def _bytes_read() -> int:
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:
     """Load the file, mapped, and generate greedily; the same figures as the other rows'."""
-    from llama_cpp import Llama
+    from llama_cpp import Llama  # type: ignore[import-not-found,unused-ignore]
 
     threads = len(os.sched_getaffinity(0))
     begun = time.perf_counter()
@@ -160,4 +160,6 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TASKS = {"gguf": write_gguf, "decode": decode}
+def tasks(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """What there is to do."""
+    return {"gguf": write_gguf, "decode": decode}

@@ -205,10 +205,10 @@ def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
 def _stored(parameter: Any) -> int:
     """Bytes of a parameter of transformers with bitsandbytes: what is not quantized as bfloat16."""
     if (state := getattr(parameter, "quant_state", None)) is not None:
-        nbytes = parameter.numel() * parameter.element_size() + _bytes(state.absmax, state.code)
+        nbytes = int(parameter.numel() * parameter.element_size()) + _bytes(state.absmax, state.code)
         return nbytes + (_bytes(state.state2.absmax, state.state2.code, state.offset) if state.nested else 0)
     if parameter.dtype is torch.int8:
-        return parameter.numel() + 4 * len(parameter)  # a float32 for each row
+        return int(parameter.numel()) + 4 * len(parameter)  # a float32 for each row
     return 2 * int(parameter.numel())
 
 

@@ -63,7 +63,7 @@ def main() -> None:
     model = AutoModel.from_pretrained(
         job["folder"], device="cpu", max_memory=limits, show_layer_progress=False, hosts=hosts
     )
-    loaded = {"load_seconds": time.perf_counter() - start}
+    loaded: dict[str, Any] = {"load_seconds": time.perf_counter() - start}
     if job["rank"]:
         loaded["streamed"] = model.model.placement.streamed_bytes
         model.work()

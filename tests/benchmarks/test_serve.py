@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.server_process import asked
-from benchmarks.serve import clients as serve_clients
+from benchmarks.lib import clients as serve_clients
+from benchmarks.lib.measure import percentile
+from benchmarks.lib.server_process import Answer, Level, asked
 from benchmarks.serve import serve
-from benchmarks.serve.latencies import Answer, Level, linearity, percentile
 from benchmarks.serve.report import ServeRun, against_ours, figures, notes_on, of_linear, picture, tabulate
 from benchmarks.serve.rows import SERVERS, Workload, body_of, prepared
 from tests.benchmarks.test_capped import needs_groups
@@ -51,11 +51,6 @@ def test_a_level_in_figures() -> None:
     assert (found["sent"], found["whole"], found["tokens"]) == (3, 1, 5)
     assert (found["first_p50"], found["first_p95"]) == (1.5, None)  # one in three got none
     assert (found["between_p50"], found["between_p95"], found["errors"]) == (0.5, 1.0, [])
-
-
-def test_what_is_linear() -> None:
-    assert linearity(16, 12.8, 1.0) == 0.8
-    assert linearity(4, 1.0, 0.0) is None
 
 
 def run(row: str, rates: dict[int, float], turn: int = 0) -> ServeRun:
