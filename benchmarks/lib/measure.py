@@ -11,6 +11,7 @@ What is shorter than the interval can be missed; `Sampler.longest_gap` says how 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -228,3 +229,14 @@ def fresh_copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     copy_files(source, target)
     drop_cached(target)
+
+
+@contextlib.contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """Empty at the start, whatever an earlier run left there, and gone at the end."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -28,10 +28,9 @@ import torch
 import rabbitllm.demo
 from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.idle_process import PeerError
-from benchmarks.lib.work_folder import fresh_folder
+from benchmarks.lib.measure import fresh_folder
 from benchmarks.quality.gguf_weights import types, weights
-from benchmarks.quality.llama_logits import next_tokens
-from benchmarks.quality.llama_quantize import PLAIN, PRESETS, plain_file, quantized, tool
+from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, plain_file, quantized, tool
 from rabbitllm import AutoModel
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError

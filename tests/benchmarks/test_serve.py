@@ -82,15 +82,6 @@ def test_rows_compared_with_each_other() -> None:
     assert [line["name"] for line in picture("title", runs, rows)["lines"]] == rows
 
 
-def test_rows_that_were_measured_before_are_kept(tmp_path: Path) -> None:
-    runs = [run("rabbitllm-serve", {1: 1.0}), run("llama-server-bf16", {1: 2.0})]
-    runs[0].versions = {"rabbitllm": "2"}
-    serve.report.write(tmp_path / "r", "title", {}, tabulate(runs, [one.row for one in runs], [1]), [], runs)
-    (kept,) = serve.kept_runs(tmp_path / "r", ["llama-server-bf16"])
-    assert (kept.row, kept.versions, kept.level(1)) == ("rabbitllm-serve", {"rabbitllm": "2"}, runs[0].level(1))
-    assert serve.kept_runs(tmp_path / "none", []) == []
-
-
 def workload(folder: Path) -> Workload:
     return Workload(folder / "checkpoint", 1 << 30, 1000, folder / "run", 32, 24, 2, [1, 4], 60)
 

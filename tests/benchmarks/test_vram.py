@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.decode import gpu_needed, vram, vram_model, vram_report
+from benchmarks.decode import vram, vram_model, vram_report
 from benchmarks.decode.vram_report import Case, VramRun
 from benchmarks.lib import peers, worker, worker_gpu
 from benchmarks.lib.control_group import can_limit_memory
@@ -71,7 +71,7 @@ def test_the_remedy_suits_what_is_missing(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     if driver:
         (tmp_path / "version").touch()
-    said = gpu_needed.what_is_missing(tmp_path / "version")
+    said = vram.what_is_missing(tmp_path / "version")
     assert said is not None
     assert found in said
     assert remedy in said
@@ -79,7 +79,7 @@ def test_the_remedy_suits_what_is_missing(
 
 def test_with_a_gpu_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu_needed.what_is_missing() is None
+    assert vram.what_is_missing() is None
 
 
 def test_a_gpu_that_does_not_suit(
