@@ -344,12 +344,12 @@ def test_after_each_token_files_are_out_of_the_page_cache_and_the_clock_stands_s
     path = tmp_path / "below" / "file"
     path.parent.mkdir()
     path.write_bytes(np.zeros(1 << 20, np.uint8).tobytes())
-    clock = worker_gpu._cold_clock(worker.Clock, [])
+    clock = worker.Clock()
     clock.put(None)
     before = resident_pages(path)
     with path.open("rb") as file:  # what is not on the disk yet cannot be dropped
         worker_gpu.os.fsync(file.fileno())
-    clock = worker_gpu._cold_clock(worker.Clock, [str(tmp_path)])
+    clock = worker.Clock(lambda: worker_gpu.forget_files([str(tmp_path)]))
     clock.put(None)
     if before == resident_pages(path):
         pytest.skip("this file system keeps its files in memory")
