@@ -30,10 +30,9 @@ from typing import Any
 from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.lib.generation import Runner, prepare_files
-from benchmarks.lib.measure import drop_cached, spread
+from benchmarks.lib.measure import drop_cached, fresh_folder, spread
 from benchmarks.lib.peers import AIRLLM, THIS, TRANSFORMERS, prepare, room, run_worker
 from benchmarks.lib.runs import Run, failures, good, run_cases, status, unprepared, versions
-from benchmarks.lib.work_folder import fresh_folder
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers-disk": Runner(TRANSFORMERS, "transformers", "offloaded"),

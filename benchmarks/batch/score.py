@@ -23,10 +23,9 @@ from typing import Any
 
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
-from benchmarks.lib.measure import Spread, drop_cached, spread
+from benchmarks.lib.measure import Spread, drop_cached, fresh_folder, spread
 from benchmarks.lib.peers import THIS, TRANSFORMERS, make_layer_files, over_this, prepare, room, run_worker
 from benchmarks.lib.runs import Run, failures, good, ratios, run_all, status, versions
-from benchmarks.lib.work_folder import fresh_folder
 
 CHOICES = 4
 GOAL = 1.2

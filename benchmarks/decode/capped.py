@@ -21,10 +21,9 @@ from pathlib import Path
 from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.checkpoint import make_checkpoint, weight_bytes
 from benchmarks.lib.generation import Runner, StepsRun, Workload, prepare_files, prompt_for, tokens_equal
-from benchmarks.lib.measure import drop_cached, spread
+from benchmarks.lib.measure import drop_cached, fresh_folder, spread
 from benchmarks.lib.peers import AIRLLM, LLAMA_CPP, OLLM, RABBITLLM_1, THIS, TRANSFORMERS, prepare, room
 from benchmarks.lib.runs import failures, good, ratios, run_cases, status, unprepared, versions
-from benchmarks.lib.work_folder import fresh_folder
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(TRANSFORMERS, "transformers", "in memory"),

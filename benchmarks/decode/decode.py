@@ -24,10 +24,9 @@ from benchmarks.lib.generation import (
     prompt_for,
     tokens_equal,
 )
-from benchmarks.lib.measure import CACHE_STATE
+from benchmarks.lib.measure import CACHE_STATE, fresh_folder
 from benchmarks.lib.peers import AIRLLM, RABBITLLM_1, THIS, TRANSFORMERS, prepare
 from benchmarks.lib.runs import failures, ratios, run_all, status, unprepared, versions
-from benchmarks.lib.work_folder import fresh_folder
 
 STREAMED = {"max_memory": {"cpu": 0}}
 ROOM = {"max_memory": {"cpu": "700MB"}}

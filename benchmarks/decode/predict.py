@@ -21,10 +21,9 @@ from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import make_checkpoint
 from benchmarks.lib.even_experts import even_prompt, make_even_checkpoint
 from benchmarks.lib.generation import PROMPT_TOKENS, Runner, StepsRun, Workload, prepare_files, prompt_for
-from benchmarks.lib.measure import CACHE_STATE
+from benchmarks.lib.measure import CACHE_STATE, fresh_folder
 from benchmarks.lib.peers import THIS, run_worker
 from benchmarks.lib.runs import failures, run_all, status, unprepared, versions
-from benchmarks.lib.work_folder import fresh_folder
 
 CLOSE = 0.25
 """The goal: what was predicted differs from what is measured by at most so much of it."""

@@ -60,7 +60,7 @@ def ways(rows: int, columns: int, seed: int) -> dict[str, tuple[int, Multiply, t
     for scheme in ("4bit", "8bit"):
         form = Quantized(scheme, (rows, columns), "bfloat16")
         if multiplies(form):
-            data = memoryview(plain.view(torch.uint8).numpy()).cast("B")
+            data = plain.view(torch.uint8).numpy().data.cast("B")
             codes, scales = (bytearray(part) for part in quantize_blocks(scheme, data, "BF16", "cpu"))
             payload = torch.frombuffer(codes, dtype=torch.uint8)
             ours = Matrix(form, payload, torch.frombuffer(scales, dtype=torch.float32), code_values(scheme))

@@ -32,7 +32,6 @@ from typing import Any
 import psutil
 
 from benchmarks.decode import vram_model
-from benchmarks.decode.gpu_needed import what_is_missing
 from benchmarks.decode.vram_report import GIB, OURS, REFERENCE, Case, VramRun, notes_on, picture, tabulate
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import weight_bytes
@@ -65,6 +64,36 @@ RUN_LIMIT_SECONDS = 1200
 ENVIRONMENT_BYTES = 10**9
 _TEST_DEVICE = "tests.support.rehearsed_gpu:RehearsedGpu"
 """Of all peers together, over a torch that is there."""
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def what_is_missing(driver: Path = DRIVER) -> str | None:
+    """None where torch sees a GPU; else three lines: what was found, what is needed, what to do."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+    loaded = driver.exists()
+    found = f"torch {torch.__version__} {built}, and NVIDIA's driver is {'loaded' if loaded else 'not loaded'}"
+    if not loaded:
+        remedy = (
+            "use a machine with an NVIDIA GPU and its driver (on Kaggle and Colab: choose an accelerator in the "
+            "session's settings; in a container: start it with --gpus all)"
+        )
+    elif torch.version.cuda:
+        remedy = "see whether `nvidia-smi` lists the GPU, and whether CUDA_VISIBLE_DEVICES hides it"
+    else:
+        remedy = (
+            "install a torch that is built with CUDA (https://pytorch.org/get-started says how), and run this again"
+        )
+    return (
+        f"Found no GPU: {found}.\n"
+        "Needed: Linux, one NVIDIA GPU, its driver, and a torch that is built with CUDA.\n"
+        f"What to do: {remedy}."
+    )
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,9 @@ import torch
 import rabbitllm.demo
 from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.idle_process import PeerError
-from benchmarks.lib.work_folder import fresh_folder
+from benchmarks.lib.measure import fresh_folder
 from benchmarks.quality.gguf_weights import types, weights
-from benchmarks.quality.llama_logits import next_tokens
-from benchmarks.quality.llama_quantize import PLAIN, PRESETS, plain_file, quantized, tool
+from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, plain_file, quantized, tool
 from rabbitllm import AutoModel
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
@@ -205,10 +204,10 @@ def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
 def _stored(parameter: Any) -> int:
     """Bytes of a parameter of transformers with bitsandbytes: what is not quantized as bfloat16."""
     if (state := getattr(parameter, "quant_state", None)) is not None:
-        nbytes = parameter.numel() * parameter.element_size() + _bytes(state.absmax, state.code)
+        nbytes = int(parameter.numel() * parameter.element_size()) + _bytes(state.absmax, state.code)
         return nbytes + (_bytes(state.state2.absmax, state.state2.code, state.offset) if state.nested else 0)
     if parameter.dtype is torch.int8:
-        return parameter.numel() + 4 * len(parameter)  # a float32 for each row
+        return int(parameter.numel()) + 4 * len(parameter)  # a float32 for each row
     return 2 * int(parameter.numel())
 
 

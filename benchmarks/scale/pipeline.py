@@ -24,10 +24,9 @@ from benchmarks.lib.checkpoint import make_checkpoint, weight_bytes
 from benchmarks.lib.control_group import control_group
 from benchmarks.lib.generation import StepsRun, prompt_for, tokens_equal
 from benchmarks.lib.idle_process import Cap, idle_process
-from benchmarks.lib.measure import Sampler, spread
+from benchmarks.lib.measure import Sampler, fresh_folder, spread
 from benchmarks.lib.peers import THIS, Outcome, make_layer_files, room, variables
 from benchmarks.lib.runs import failures, good, ratios, run_all, status, versions
-from benchmarks.lib.work_folder import fresh_folder
 
 PROCESSES = {"1 process": 1, "2 processes": 2, "3 processes": 3}
 ALONE, FREE = "1 process", "1 process, no cap"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.lib import pictures, report
-from benchmarks.lib.measure import spread
+from benchmarks.lib.measure import percentile, spread
 from benchmarks.lib.runs import Run, failures, good, versions
-from benchmarks.serve.latencies import Level, linearity, percentile
+from benchmarks.lib.server_process import Level
 from benchmarks.serve.rows import SERVERS
 
 LINEAR_GOAL, LINEAR_TO = 0.8, 16
@@ -70,9 +70,9 @@ def figures(level: Level, disk_bytes: int, core_seconds: float) -> dict[str, Any
 def of_linear(run: ServeRun, at_once: int) -> float | None:
     """Tokens a second over those of so many times one client alone; None where one of the two is missing."""
     alone, together = run.level(1), run.level(at_once)
-    if alone is None or together is None:
+    if alone is None or together is None or not alone["tokens_a_second"]:
         return None
-    return linearity(at_once, together["tokens_a_second"], alone["tokens_a_second"])
+    return float(together["tokens_a_second"] / alone["tokens_a_second"] / at_once)
 
 
 def against_ours(runs: Sequence[ServeRun], run: ServeRun, at_once: int) -> float | None:

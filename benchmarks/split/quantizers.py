@@ -55,7 +55,7 @@ def measure(scheme: str, dtype: str, nbytes: int, turns: int) -> Row:
     import torch
 
     values = torch.randn(nbytes // torch_dtype(dtype).itemsize, generator=torch.Generator().manual_seed(0)) * 0.02
-    data = memoryview(values.to(torch_dtype(dtype)).view(torch.uint8).numpy()).cast("B")
+    data = values.to(torch_dtype(dtype)).view(torch.uint8).numpy().data.cast("B")
     part = data[: max(nbytes // SLOW_PART, min(nbytes, CHUNK_BYTES))]
 
     def compiled(run: memoryview) -> tuple[memoryview, memoryview]:

@@ -10,11 +10,11 @@ from benchmarks.batch.batch import (
     BatchRun,
     Case,
     against_ours,
-    picture,
     main,
     notes_on,
     of_linear,
     of_the_goal,
+    picture,
     tabulate,
 )
 from benchmarks.lib.worker_batch import prompt

@@ -28,10 +28,10 @@ from benchmarks.lib.measure import (
     copy_files,
     drop_cached,
     fresh_copy,
+    fresh_folder,
     memory_of,
     spread,
 )
-from benchmarks.lib.work_folder import fresh_folder
 from benchmarks.split import split
 from tests.support.builders import build_checkpoint
 

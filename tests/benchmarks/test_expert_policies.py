@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.experts.policies import Clairvoyant, Recency, groups_of, replay
-from benchmarks.experts.trace import Trace, joined, of_tokens
+from benchmarks.experts.trace import Trace
+from tests.support.expert_use import joined, of_tokens
 
 
 def drawn(tokens: int, layers: int, experts: int, count: int, seed: int) -> Trace:

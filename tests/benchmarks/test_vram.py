@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.decode import gpu_needed, vram, vram_model, vram_report
+from benchmarks.decode import vram, vram_model, vram_report
 from benchmarks.decode.vram_report import Case, VramRun
 from benchmarks.lib import peers, worker, worker_gpu
 from benchmarks.lib.control_group import can_limit_memory
@@ -71,7 +71,7 @@ def test_the_remedy_suits_what_is_missing(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     if driver:
         (tmp_path / "version").touch()
-    said = gpu_needed.what_is_missing(tmp_path / "version")
+    said = vram.what_is_missing(tmp_path / "version")
     assert said is not None
     assert found in said
     assert remedy in said
@@ -79,7 +79,7 @@ def test_the_remedy_suits_what_is_missing(
 
 def test_with_a_gpu_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu_needed.what_is_missing() is None
+    assert vram.what_is_missing() is None
 
 
 def test_a_gpu_that_does_not_suit(
@@ -344,12 +344,12 @@ def test_after_each_token_files_are_out_of_the_page_cache_and_the_clock_stands_s
     path = tmp_path / "below" / "file"
     path.parent.mkdir()
     path.write_bytes(np.zeros(1 << 20, np.uint8).tobytes())
-    clock = worker_gpu._cold_clock(worker.Clock, [])
+    clock = worker.Clock()
     clock.put(None)
     before = resident_pages(path)
     with path.open("rb") as file:  # what is not on the disk yet cannot be dropped
         worker_gpu.os.fsync(file.fileno())
-    clock = worker_gpu._cold_clock(worker.Clock, [str(tmp_path)])
+    clock = worker.Clock(lambda: worker_gpu.forget_files([str(tmp_path)]))
     clock.put(None)
     if before == resident_pages(path):
         pytest.skip("this file system keeps its files in memory")
