@@ -294,7 +294,13 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The best that fits: its compression, its route (None for a finished split), and the call that does it."""
+    """The best call that fits.
+
+    Attributes:
+        compression: its compression.
+        route: its route; None for a finished split.
+        call: the call as Python code.
+    """
 
     compression: str | None
     route: str | None
@@ -306,18 +312,18 @@ class SplitEstimate:
     """The complete split estimate.
 
     Attributes:
-        source: as the caller named it.
+        source: the model as the caller named it.
         kind: "hub", "local", or "split" if only a finished split directory exists.
         label: the folder, or the repository and commit.
         commit: the pinned commit of a repository.
-        compression: the requested one.
-        max_disk, min_free_disk: limits by the caller, bytes.
-        anatomy: of the checkpoint; None if no header of it is left.
-        disks: the disk of the layer files first.
-        outlooks: by compression, from the largest output to the smallest.
-        memory_bytes: the most anonymous memory that the split adds.
-        rates: basis of the times.
-        choice: the best that fits; None if nothing does.
+        compression: the requested compression.
+        max_disk, min_free_disk: the caller's limits in bytes.
+        anatomy: composition of the checkpoint; None if none of its headers is left.
+        disks: disks that the split writes to; that of the layer files comes first.
+        outlooks: one for each compression, from the largest layer files to the smallest.
+        memory_bytes: the most memory that the split adds, without mapped files.
+        rates: measured or given rates that the times are based on.
+        choice: the best call that fits; None if nothing fits.
         warnings: further notes.
     """
 
