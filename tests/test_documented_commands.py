@@ -1,5 +1,7 @@
 """Every command that a document shows is started, as it stands there but for the substitutions listed below.
 
+So are the examples of each command's help.
+
 A command is each line of a ```bash block, each line of a ```text block behind a prompt (`$ `, or with the name of a
 host `first$ `), and inline code that begins like one (`STARTS`). Inline code with `…` is the text of a message. Inline
 code of `rabbitllm` that lacks an argument which the command needs (`rabbitllm verify --repair`) names a part of the
@@ -37,6 +39,7 @@ from rabbitllm.cli.main import app
 from tests.conftest import PROCESSOR_SECONDS
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.pages import examples_of
 from tests.support.ray_cluster import local_cluster
 from tests.support.tiny_models import split
 
@@ -56,6 +59,7 @@ ELSEWHERE = {
     r"pip install .*": "test_pip_install_gives_the_command installs; here extras are compared with pyproject.toml",
     r"python -m tests\.support\.pages .*": "tests/test_walkthrough.py starts it, on a copy of the page",
     r"python -m tools\.train_demo --size larger --out DIR": "tests/test_train_demo.py does, with small shapes",
+    r"python -m tools\.reference.*": "it writes pages; tests/test_reference.py compares them",
     r"ray start .*": "it starts daemons; tests of clusters have one in their own process",
 }
 """Patterns of what is not started here, and why."""
@@ -80,7 +84,7 @@ SUBSTITUTIONS: Sequence[tuple[str, str, str]] = (
     (r" /shared/", " shared/", "no folder is shared by hosts"),
     (r"(?<=--ray )auto", "{ray}", "the cluster is one of this test"),
     (r"192\.168\.1\.5:29500", "{address}", "there are no other hosts"),
-    (r"^(rabbitllm serve .*)$", r"\1 --port {port}", "port 8000 may be in use"),
+    (r"^((?:RABBITLLM_API_KEY=KEY )?rabbitllm serve .*)$", r"\1 --port {port}", "port 8000 may be in use"),
     (r"^(rabbitllm rm (?!.*--yes).*)$", r"\1 --yes", "there is no terminal to ask"),
 )
 """Pattern, replacement, reason."""
@@ -164,6 +168,9 @@ def is_child(name: str) -> bool:
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 ALL = [shown for page, text in PAGES.items() for shown in shown_in(page, text)]
+ALL += [
+    Shown(example, f"rabbitllm {name} --help") for name, command in COMMANDS.items() for example in examples_of(command)
+]
 PARTS = {shown.text: shown for shown in ALL if is_part(shown)}
 WHOLE = {shown.text: shown for shown in sorted(ALL, key=lambda one: len(one.output)) if shown.text not in PARTS}
 WHOLE |= {
@@ -265,7 +272,7 @@ def ask(port: str, server: subprocess.Popen[str]) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps({"messages": [{"role": "user", "content": "What is 12 + 7?"}], "max_tokens": 2}).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "Authorization": "Bearer KEY"},
     )
     until = time.monotonic() + LIMIT_SECONDS
     while server.poll() is None and time.monotonic() < until:

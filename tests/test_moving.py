@@ -1,4 +1,4 @@
-"""docs/MOVING.md says of every argument and name what the code does."""
+"""docs/guides/from-rabbitllm-1.1.md says of every argument and name what the code does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rabbitllm import AutoModel
 from rabbitllm.auto_model import WITHOUT_EFFECT
 from tests.support.builders import build_checkpoint
 
-PAGE = (Path(__file__).parent.parent / "docs" / "MOVING.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "guides" / "from-rabbitllm-1.1.md").read_text(encoding="utf-8")
 PARAMETERS = [
     parameter
     for parameter in inspect.signature(AutoModel.from_pretrained).parameters.values()
@@ -43,7 +43,7 @@ def argument(cell: str) -> tuple[str, Any]:
 OLD = {
     argument(cells[0])[0]: (argument(cells[0])[1], *cells[1:]) for cells in rows("| argument, and its default | in |")
 }
-NEW = dict(argument(cells[0]) for cells in rows("| argument, and its default | what for |"))
+NEW = dict(argument(cells[0]) for cells in rows("| argument, and its default | use |"))
 
 
 def test_every_argument_of_rabbitllm_1_1_is_there_in_its_order() -> None:

@@ -1,8 +1,8 @@
 """docs/TROUBLESHOOTING.md and the messages of the package, kept in step.
 
 A message is the constant text of an error or a warning in the code, with "…" for whatever is put in. An entry of the
-page has patterns: what its heading says in backquotes, and what follows "Also" in its text. A pattern fits a message
-that begins with its text, "…" standing for anything.
+page is a heading of the third level, or an item of a list up to its first colon. Its patterns are the backquoted texts
+there. A pattern fits a message that contains its text, "…" standing for anything.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ ERRORS = {
 HOLE = "…"
 LEAST_LETTERS = 7
 """Of the constant text of a pattern; less would fit anything."""
+MOST_MESSAGES = 6
+"""That one pattern fits; a pattern of more would be found in anything."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Entry:
+    """An entry of the page; `area` is the heading of the second level above it."""
+
     heading: str
     patterns: tuple[str, ...]
-    error: str
+    area: str
 
 
 def text_of(node: ast.expr, around: ast.AST) -> list[str] | None:
@@ -99,19 +103,21 @@ def messages() -> Iterator[Message]:
                 yield Message(text, error, where)
 
 
+def areas() -> dict[str, str]:
+    """The text of each area of the page, by its heading."""
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in re.split(r"^## ", PAGE, flags=re.M)[1:]}
+
+
 def entries() -> Iterator[Entry]:
-    for part in re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]:
-        heading, _, body = part.partition("\n")
-        heading, _, kind = heading.removesuffix("`)").partition(" (`")
-        patterns = re.findall(r"`([^`]+)`", heading) if heading.startswith("`") else []
-        also = re.match(r"\n(Also .*?)(?:\n\n|\.`\s+[A-Z]|`[.:]? +[A-Z]|`\.\n[A-Z]|\Z)", body, re.DOTALL)
-        said = re.sub(r"\s+", " ", also[0] + "`") if also else ""
-        yield Entry(heading, (*patterns, *re.findall(r"`([^`]+)`", said)), kind if kind.isalpha() else "")
+    for area, text in areas().items():
+        for found in re.finditer(r"^(?:### (?P<heading>.*)$|- (?P<item>(?:`[^`]*`|[^`:])*):\s)", text, re.MULTILINE):
+            said = re.sub(r"\s+", " ", found["heading"] or found["item"])
+            yield Entry(said, tuple(re.findall(r"`([^`]+)`", said)), area)
 
 
 def fits(pattern: str, message: Message) -> bool:
-    wanted = ".*".join(re.escape(part) for part in pattern.removesuffix(HOLE).split(HOLE))
-    return re.match(wanted, message.text, re.DOTALL) is not None
+    wanted = ".*".join(re.escape(part) for part in pattern.split(HOLE))
+    return re.search(wanted, message.text, re.DOTALL) is not None
 
 
 MESSAGES = [*messages()]
@@ -128,11 +134,23 @@ def test_every_message_has_an_entry(message: Message) -> None:
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.patterns], ids=lambda entry: entry.heading[:50])
 def test_every_entry_is_of_a_message(entry: Entry) -> None:
     for pattern in entry.patterns:
-        found = [message for message in MESSAGES if fits(pattern, message)]
+        found = {message.text for message in MESSAGES if fits(pattern, message)}
         assert found, f"no error and no warning says {pattern!r}"
+        assert len(found) <= MOST_MESSAGES, f"{pattern!r} fits {len(found)} messages"
         assert len(re.sub(r"\W", "", pattern)) >= LEAST_LETTERS, f"{pattern!r} would fit anything"
-    if entry.error:
-        assert entry.error in {message.error for message in MESSAGES if fits(entry.patterns[0], message)}
+
+
+@pytest.mark.parametrize("area", areas())
+def test_the_classes_that_an_area_names_are_those_of_its_messages(area: str) -> None:
+    said = re.search(r"^Errors: (.*?)\.(?:\s|$)", areas()[area], re.MULTILINE | re.DOTALL)
+    patterns = [pattern for entry in ENTRIES if entry.area == area for pattern in entry.patterns]
+    raised = {message.error for message in MESSAGES for pattern in patterns if fits(pattern, message)}
+    named = set(re.findall(r"`(\w+)`", said[1])) if said else set()
+    assert named - {"TypeError"} <= raised
+
+
+def test_every_class_is_named() -> None:
+    assert {message.error for message in MESSAGES} - {""} <= set(re.findall(r"`(\w+)`", PAGE))
 
 
 def test_the_messages_are_all_of_them() -> None:

@@ -35,6 +35,8 @@ def complete_model(incomplete: str) -> list[str]:
     return [*known, *(one for one in shown if one.startswith(incomplete))]
 
 
+MODEL_PANEL, SAMPLING_PANEL, HOSTS_PANEL = "Model and split", "Sampling", "Several machines"
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -43,91 +45,146 @@ ModelArgument = Annotated[
         autocompletion=complete_model,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-FolderOption = Annotated[Path | None, typer.Option("--dir", help="Folder for the split directory.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+FolderOption = Annotated[
+    Path | None, typer.Option("--dir", rich_help_panel=MODEL_PANEL, help="Folder that holds the split directory.")
+]
 MemoryOption = Annotated[
     list[str] | None,
-    typer.Option(help="Memory for weights, as cpu=24GiB or 0=14GiB; may be repeated, once for each device."),
+    typer.Option(
+        rich_help_panel=MODEL_PANEL, help="Memory for weights on a device, e.g. cpu=24GiB or 0=14GiB; repeatable."
+    ),
 ]
 DeviceOption = Annotated[
-    str | None, typer.Option(help="cuda:N, cpu, or auto for every GPU; by default the first GPU there is.")
+    str | None,
+    typer.Option(
+        rich_help_panel=MODEL_PANEL, help="cuda:N, cpu, or auto for all GPUs; by default the first GPU, else the CPU."
+    ),
 ]
-RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+RevisionOption = Annotated[
+    str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="Branch, tag or commit of a repository.")
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", rich_help_panel=MODEL_PANEL, help="Run Python code that the repository contains."
+    ),
+]
 FastOption = Annotated[
     bool,
     typer.Option(
-        "--fast-bfloat16", help="A faster bfloat16 kernel on CPUs without bfloat16; results differ in the last bits."
+        "--fast-bfloat16",
+        rich_help_panel=MODEL_PANEL,
+        help="Use a faster bfloat16 kernel on CPUs without native bfloat16; results differ in the last bits.",
     ),
 ]
 NoVerifyOption = Annotated[
     bool,
-    typer.Option("--no-verify-checksums", help="Do not compare layer files with their checksums when they are read."),
+    typer.Option(
+        "--no-verify-checksums",
+        rich_help_panel=MODEL_PANEL,
+        help="Do not check checksums of layer files while reading them.",
+    ),
 ]
-DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(rich_help_panel=MODEL_PANEL, help="float32, bfloat16 or float16; by default the checkpoint's."),
+]
 
-DequantizeOption = Annotated[bool, typer.Option("--exact", help="Dequantize on the CPU instead of using the codes.")]
+DequantizeOption = Annotated[
+    bool, typer.Option("--exact", help="On the CPU, dequantize weights instead of multiplying by codes.")
+]
 
 # sharing of passes
 ExactOption = Annotated[
-    bool, typer.Option("--exact", help="Compute each text's rows separately: the bits are those of the text alone.")
+    bool, typer.Option("--exact", help="Compute each request separately: bits as if it ran alone; slower.")
 ]
 
 # processes that compute a model together
 WorkersOption = Annotated[
     int,
     typer.Option(
-        help="Number of `rabbitllm worker` processes that compute it with this one, each a span of layers.", min=0
+        rich_help_panel=HOSTS_PANEL,
+        help="Number of `rabbitllm worker` processes that compute a span of layers each; 0 computes all here.",
+        min=0,
     ),
 ]
 AddressOption = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="With --workers: the address of this process for them.")
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        rich_help_panel=HOSTS_PANEL,
+        help="With --workers: address of this process that workers join.",
+    ),
 ]
 
 # splitting
-CompressionOption = Annotated[str, typer.Option(help="none, 8bit, 4bit, 4bit-double, or auto: chosen by tensor.")]
+CompressionOption = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=MODEL_PANEL, help="none, 8bit, 4bit, 4bit-double, or auto (bits chosen for each tensor)."
+    ),
+]
 CompressionHereOption = Annotated[
     str | None,
-    typer.Option(help="none, 8bit, 4bit, 4bit-double or auto; by default that of a split that is here, else none."),
+    typer.Option(
+        rich_help_panel=MODEL_PANEL,
+        help="none, 8bit, 4bit, 4bit-double or auto; by default that of an existing split, else none.",
+    ),
 ]
 WhichSplitOption = Annotated[
-    str | None, typer.Option(help="Which of its splits: none, 8bit, 4bit, 4bit-double or auto.", show_default=False)
+    str | None,
+    typer.Option(help="Compression of the split: none, 8bit, 4bit, 4bit-double or auto.", show_default=False),
 ]
 SequentialOption = Annotated[
     bool,
     typer.Option(
-        "--sequential", help="In a split, delete each shard when it is used up, also one that was here before."
+        "--sequential",
+        rich_help_panel=MODEL_PANEL,
+        help="While splitting, delete each used shard, also shards of a local checkpoint.",
     ),
 ]
 NoSplitOption = Annotated[
-    bool, typer.Option("--no-split", help="Stream from the checkpoint's own shards; nothing is written.")
+    bool,
+    typer.Option("--no-split", rich_help_panel=MODEL_PANEL, help="Read the original shards directly; write nothing."),
 ]
 VerifySourceOption = Annotated[
     bool,
-    typer.Option("--verify-source", help="Read the shards and compare them with recorded checksums."),
+    typer.Option(
+        "--verify-source",
+        rich_help_panel=MODEL_PANEL,
+        help="Read the shards and compare them with their recorded checksums.",
+    ),
 ]
 FitScalesOption = Annotated[
-    bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")
+    bool, typer.Option("--fit-scales", help="With 4bit: search for the scales with the least error; slower to split.")
 ]
-MaxDiskOption = Annotated[str | None, typer.Option(help="Bytes that a split may occupy, e.g. 57GiB.")]
-MinFreeDiskOption = Annotated[str, typer.Option(help="Bytes of the disk that must stay free.")]
-DiskPlotOption = Annotated[
-    Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
+MaxDiskOption = Annotated[
+    str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="Maximum disk use of the split, e.g. 57GiB.")
 ]
+MinFreeDiskOption = Annotated[str, typer.Option(help="Disk space that must stay free, e.g. 1GB.")]
+DiskPlotOption = Annotated[Path | None, typer.Option(help="Plot disk use over time to this file (.png, .svg or .pdf).")]
 
 # the machines that do the work
 RayOption = Annotated[
     str | None,
-    typer.Option("--ray", metavar="ADDRESS", help="On a Ray cluster: HOST:PORT of its head, or auto for the one here."),
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        rich_help_panel=HOSTS_PANEL,
+        help="Run on a Ray cluster: HOST:PORT of its head node, or auto.",
+    ),
 ]
 
 # generation
 SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
 TemperatureOption = Annotated[
-    float | None, typer.Option(help="Sample at this temperature; 0, the default, takes the likeliest token.")
+    float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Sampling temperature; 0, the default, is greedy.")
 ]
-TopPOption = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this total probability.")]
-SeedOption = Annotated[int | None, typer.Option(help="Seed of sampling, for the same text again.")]
+TopPOption = Annotated[
+    float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Nucleus sampling threshold, above 0 and up to 1.")
+]
+SeedOption = Annotated[int | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Random seed of sampling.")]
 
 
 def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
@@ -142,7 +199,9 @@ def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
     for word in given or ():
         name, equals, size = word.partition("=")
         if not equals:
-            raise OptionError(f"--max-memory {word} names no device.", "For example --max-memory cpu=24GiB.")
+            raise OptionError(
+                f"--max-memory {word} names no device; expected DEVICE=SIZE.", "Example: --max-memory cpu=24GiB."
+            )
         found[int(name) if name.strip().isdigit() else name.strip()] = size.strip()
     return found or None
 

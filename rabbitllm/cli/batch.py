@@ -29,57 +29,58 @@ from rabbitllm.cli.arguments import (
 @with_model_options("fast_bfloat16")
 def batch_command(
     model: ModelArgument,
-    source: Annotated[
-        str, typer.Argument(metavar="INPUT", help="JSON lines, a Parquet file, or - for standard input.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="INPUT", help="File of JSON lines, Parquet file, or - for stdin.")],
     out: Annotated[
-        Path, typer.Option("--output", "-o", help="File for the answers, one line for each line of the input.")
+        Path, typer.Option("--output", "-o", help="File for the answers, one JSON line for each line of the input.")
     ],
     max_new_tokens: Annotated[
-        int, typer.Option(help="Tokens of an answer at most, where a line does not say.", min=1)
+        int, typer.Option(help="Maximum tokens per answer, unless the line sets its own.", min=1)
     ] = 512,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text at which answers end; may be repeated.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop text; an answer ends before it; repeatable.")] = None,
     pooling: Annotated[
-        str, typer.Option(help="Pooling of embeddings: the last token's hidden state, or the mean of all.")
+        str, typer.Option(help="Pooling of embeddings: last (hidden state of the last token) or mean.")
     ] = "last",
-    normalise: Annotated[bool, typer.Option("--normalise", help="Scale embeddings to length one.")] = False,
+    normalise: Annotated[bool, typer.Option("--normalise", help="Scale embeddings to length 1.")] = False,
     column: Annotated[
-        list[str] | None, typer.Option(help="prompt=question: the name of a field in the input; may be repeated.")
+        list[str] | None, typer.Option(help="Map an input column, e.g. prompt=question; repeatable.")
     ] = None,
-    sequences: Annotated[int, typer.Option(help="Most lines in one pass.", min=1)] = 256,
+    sequences: Annotated[int, typer.Option(help="Maximum lines in one pass.", min=1)] = 256,
     cache_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for the KV cache, as 8GiB; by default what the lines need, at most half of free memory."
+            help="Memory for the KV cache, e.g. 8GiB; by default as much as needed, up to half of free memory."
         ),
     ] = None,
     cache_disk: Annotated[
         str | None,
         typer.Option(
-            help="Disk for KV caches of further lines, as 40GiB; 0 for none; by default a quarter of what is free."
+            help="Disk for swapped-out KV caches, e.g. 40GiB; 0 for none; by default up to a quarter of free disk."
         ),
     ] = None,
     exact: ExactOption = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an output that exists, or that another input began.")
+        bool, typer.Option("--overwrite", help="Replace an existing output, or one of another batch.")
     ] = False,
     options: ModelOptions = NO_OPTIONS,
     ray: RayOption = None,
     ray_workers: Annotated[
         int | None,
-        typer.Option("--ray-workers", help="With --ray: number of workers; by default one for each GPU or machine."),
+        typer.Option("--ray-workers", help="With --ray: number of workers; by default one per GPU, else per machine."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer every line of a file, as many as possible in each pass over the weights: text, scores, embeddings.
+    """Answer every line of a file: text, scores or embeddings.
 
-    A line is {"prompt": ...}, {"messages": [...]}, {"context": ..., "continuation": ...}, {"context": ...,
-    "choices": [...]}, {"input": ...}, or one of OpenAI's batch format. The same command goes on after a kill.
+    Each pass over the weights computes as many lines as memory allows. A line is {"prompt": ...}, {"messages": ...},
+    {"context": ..., "continuation": ...}, {"context": ..., "choices": ...}, {"input": ...}, or a line of OpenAI's
+    batch format. Killed or interrupted, the same command resumes.
 
-    Example: rabbitllm batch Qwen/Qwen2.5-7B-Instruct questions.jsonl -o answers.jsonl --compression 4bit
+    Examples:
+      rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl
+      rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl --json
     """
     from rabbitllm.batch_jobs.api import check_installed
 
@@ -118,7 +119,7 @@ def batch_command(
         with said_when_interrupted(console):
             progress = work(task)
     except KeyboardInterrupt:
-        console.print("interrupted; what was answered is kept, and the same command goes on", style="yellow")
+        console.print("interrupted; finished answers are kept; run the same command to resume", style="yellow")
         sys.stderr.flush()
         os._exit(exit_codes.INTERRUPTED)  # the batch's thread may be in a pass, which cannot be interrupted
     if as_json:

@@ -24,29 +24,31 @@ from rabbitllm.cli.arguments import (
 def bench_command(
     model: ModelArgument,
     options: ModelOptions = NO_OPTIONS,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate for each sequence.", min=2)] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt, which is random.", min=1)] = 16,
-    batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
-    turns: Annotated[int, typer.Option(help="Number of generations; medians are reported.", min=1)] = 3,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate per sequence.", min=2)] = 32,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the random prompt.", min=1)] = 16,
+    batch: Annotated[int, typer.Option(help="Sequences per batch.", min=1)] = 1,
+    turns: Annotated[int, typer.Option(help="Number of runs; medians are reported.", min=1)] = 3,
     exact: DequantizeOption = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the time of a further token into this file: .png, .svg or .pdf (needs matplotlib)."),
+        typer.Option(help="Plot where a token's time goes to this file: .png, .svg or .pdf (needs matplotlib)."),
     ] = None,
     plot_tiers: Annotated[
-        Path | None, typer.Option(help="Draw the placement of layers into this file, in the same formats.")
+        Path | None, typer.Option(help="Plot the placement of layers to this file, in the same formats.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write every event to this file (JSON; open it in Perfetto).")
+        Path | None, typer.Option(help="Write a trace of all events to this file (JSON, for Perfetto).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Generate greedily and tell seconds a token, bytes a token, and what the time goes into.
+    """Measure seconds and bytes per token, and where the time goes.
 
-    A model that is not split yet is split first, exactly as AutoModel.from_pretrained does by default: in the folder of
-    the checkpoint or in --dir, keeping every shard. Nothing is ever deleted. With --no-split nothing is written either.
+    Generation is greedy. A model without a split is split first, into --dir or the checkpoint's folder. Nothing is ever
+    deleted. With --no-split nothing is written.
 
-    Example: rabbitllm bench my-checkpoint --compression 4bit --device cpu --max-memory cpu=8GiB --plot time.png
+    Examples:
+      rabbitllm bench my-checkpoint --compression 4bit
+      rabbitllm bench my-checkpoint --max-memory cpu=8GiB --plot time.png
     """
     from rich.console import Console
 

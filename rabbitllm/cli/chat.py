@@ -28,7 +28,7 @@ def chat_command(
     model: ModelArgument,
     system: SystemOption = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of an answer; by default until the model ends it.", min=1)
+        int | None, typer.Option(help="Maximum tokens per answer; by default no limit but the context.", min=1)
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
@@ -37,12 +37,15 @@ def chat_command(
     workers: WorkersOption = 0,
     address: AddressOption = None,
 ) -> None:
-    """Talk with a model; answers come as they are made, and a further one computes only what is new.
+    """Chat with a model in the terminal.
 
-    A model that is not split yet is split first, as pull does it. Over a pipe each line is a message, and stdout has
-    the answers alone. /help in the conversation lists its commands. Ctrl-C stops an answer, Ctrl-D leaves.
+    A model without a split is split first, as pull does. Each answer computes only its new tokens; the KV cache of
+    earlier ones is kept. /help lists the commands of a chat. Ctrl-C stops an answer, Ctrl-D exits. When stdin is a
+    pipe, each line is a message, and stdout holds the answers only.
 
-    Example: rabbitllm chat Qwen/Qwen2.5-7B-Instruct --compression 4bit --system "Answer in one sentence."
+    Examples:
+      rabbitllm chat Qwen/Qwen2.5-7B-Instruct --compression 4bit
+      rabbitllm chat my-checkpoint --system "Answer in one sentence."
     """
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

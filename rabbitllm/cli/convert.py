@@ -21,24 +21,27 @@ from rabbitllm.cli.arguments import (
 
 def convert_command(
     source: ModelArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to; must be empty or missing.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must be empty or not exist.")],
     sequential: Annotated[
-        bool, typer.Option("--sequential", help="Take one shard at a time, and delete each when it is used up.")
+        bool, typer.Option("--sequential", help="Convert one shard at a time, and delete each used shard.")
     ] = False,
     delete_original: Annotated[
-        bool, typer.Option("--delete-original", help="Remove the original when the new folder is complete.")
+        bool, typer.Option("--delete-original", help="Delete the original when the new folder is complete.")
     ] = False,
     revision: RevisionOption = None,
-    max_disk: Annotated[str | None, typer.Option(help="Bytes that this may occupy, e.g. 57GiB.")] = None,
+    max_disk: Annotated[str | None, typer.Option(help="Maximum disk use of the conversion, e.g. 57GiB.")] = None,
     min_free_disk: MinFreeDiskOption = "1GB",
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint again as safetensors, a shard a layer, with index, config and tokenizer.
+    """Convert a checkpoint to safetensors, one shard per layer.
 
-    The original stays as it is unless you say otherwise. Killed or interrupted, the same call goes on.
+    The folder also gets the index, config and tokenizer. The original is kept, unless --sequential or
+    --delete-original is given. Killed or interrupted, the same command resumes.
 
-    Example: rabbitllm convert pytorch-model -o safetensors-model
+    Examples:
+      rabbitllm convert my-checkpoint -o safetensors-model
+      rabbitllm convert Qwen/Qwen2.5-7B-Instruct -o qwen --max-disk 20GiB
     """
     from rich.console import Console
     from rich.text import Text
@@ -69,7 +72,7 @@ def convert_command(
     if made.beside:
         put_fact(console, "other files", ", ".join(map(harmless, made.beside)))
     if "config.json" not in made.beside:
-        put_fact(console, "config", "there was none: these are the weights alone, and transformers needs one")
+        put_fact(console, "config", "missing in the original; transformers needs a config.json")
     if plot is not None and disk is not None:
-        put_fact(console, "picture", str(plot) if disk.points else "none, since nothing was left to do")
-    put_fact(console, "time", "none, it was whole already" if made.before else f"{seconds:.1f} s")
+        put_fact(console, "picture", str(plot) if disk.points else "none, there was nothing to do")
+    put_fact(console, "time", "none, it was complete already" if made.before else f"{seconds:.1f} s")

@@ -14,17 +14,19 @@ from rabbitllm.cli.arguments import DiskPlotOption, JsonOption, put_json
 
 def demo(
     folder: Annotated[
-        Path | None, typer.Option("--dir", help="Work here and leave the files; by default in a temporary folder.")
+        Path | None, typer.Option("--dir", help="Folder to work in, kept afterwards; by default a temporary one.")
     ] = None,
-    problems: Annotated[int, typer.Option(help="Number of held-out problems to score.", min=4)] = 200,
+    problems: Annotated[int, typer.Option(help="Number of held-out problems to score, a multiple of 4.", min=4)] = 200,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Split the bundled model shard by shard at 4bit, ask it questions, and score its answers.
+    """Split the bundled small model, ask it questions and score it.
 
-    Exits with 1 if it scores too low, or if a shard is left.
+    The split is sequential, at 4bit. Exits with 1 if the score is too low or a shard is left.
 
-    Example: rabbitllm demo --dir /tmp/rabbit
+    Examples:
+      rabbitllm demo
+      rabbitllm demo --problems 4 --plot disk.png
     """
     from rich.console import Console
 

@@ -12,18 +12,21 @@ from rabbitllm.cli.arguments import JsonOption, put_json
 
 def doctor_command(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure nothing: no times of tokens, but done at once.")
+        bool, typer.Option("--quick", help="Skip the measurements; no estimates of seconds per token.")
     ] = False,
     every: Annotated[
-        bool, typer.Option("--all", help="Everything about each model, and times also of models without room.")
+        bool, typer.Option("--all", help="Show all details of each model, also of models that do not fit.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what this machine has, which well-known models fit it and how fast, and what to do about what is missing.
+    """Check this machine: resources, models that fit, problems.
 
-    Measures for some seconds, and changes nothing. Exits with 1 if no model can be run before something is mended.
+    Shows for well-known models whether they fit and how fast they would be, and for each problem what to do. Measures
+    for some seconds; changes nothing. Exits with 1 if a problem prevents every model from running.
 
-    Example: rabbitllm doctor --quick
+    Examples:
+      rabbitllm doctor
+      rabbitllm doctor --quick --json
     """
     from rich.console import Console
 
@@ -31,8 +34,8 @@ def doctor_command(
     from rabbitllm.estimate.doctor.records import as_record
     from rabbitllm.estimate.doctor.report import show
 
-    with Console(stderr=True).status("looking …") as status:
-        report = examine(quick=quick, every=every, say=lambda what: status.update(f"looking at {what} …"))
+    with Console(stderr=True).status("checking …") as status:
+        report = examine(quick=quick, every=every, say=lambda what: status.update(f"checking {what} …"))
     if as_json:
         put_json(as_record(report))
     else:

@@ -14,6 +14,7 @@ BROKEN_PIPE = 141
 
 EPILOG = (
     "MODEL is a repository (organisation/name or hf://organisation/name), a folder, a file of weights or a split "
-    "directory. Exit codes: 0 done, 1 an error or a negative answer, 2 wrong arguments, 130 interrupted, 141 the "
-    "reader of the output is gone."
+    "directory. `rabbitllm COMMAND --help` shows options and examples.\n\n"
+    "Exit codes: 0 success, 1 error or negative result, 2 wrong arguments, 130 interrupted (Ctrl-C), 141 output "
+    "closed (`| head`)."
 )

@@ -14,24 +14,28 @@ from rabbitllm.cli.arguments import JsonOption, ModelArgument, RevisionOption, p
 def inspect_command(
     source: ModelArgument,
     name: Annotated[
-        str | None, typer.Option(help="Only names that contain this; with * or ? a pattern for the whole name.")
+        str | None,
+        typer.Option(help="Show only names that contain this text; with * or ?, a pattern of the whole name."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Rows to show; 0 for all. By default 50 on a terminal, else all.", min=0)
+        int | None, typer.Option(help="Maximum rows; 0 for all; by default 50 on a terminal, else all.", min=0)
     ] = None,
-    skip: Annotated[int, typer.Option(help="Rows to skip before these.", min=0)] = 0,
+    skip: Annotated[int, typer.Option(help="Rows to skip.", min=0)] = 0,
     opcodes: Annotated[
         bool,
-        typer.Option("--opcodes", help="Show the opcodes of a file's pickle instead, even of one that is refused."),
+        typer.Option("--opcodes", help="Show the opcodes of the file's pickle, also of a refused one."),
     ] = False,
     revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the tensors, the vocabulary, the settings or the pickle of a file, of a checkpoint or of a split directory.
+    """List the tensors of a file, a checkpoint or a split.
 
-    Reads headers only and runs nothing; of a repository, headers by range requests. Exits with 1 for what is refused.
+    Also shows vocabularies, settings and pickles. Reads headers only (of a repository, by range requests) and never
+    runs a pickle. Exits with 1 if a file is refused.
 
-    Example: rabbitllm inspect consolidated.00.pth --name attention.wq
+    Examples:
+      rabbitllm inspect my-checkpoint --limit 10
+      rabbitllm inspect consolidated.00.pth --name attention.wq
     """
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

@@ -13,13 +13,17 @@ from rabbitllm.cli.arguments import JsonOption, put_json
 def ls_command(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Folders to search in addition, with their subfolders."),
+        typer.Argument(metavar="[FOLDER]...", help="Further folders to search, with their subfolders."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the models that are split here, whole or not: those in RABBITLLM_HOME, and those in folders you name.
+    """List the splits on this machine, complete or not.
 
-    Example: rabbitllm ls ~/models
+    Searches RABBITLLM_HOME and the folders given.
+
+    Examples:
+      rabbitllm ls
+      rabbitllm ls . --json
     """
     from rich.console import Console
 

@@ -67,38 +67,41 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help="Run language models that fit neither the GPU, nor RAM, nor (while they are prepared) the disk.")
+@app.callback(help="Run language models that are larger than GPU memory, RAM or the free disk.")
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Options that come before a subcommand."""
 
 
 def _add(name: str, panel: str, function: Callable[..., None]) -> None:
-    """Add a command, with each paragraph of its help in one line, which the terminal's width then wraps."""
+    """Add a command. Each paragraph of its help is one line, which the terminal wraps; examples keep their lines."""
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    shown = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    shown = "\n\n".join(one if one.startswith("Examples:") else " ".join(one.split()) for one in paragraphs)
     app.command(name=name, rich_help_panel=panel, help=shown)(function)
 
 
-USE, KEEP, LOOK = "Get and run", "What is here", "Look and measure"
-_add("doctor", USE, doctor_command)
-_add("plan", USE, plan_command)
-_add("pull", USE, pull_command)
-_add("run", USE, run_command)
-_add("chat", USE, chat_command)
-_add("serve", USE, serve_command)
-_add("batch", USE, batch_command)
-_add("worker", USE, worker_command)
-_add("ls", KEEP, ls_command)
-_add("show", KEEP, show_command)
-_add("verify", KEEP, verify_command)
-_add("rm", KEEP, rm_command)
-_add("inspect", LOOK, inspect_command)
-_add("convert", LOOK, convert_command)
-_add("bench", LOOK, bench_command)
-_add("quality", LOOK, quality_command)
-_add("demo", LOOK, demo)
+MAIN, MANY = "Main commands", "Many prompts, several machines"
+SPLITS, OTHER, MEASURE = "Splits on this machine", "Machine and checkpoints", "Measure"
+_add("pull", MAIN, pull_command)
+_add("run", MAIN, run_command)
+_add("chat", MAIN, chat_command)
+_add("serve", MAIN, serve_command)
+_add("plan", MAIN, plan_command)
+_add("batch", MANY, batch_command)
+_add("worker", MANY, worker_command)
+_add("ls", SPLITS, ls_command)
+_add("show", SPLITS, show_command)
+_add("verify", SPLITS, verify_command)
+_add("rm", SPLITS, rm_command)
+_add("doctor", OTHER, doctor_command)
+_add("inspect", OTHER, inspect_command)
+_add("convert", OTHER, convert_command)
+_add("bench", MEASURE, bench_command)
+_add("quality", MEASURE, quality_command)
+_add("demo", MEASURE, demo)
 
 
 def main() -> None:

@@ -29,20 +29,23 @@ def plan_command(
     options: ModelOptions = NO_OPTIONS,
     min_free_disk: MinFreeDiskOption = "1GB",
     bandwidth: Annotated[
-        str | None, typer.Option(help="Bytes per second at which shards arrive, e.g. 12MB; by default measured.")
+        str | None, typer.Option(help="Download speed in bytes per second, e.g. 12MB; by default measured.")
     ] = None,
     fit_scales: FitScalesOption = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the placement of layers into this file: .png, .svg or .pdf (needs matplotlib)."),
+        typer.Option(help="Plot the placement of layers to this file: .png, .svg or .pdf (needs matplotlib)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell from headers alone what splitting a model would take, what fits, and the call to make. Changes nothing.
+    """Estimate disk, memory and speed of a model before a download.
 
-    And how long a token will take on this machine, which is measured for that, with the model kept where it fits.
+    Reads headers only and changes nothing. Measures this machine's disk and kernels for the estimate of seconds per
+    token. Shows which settings fit, and the call to make.
 
-    Example: rabbitllm plan Qwen/Qwen2.5-72B-Instruct --compression 4bit --max-disk 57GiB
+    Examples:
+      rabbitllm plan Qwen/Qwen2.5-72B-Instruct --compression 4bit
+      rabbitllm plan my-checkpoint --max-disk 57GiB --max-memory cpu=8GiB
     """
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

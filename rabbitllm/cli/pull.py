@@ -28,34 +28,36 @@ def pull_command(
     options: ModelOptions = NO_OPTIONS,
     keep_shards: Annotated[
         bool,
-        typer.Option("--keep-shards", help="For a repository: fetch all shards into the hub cache, and keep them."),
+        typer.Option("--keep-shards", help="Download a repository's shards to the hub cache and keep them."),
     ] = False,
     delete_original: Annotated[
-        bool, typer.Option("--delete-original", help="Delete the rest of the original when the split is complete.")
+        bool, typer.Option("--delete-original", help="Delete the original checkpoint when the split is complete.")
     ] = False,
     min_free_disk: MinFreeDiskOption = "1GB",
-    shard_transfer: Annotated[str, typer.Option(help="How shards arrive from the hub: auto, file or stream.")] = "auto",
+    shard_transfer: Annotated[str, typer.Option(help="How shards come from the hub: auto, file or stream.")] = "auto",
     token: Annotated[
-        str | None, typer.Option(help="Token for the hub; better in HF_TOKEN, or by `hf auth login`.")
+        str | None, typer.Option(help="Access token of the hub; prefer HF_TOKEN or `hf auth login`.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only tell whether it would fit; exits with 1 if not.")
+        bool, typer.Option("--dry-run", help="Only check whether the split would fit; exits with 1 if not.")
     ] = False,
     ray: RayOption = None,
     ray_tasks: Annotated[
         int | None,
-        typer.Option("--ray-tasks", help="With --ray: most shards at a time; by default as many as processors allow."),
+        typer.Option("--ray-tasks", help="With --ray: maximum shards at a time; by default as the processors allow."),
     ] = None,
     fit_scales: FitScalesOption = False,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Get a model ready to run: split it, unless that is done, and say what is where.
+    """Download and split a model, so that it is ready to run.
 
-    What is on your disk stays there: a folder's shards, and those in the hub cache. Shards that are fetched for this
-    are not kept (--keep-shards keeps them). Killed or interrupted, the same call goes on.
+    Local shards and shards in the hub cache are kept, unless --sequential or --delete-original is given. Downloaded
+    shards are deleted once used, unless --keep-shards is given. Killed or interrupted, the same command resumes.
 
-    Example: rabbitllm pull Qwen/Qwen2.5-7B-Instruct --compression 4bit
+    Examples:
+      rabbitllm pull Qwen/Qwen2.5-7B-Instruct --compression 4bit
+      rabbitllm pull my-checkpoint --compression 8bit --dir layers
     """
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

@@ -23,31 +23,34 @@ from rabbitllm.cli.arguments import (
 def quality_command(
     model: ModelArgument,
     against: Annotated[
-        str | None, typer.Option(help="Model to compare with; by default the same one uncompressed.")
+        str | None, typer.Option(help="Model to compare with; by default the uncompressed original.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="File of UTF-8 text; by default a bundled one.")] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text file; by default a bundled text.")] = None,
     options: ModelOptions = NO_OPTIONS,
     window: Annotated[
-        int | None, typer.Option(help="Tokens in a window; by default 512, or the model's context.", min=2)
+        int | None, typer.Option(help="Tokens per window; by default 512, or the context length if shorter.", min=2)
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Most tokens to predict.", min=16)] = 4096,
+    tokens: Annotated[int, typer.Option(help="Maximum tokens to predict.", min=16)] = 4096,
     problems: Annotated[
         int | None,
         typer.Option(
-            help="Held-out problems for the bundled models, a multiple of 4; by default 400, and none with --text.",
+            help="Held-out problems for the bundled models, a multiple of 4; by default 400, or 0 with --text.",
             min=0,
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Dtype to compute in; auto for the config's.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Dtype of the computation; auto takes the config's.")] = "float32",
     exact: DequantizeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what compression costs: how far next-token distributions are from the uncompressed model's, and perplexity.
+    """Measure the loss by compression, against the original.
 
-    One pass over the weights of each, layer by layer, so that both may be larger than memory. A model that is not split
-    yet is split first, as AutoModel.from_pretrained does by default; for the other one nothing is written.
+    Reports the distance of next-token distributions (KL divergence) and perplexity. Both models may be larger than
+    memory: each takes one pass over its weights, layer by layer. A model without a split is split first; the shards
+    are kept.
 
-    Example: rabbitllm quality my-checkpoint --compression 4bit --text chapter.txt
+    Examples:
+      rabbitllm quality my-checkpoint --compression 4bit
+      rabbitllm quality my-checkpoint --compression 8bit --text chapter.txt
     """
     from rich.console import Console
 

@@ -15,18 +15,20 @@ def rm_command(
     model: ModelArgument,
     compression: WhichSplitOption = None,
     folder: FolderOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without confirmation.")] = False,
     only_copy: Annotated[
-        bool, typer.Option("--only-copy", help="Remove also layer files that are the only copy of the model.")
+        bool, typer.Option("--only-copy", help="Remove the split even if it is the only copy of the model.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a split directory, after asking. The checkpoint that it was made from is never touched.
+    """Remove a split, and keep the original checkpoint.
 
-    Refuses a folder that has anything else in it, a folder that another process works on or has loaded, and, without
-    --only-copy, layer files whose original is not found.
+    Asks for confirmation. Refuses a folder with other files in it, a split in use by another process, and, without
+    --only-copy, a split whose original checkpoint is not found.
 
-    Example: rabbitllm rm Qwen/Qwen2.5-7B-Instruct --compression 4bit
+    Examples:
+      rabbitllm rm my-checkpoint --compression 4bit
+      rabbitllm rm my-checkpoint --yes --json
     """
     from rich.console import Console
     from rich.text import Text
@@ -50,7 +52,9 @@ def rm_command(
         refuse_only_copy(removal, original)
     if not yes:
         if not has_terminal():
-            raise OptionError("There is no terminal to ask on, so nothing was removed.", "Say --yes.")
+            raise OptionError(
+                "There is no terminal for the confirmation; nothing was removed.", "Pass --yes to confirm."
+            )
         if not typer.confirm("Remove it?", err=True):
             put(errors, Text("Nothing was removed."))
             raise typer.Exit(exit_codes.ERROR)

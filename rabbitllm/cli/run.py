@@ -34,30 +34,31 @@ if TYPE_CHECKING:
 def run_command(
     model: ModelArgument,
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; piped text comes before it.", show_default=False)
+        str | None, typer.Argument(help="Prompt; text from a pipe is put before it.", show_default=False)
     ] = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate; by default 512, or what the context leaves.", min=1)
+        int | None, typer.Option(help="Maximum tokens to generate; by default 512, within the context.", min=1)
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Report time and memory, and where the time went, on stderr.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Report times and memory on stderr.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer one prompt, token by token on stdout. A model that is not split yet is split first, as pull does it.
+    """Answer one prompt; tokens are printed as they are generated.
 
-    The prompt goes through the model's chat template, if it has one. Ctrl-C ends the text (exit code 130). Under
-    torchrun its processes compute the model together, each a span of layers, and the first one answers.
+    A model without a split is split first, as pull does. The prompt goes through the model's chat template, if there
+    is one. Ctrl-C stops the answer (exit code 130). Under torchrun, each process computes a span of layers, and the
+    first one answers.
 
-    Example: rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?" --compression 4bit
+    Examples:
+      rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?"
+      cat report.txt | rabbitllm run my-checkpoint "Sum up" --max-new-tokens 200
     """
     from rabbitllm.run.prompt import joined, piped_text
 

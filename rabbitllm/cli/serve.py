@@ -24,68 +24,71 @@ from rabbitllm.cli.arguments import (
 def serve_command(
     model: ModelArgument,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0 for every address of this machine.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Key that requests must send; better in the environment, where no process list shows it.",
+            help="Required API key; prefer the environment variable, which process lists do not show.",
             envvar="RABBITLLM_API_KEY",
             show_default=False,
         ),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let other machines use the model without a key.", show_default=False)
+        bool, typer.Option("--insecure", help="Allow requests from other machines without a key.", show_default=False)
     ] = False,
-    served_name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Model name in requests and responses.")] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Origin of web pages that may send requests, as https://example.org; may be repeated; * for all."
-        ),
+        typer.Option(help="Allowed origin of web pages, e.g. https://example.org; * for all; repeatable."),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Host name that requests may use, as llm.example.org; may be repeated; * for all."),
+        typer.Option(help="Allowed Host header, e.g. llm.example.org; * for all; repeatable."),
     ] = None,
-    max_running: Annotated[int, typer.Option(help="Most requests in one pass.", min=1)] = 64,
+    max_running: Annotated[int, typer.Option(help="Maximum requests in one pass.", min=1)] = 64,
     max_waiting: Annotated[
-        int, typer.Option(help="Most waiting requests; further ones are refused (429).", min=1)
+        int, typer.Option(help="Maximum waiting requests; further ones get status 429.", min=1)
     ] = 256,
     max_new_tokens: Annotated[
         int,
-        typer.Option(help="Most tokens of an answer whose request does not say; or what the context leaves.", min=1),
+        typer.Option(help="Maximum tokens per answer, unless the request sets its own; within the context.", min=1),
     ] = 4096,
     cache_memory: Annotated[
         str | None,
-        typer.Option(help="Memory for the KV cache, as 4GiB; by default half of what the weights leave."),
+        typer.Option(help="Memory for the KV cache, e.g. 4GiB; by default half of what the weights leave."),
     ] = None,
     aside: Annotated[
         str | None,
-        typer.Option(help="RAM or disk for swapped-out KV caches, as 8GiB; with 0 they are computed again."),
+        typer.Option(help="Swap space for KV caches of preempted requests, e.g. 8GiB; 0 recomputes them."),
     ] = None,
     aside_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the file of swapped-out KV caches; by default that of temporary files.", show_default=False
-        ),
+        typer.Option(help="Folder of the swap file; by default that of temporary files.", show_default=False),
     ] = None,
-    chunk: Annotated[int, typer.Option(help="Most tokens of a prompt in one pass.", min=1)] = 512,
+    chunk: Annotated[
+        int, typer.Option(help="Maximum prompt tokens of a request in one pass (chunked prefill).", min=1)
+    ] = 512,
     exact: ExactOption = False,
     timeout: Annotated[
-        float | None, typer.Option(help="Most seconds for a request; by default no limit.", min=0.001)
+        float | None, typer.Option(help="Maximum seconds per request; by default no limit.", min=0.001)
     ] = None,
-    grace: Annotated[float, typer.Option(help="Seconds for running requests to finish at the end.", min=0)] = 30.0,
-    max_body: Annotated[str, typer.Option(help="Most bytes of a request.")] = "4MiB",
+    grace: Annotated[
+        float, typer.Option(help="Seconds that running requests get to finish at shutdown.", min=0)
+    ] = 30.0,
+    max_body: Annotated[str, typer.Option(help="Maximum size of a request body.")] = "4MiB",
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
-    """Answer requests over HTTP as OpenAI's interface has them; one pass over the weights answers all of them.
+    """Serve a model over an OpenAI-compatible HTTP API.
 
-    A model that is not split yet is split first, as pull does it. Ctrl-C takes on nothing more and finishes what runs,
-    for --grace seconds; once more ends at once (exit code 130).
+    Running requests share each pass over the weights. A model without a split is split first, as pull does. The first
+    Ctrl-C refuses new requests and finishes running ones within --grace seconds; the second exits at once (exit code
+    130).
 
-    Example: rabbitllm serve Qwen/Qwen2.5-7B-Instruct --compression 4bit --port 8000
+    Examples:
+      rabbitllm serve Qwen/Qwen2.5-7B-Instruct --compression 4bit
+      rabbitllm serve my-checkpoint --served-name rabbit --max-running 16
     """
     from rabbitllm.server.settings import check_installed
 

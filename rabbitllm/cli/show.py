@@ -11,11 +11,13 @@ def show_command(
     revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a model is (architecture, parameters, context) and where its split directories are.
+    """Show a model's architecture, size and splits.
 
-    Reads configs and headers only; of a model that is not split here, those on the hub.
+    Reads configs and headers only, of a model without a split those on the hub.
 
-    Example: rabbitllm show Qwen/Qwen2.5-7B-Instruct
+    Examples:
+      rabbitllm show my-checkpoint
+      rabbitllm show Qwen/Qwen2.5-7B-Instruct --json
     """
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

@@ -16,20 +16,22 @@ def verify_command(
     model: ModelArgument,
     compression: WhichSplitOption = None,
     place: FolderOption = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Rebuild damaged layers from their shards.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Write damaged layer files again, from the original shards.")
+    ] = False,
     original: Annotated[
         Path | None,
-        typer.Option(
-            help="With --repair: the checkpoint's folder, for a split of a folder; by default the one around it."
-        ),
+        typer.Option(help="With --repair: folder of the original checkpoint; by default the parent of the split."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every layer file of a split directory and check its checksum, shapes and tensors.
+    """Check the layer files of a split, and repair damaged ones.
 
-    Exits with 1 if any is damaged (and was not repaired).
+    Reads every layer file and checks checksum, shapes and tensors. Exits with 1 if a damaged file is left.
 
-    Example: rabbitllm verify Qwen/Qwen2.5-7B-Instruct --compression 4bit
+    Examples:
+      rabbitllm verify my-checkpoint --compression 4bit
+      rabbitllm verify my-checkpoint --repair
     """
     from rabbitllm.base.options import expand
     from rabbitllm.models.library import of_model, one_of_model

@@ -20,17 +20,18 @@ from rabbitllm.cli.arguments import (
 @with_model_options("dtype", "max_disk", "sequential", "verify_source", "fast_bfloat16")
 def worker_command(
     model: ModelArgument,
-    join: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address at which the first process waits.", show_default=False)
-    ],
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the first process.", show_default=False)],
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
-    """Compute a span of a model's layers for `rabbitllm run --workers N` on another host, until that ends.
+    """Compute a span of layers for a run or chat on another host.
 
-    The model is the same, in a shared folder or split on each host. Nothing that is received is run, but any process
-    that reaches the hosts can compute with them. Use it only in a network that you trust.
+    That host runs `rabbitllm run --workers N` or `rabbitllm chat --workers N`; the worker ends with it. All hosts need
+    the same model, in a shared folder or split on each. Use it only in a trusted network: every process that reaches
+    the port can use the model. Received data is never run as code.
 
-    Example: rabbitllm worker /shared/Qwen2.5-72B --join 192.168.1.5:29500 --max-memory cpu=24GiB
+    Examples:
+      rabbitllm worker my-checkpoint --join 192.168.1.5:29500
+      rabbitllm worker /shared/Llama-70B --join 192.168.1.5:29500 --device cpu
     """
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

@@ -4,7 +4,7 @@ The input is read and the results are written here, by one process, as without a
 line gets one answer, and a batch begun on a cluster can be finished without it. Each answer reaches this process as
 soon as it is complete. A line is assigned to one worker, which has loaded its model once; only if that worker is lost,
 its unanswered lines are assigned to another one. Why actors and not Ray Data, whose unit is a block of rows, is in
-docs/CLUSTER.md.
+docs/guides/several-machines.md.
 """
 
 from __future__ import annotations

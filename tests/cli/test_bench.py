@@ -154,4 +154,4 @@ def test_a_plot_without_matplotlib_is_refused_before_loading(tmp_path: Path, mon
 
 def test_help_says_what_is_written() -> None:
     text = " ".join(CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).stdout.split())
-    assert "keeping every shard. Nothing is ever deleted." in text
+    assert "Nothing is ever deleted." in text

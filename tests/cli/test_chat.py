@@ -167,8 +167,3 @@ def test_at_a_terminal(endless: Path, tmp_path: Path) -> None:
 def test_wrong_options_are_refused(demo: Path, options: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         CliRunner().invoke(app, ["chat", str(demo), *options], catch_exceptions=False)
-
-
-def test_help_has_an_example() -> None:
-    text = " ".join(CliRunner().invoke(app, ["chat", "--help"], env={"COLUMNS": "200"}).stdout.split())
-    assert "Example: rabbitllm chat" in text

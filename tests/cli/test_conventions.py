@@ -20,9 +20,10 @@ from rabbitllm.cli.arguments import complete_model
 from rabbitllm.cli.main import app
 from rabbitllm.store import locations
 from tests.support.builders import build_checkpoint
+from tests.support.pages import examples_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "CLI.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
 COMMANDS: dict[str, Any] = dict(vars(typer.main.get_command(app))["commands"])
 WITH_A_MODEL = sorted(name for name, command in COMMANDS.items() if any(p.metavar == "MODEL" for p in command.params))
 
@@ -39,24 +40,39 @@ def help_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_example_of_each_command_is_one(name: str) -> None:
-    """Its last line of help is a command that is parsed down to the last option; it is not carried out."""
+def test_help_ends_with_two_examples(name: str) -> None:
+    """Each is parsed down to the last option; tests/test_documented_commands.py runs them."""
     command = COMMANDS[name]
-    example = re.search(r"\n\n *Example: (rabbitllm [^\n]+)\s*$", command.help or "")
-    assert example is not None, command.help
-    program, subcommand, *arguments = shlex.split(example[1])
-    assert (program, subcommand) == ("rabbitllm", name)
-    with command.make_context(name, arguments) as context:
-        given = [parameter for parameter in command.params if context.params[parameter.name] != parameter.default]
-    assert len(given) >= min(1, len(arguments))
-    assert example[1] in help_of(name)
+    assert len(examples_of(command)) == 2
+    for example in examples_of(command):
+        program, subcommand, *arguments = shlex.split(example.rpartition("| ")[2])
+        assert (program, subcommand) == ("rabbitllm", name)
+        with command.make_context(name, arguments) as context:
+            given = [parameter for parameter in command.params if context.params[parameter.name] != parameter.default]
+        assert len(given) >= min(1, len(arguments))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_whole_lines_in_80_columns(name: str) -> None:
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
+    for example in examples_of(COMMANDS[name]):
+        assert example in [line.strip() for line in shown.splitlines()]
+
+
+def test_the_main_commands_come_first_each_in_one_line() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
+    rows = [row.split(maxsplit=1) for row in re.findall(r"^│ ([a-z]\w* .*\S) *│$", shown, re.MULTILINE)]
+    assert [name for name, _ in rows][:5] == ["pull", "run", "chat", "serve", "plan"]
+    assert {name for name, _ in rows} == set(COMMANDS)
+    for name, summary in rows:
+        assert summary == (COMMANDS[name].help or "").partition("\n\n")[0]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_wrapped_at_the_width_of_the_terminal(name: str) -> None:
     """And nowhere else: a line of a paragraph is ended by the width, or by the paragraph's end."""
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
-    told = [line.strip() for line in shown.partition("╭")[0].splitlines()]
+    told = [line.strip() for line in shown.partition("Examples:")[0].splitlines()]
     for line, following in pairwise(told):
         if line and following:
             assert len(f"{line} {following.split()[0]}") > 78, (line, following)
@@ -66,16 +82,6 @@ def test_every_model_is_named_in_the_same_way() -> None:
     assert set(COMMANDS) - set(WITH_A_MODEL) == {"demo", "doctor", "ls"}
     for name in WITH_A_MODEL:
         assert "A repository, a folder, a file of weights, or a split directory." in help_of(name)
-
-
-def test_the_page_has_every_command_and_every_option() -> None:
-    for name, command in COMMANDS.items():
-        section = re.search(rf"^## `{name}`.*?(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
-        assert section is not None, name
-        for parameter in command.params:
-            if parameter.param_type_name == "option" and parameter.name != "help":
-                longest = max(parameter.opts, key=len)
-                assert f"`{longest}" in section[0], f"{name} {longest}"
 
 
 def test_exit_codes_are_told_in_help_and_page() -> None:
@@ -110,7 +116,8 @@ def test_the_advice_to_install_is_of_the_copy_and_not_of_another_package() -> No
 
 def test_help_and_page_agree_on_the_memory_of_keys_and_values() -> None:
     assert "by default half of what the weights leave" in help_of("serve")
-    assert "| `--cache-memory` | half of what weights leave" in (ROOT / "docs" / "SERVE.md").read_text(encoding="utf-8")
+    guide = " ".join((ROOT / "docs" / "guides" / "serving.md").read_text(encoding="utf-8").split())
+    assert "**`--cache-memory`** limits the KV cache; the default is half of what the weights leave." in guide
 
 
 # Completion

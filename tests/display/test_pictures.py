@@ -209,7 +209,7 @@ def test_convert_draws(tmp_path: Path) -> None:
     assert not [name for name in names_in(output) if name.endswith(".png")]
     picture.unlink()
     again = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert "none, since nothing was left to do" in again.stdout
+    assert "nothing to do" in again.stdout
     assert not picture.exists()
 
 

@@ -1,7 +1,8 @@
 """Writes golden data, by the code of the day: `python -m tests.frozen.make test_public_names ...`.
 
 Each module of tests that has golden data has a function `make`, which is given an empty folder to work in. No test
-calls it: golden data are written once, and again only where a change is meant and docs/MOVING.md says so.
+calls it: golden data are written once, and again only where a change is meant and
+docs/guides/from-rabbitllm-1.1.md says so.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tests.support.pages docs/walkthrough/README.md
 
-writes what the pieces of a page print into it again.
+writes what the pieces of a page print into it again. Also finds the examples in the help of a command.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ def run(pieces: list[Piece], page: Path) -> list[str]:
             exec(compile("\n" * (piece.line - 1) + piece.code, str(page), "exec"), names)
         printed.append(said.getvalue())
     return printed
+
+
+def examples_of(command: Any) -> list[str]:
+    """The examples at the end of the help of a command of typer."""
+    return [line.strip() for line in (command.help or "").partition("\n\nExamples:\n")[2].splitlines()]
 
 
 def _write(page: Path) -> None:

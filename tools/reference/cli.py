@@ -88,7 +88,7 @@ def _described(callback: Callable[..., Any] | None) -> tuple[list[str], list[str
         if found := EXAMPLES.match(part):
             examples += [line.strip() for line in found["lines"].splitlines() if line.strip()]
         else:
-            said += paragraphs(part)
+            said += map(_with_code, paragraphs(part))
     return said, examples
 
 
@@ -110,7 +110,7 @@ def _section(name: str, callback: Callable[..., Any] | None, parameters: list[An
     rows: dict[str, list[tuple[str, ...]]] = {}
     for one in (*arguments, *options):
         given = f"`{_argument(one)}`" if one in arguments else ", ".join(f"`{word}`" for word in _spelled(one))
-        meaning = one_line(one.help or "")
+        meaning = _with_code(one_line(one.help or ""))
         if one.envvar:
             meaning += f" Environment: `{one.envvar}`."
         row = (given, _type(one, hints[one.name]), _default(one), meaning)
@@ -120,6 +120,14 @@ def _section(name: str, callback: Callable[..., Any] | None, parameters: list[An
         if panel:
             yield from (f"{panel}:", "")
         yield from table(["argument or option", "type", "default", "meaning"], found)
+
+
+def _with_code(text: str) -> str:
+    """With options as code, where they are not yet."""
+    return "`".join(
+        re.sub(r"(?<![\w-])(--[a-z][\w-]*\w)", r"`\1`", part) if number % 2 == 0 else part
+        for number, part in enumerate(text.split("`"))
+    )
 
 
 def _argument(one: Any) -> str:

@@ -1,7 +1,8 @@
 """Golden data, the rule for changing it, and the surface of Python objects as plain data.
 
 `python -m tests.frozen.make` writes golden files; tests only read them. A name that is gone or changed is excused by a
-row of docs/MOVING.md, in its section `## Changed since 2.0.0`, whose first cell has the name in backticks.
+row of docs/guides/from-rabbitllm-1.1.md, in its section `## Changed since 2.0.0`, whose first cell has the name in
+backticks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent.parent / "golden"
-MOVING = Path(__file__).parent.parent.parent.parent / "docs" / "MOVING.md"
+MOVING = Path(__file__).parent.parent.parent.parent / "docs" / "guides" / "from-rabbitllm-1.1.md"
 SECTION = "## Changed since 2.0.0"
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _PLAIN = (bool, int, float, str, bytes, tuple, list, dict, type(None))
@@ -34,7 +35,7 @@ def write(name: str, content: Any) -> None:
 
 
 def excused(text: str) -> frozenset[str]:
-    """The names that MOVING.md, of which this is the text, declares as changed."""
+    """The names that from-rabbitllm-1.1.md, of which this is the text, declares as changed."""
     _, _, section = text.partition(SECTION + "\n")
     rows = (line.split("|")[1] for line in section.partition("\n## ")[0].splitlines() if line.startswith("|"))
     return frozenset(name for row in rows for name in re.findall(r"`([^`]+)`", row))
@@ -65,7 +66,7 @@ def _begins(begin: list[Any], whole: list[Any]) -> bool:
 
 
 def unexcused(golden: Any, found: Any) -> list[str]:
-    """The differences that MOVING.md does not declare, of a name or of what it belongs to."""
+    """The differences that from-rabbitllm-1.1.md does not declare, of a name or of what it belongs to."""
     known = excused(MOVING.read_text(encoding="utf-8"))
     return [
         f"{name} {difference}"
