@@ -5,7 +5,7 @@ So are the examples of each command's help.
 A command is each line of a ```bash block, each line of a ```text block behind a prompt (`$ `, or with the name of a
 host `first$ `), and inline code that begins like one (`STARTS`). Inline code with `…` is the text of a message. Inline
 code of `rabbitllm` that lacks an argument which the command needs (`rabbitllm verify --repair`) names a part of the
-command: that part must exist. Benchmarks run at their smallest size, those that no page names by their docstring.
+command: that part must exist. Benchmarks run at their smallest size, those too that no page names.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ import torch
 import typer
 
 import rabbitllm.demo
-from benchmarks.control_group import can_limit_memory
-from benchmarks.server_process import free_port
+from benchmarks.catalogue import CATALOGUE, GROUPS, module_of
+from benchmarks.lib.control_group import can_limit_memory
+from benchmarks.lib.server_process import free_port
 from rabbitllm.cli.main import app
 from tests.conftest import PROCESSOR_SECONDS
 from tests.support.hub_fixtures import HubEnvironment
@@ -45,7 +46,9 @@ from tests.support.tiny_models import split
 
 ROOT = Path(__file__).parent.parent
 DEMO = Path(rabbitllm.demo.__file__).parent / "model"
-BENCHMARKS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")}
+BENCHMARKS = {
+    name: (ROOT / f"{module_of(name).replace('.', '/')}.py").read_text(encoding="utf-8") for name in CATALOGUE
+}
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for folder, pattern in ((ROOT, "*.md"), *((ROOT / name, "**/*.md") for name in ("docs", "tests", "benchmarks")))
@@ -66,7 +69,7 @@ ELSEWHERE = {
 SUBSTITUTIONS: Sequence[tuple[str, str, str]] = (
     (r"^sudo ", "", "it is for control groups; where none can be made those benchmarks are skipped"),
     (r"^make (?=[\w-]+(?: \w+=\S+)*$)", "make -n -C {root} ", "it runs this very test, or what has its own"),
-    (r"^(python -m benchmarks\.\w+.*)$", r"\1 --smallest", "the figures of a page take minutes to hours"),
+    (r"^(python -m benchmarks (?!list).*)$", r"\1 --smallest", "the figures of a page take minutes to hours"),
     (r"(?<=--model larger=)DIR/model", "my-checkpoint", "the larger model is not in this repository"),
     (r"(tools\.supported_models)$", r"\1 qwen2", "examining all types takes an hour, and writes the table"),
     (r"(tests\.frozen\.make) MODULE$", r"\1 test_public_names --into made", "golden data are not written here"),
@@ -159,13 +162,6 @@ def is_part(shown: Shown) -> bool:
     return operands < arguments or options < len(needed) - arguments
 
 
-def is_child(name: str) -> bool:
-    """Whether a module of benchmarks is started by another one, or is none that is started."""
-    mentions = (f'"benchmarks.{name}"', f'with_name("{name}.py")')
-    others = (text for other, text in BENCHMARKS.items() if other != name)
-    return '__name__ == "__main__"' not in BENCHMARKS[name] or any(one in text for text in others for one in mentions)
-
-
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 ALL = [shown for page, text in PAGES.items() for shown in shown_in(page, text)]
 ALL += [
@@ -174,14 +170,14 @@ ALL += [
 PARTS = {shown.text: shown for shown in ALL if is_part(shown)}
 WHOLE = {shown.text: shown for shown in sorted(ALL, key=lambda one: len(one.output)) if shown.text not in PARTS}
 WHOLE |= {
-    f"python -m benchmarks.{name}": Shown(f"python -m benchmarks.{name}", f"benchmarks/{name}.py")
-    for name in sorted(BENCHMARKS)
-    if not is_child(name) and not any(f"benchmarks.{name}" in text.split() for text in WHOLE)
+    f"python -m benchmarks {name}": Shown(f"python -m benchmarks {name}", "benchmarks/catalogue.py")
+    for name in BENCHMARKS
+    if not any(f"-m benchmarks {name} " in f"{text} " for text in WHOLE)
 }
 STARTED = {
     text: shown for text, shown in WHOLE.items() if not any(re.fullmatch(pattern, text) for pattern in ELSEWHERE)
 }
-OF_BENCHMARKS = sorted(text for text in STARTED if "benchmarks." in text)
+OF_BENCHMARKS = sorted(text for text in STARTED if re.search(r"-m benchmarks (?!list)", text))
 OTHERS = sorted(STARTED.keys() - set(OF_BENCHMARKS))
 
 
@@ -325,11 +321,9 @@ def test_command(text: str, scene: Scene, local_hub: LocalHub, tmp_path: Path) -
 @pytest.mark.parametrize("text", OF_BENCHMARKS, ids=OF_BENCHMARKS)
 def test_benchmark(text: str, scene: Scene, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """The processor time of its processes is said at the end of the test run, and never fails a test."""
-    name = re.findall(r"benchmarks\.(\w+)", text)[0]
-    if "import control_group\n" in BENCHMARKS[name] and not can_limit_memory():
+    name = re.findall(r"-m benchmarks (\S+)", text)[0]
+    if GROUPS in CATALOGUE[name].needs and not can_limit_memory():
         pytest.skip("no control group with a memory limit can be made")
-    if name == "ray_data":
-        pytest.importorskip("ray")
     before = os.times()
     said = started(STARTED[text], scene, tmp_path / "hub")
     after = os.times()
@@ -346,11 +340,12 @@ def test_a_part_of_a_command_exists(text: str) -> None:
     assert {word for word in rest if word.startswith("-")} <= options
 
 
-@pytest.mark.parametrize("name", sorted(name for name in BENCHMARKS if f"-m benchmarks.{name} " in BENCHMARKS[name]))
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if f"-m benchmarks {name} " in BENCHMARKS[name]])
 def test_options_that_a_benchmark_names_exist(name: str) -> None:
     docstring, code = BENCHMARKS[name].split('"""', 2)[1:]
-    taken = set(re.findall(r'"(--[\w-]+)"', code + BENCHMARKS["command_line"]))
-    synopsis = docstring.partition(f"-m benchmarks.{name} ")[2].partition("\n\n")[0]
+    shared = (ROOT / "benchmarks" / "lib" / "command_line.py").read_text(encoding="utf-8")
+    taken = set(re.findall(r'"(--[\w-]+)"', code + shared))
+    synopsis = docstring.partition(f"-m benchmarks {name} ")[2].partition("\n\n")[0]
     assert set(re.findall(r"--[a-z][\w-]+", synopsis)) <= taken
 
 
@@ -365,13 +360,13 @@ def test_what_counts_as_a_command() -> None:
     page = (
         "```bash\nmake demo  # and more\nrabbitllm ls \\\n  .\n```\n\n"
         "```text\nfirst$ rabbitllm show a\na\n$ pip install .\n```\n\n"
-        "`rabbitllm verify --repair`, `rabbitllm ls \\| head`, `sudo python -m\nbenchmarks.moe`, "
+        "`rabbitllm verify --repair`, `rabbitllm ls \\| head`, `sudo python -m\nbenchmarks experts`, "
         "`rabbitllm … fails`, `make`\n"
     )
     found = list(shown_in("page", page))
     assert [one.text for one in found] == [
         *("make demo", "rabbitllm ls .", "rabbitllm show a", "pip install ."),
-        *("rabbitllm verify --repair", "rabbitllm ls | head", "sudo python -m benchmarks.moe"),
+        *("rabbitllm verify --repair", "rabbitllm ls | head", "sudo python -m benchmarks experts"),
     ]
     assert [one.output.strip() for one in found if one.output.strip()] == ["a"]
     assert [one.text for one in found if is_part(one)] == ["rabbitllm verify --repair"]

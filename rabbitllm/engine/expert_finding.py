@@ -3,6 +3,11 @@
 A module's experts can be streamed individually if each of its parameters is made of one stored tensor for each expert,
 or of slices of one stored tensor for all experts, by operations that do not mix experts. All other experts are streamed
 with their layer. Reads no weights.
+
+Families outside transformers' registry of experts kernels are streamed with their layer. Their forwards:
+`longcat_flash` and `step3p7` index (experts, ...) by the experts that are hit; `dbrx` views (experts x rows, ...)
+first; `jetmoe` loops over all experts, also in attention; in `switch_transformers` and `nllb_moe` each expert is a
+module; those of `doge` are rows of embeddings. Llama 4 is in `forwards.py`.
 """
 
 from __future__ import annotations

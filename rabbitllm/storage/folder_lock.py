@@ -5,6 +5,8 @@ after a kill. No lock file is written, so a read-only folder can be locked too a
 valid on one machine: network file systems do not forward locks of directories. This module is independent of splits and
 checkpoints.
 
+A call locks the split directory first and the source second, and never waits for the second: so there is no deadlock.
+
 Without flock there is no lock. Windows has none: it cannot open a directory as a file, and filelock has no shared locks
 there; an exclusive lock for each reader would refuse the second reader.
 """

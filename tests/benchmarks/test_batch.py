@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.batch import (
+from benchmarks.batch.batch import (
     BatchRun,
     Case,
     against_ours,
@@ -17,7 +17,7 @@ from benchmarks.batch import (
     of_the_goal,
     tabulate,
 )
-from benchmarks.worker_batch import prompt
+from benchmarks.lib.worker_batch import prompt
 from tests.benchmarks.test_capped import needs_groups
 
 

@@ -17,22 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import (
-    bars,
-    capped,
-    command_line,
-    decode,
-    peers,
-    predict,
-    report,
-    runners,
-    runs,
-    split,
-    split_experts,
-    steps,
-)
-from benchmarks.checkpoint import SCALES, make_checkpoint, same_tensors, shards
-from benchmarks.measure import (
+from benchmarks.decode import capped, decode, predict
+from benchmarks.lib import bars, command_line, peers, report, runners, runs, steps
+from benchmarks.lib.checkpoint import SCALES, make_checkpoint, same_tensors, shards
+from benchmarks.lib.measure import (
     BLOCK_BYTES,
     DiskWatch,
     Sampler,
@@ -43,7 +31,8 @@ from benchmarks.measure import (
     memory_of,
     spread,
 )
-from benchmarks.work_folder import fresh_folder
+from benchmarks.lib.work_folder import fresh_folder
+from benchmarks.split import split
 from tests.support.builders import build_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks read /proc")
@@ -445,23 +434,6 @@ def test_an_environment_that_pip_cannot_make(tmp_path: Path) -> None:
     unusable = peers.prepare({"one": broken, "other": broken, "mine": peers.THIS}, tmp_path)
     assert set(unusable) == {"one", "other"}
     assert unusable["one"].startswith("cannot be installed: ERROR: ")
-
-
-@pytest.mark.long
-def test_experts_compared_with_a_dense_model_at_tiny_scale(tmp_path: Path) -> None:
-    folders = ["--scale", "tiny", "--work-dir", str(tmp_path / "w"), "--results", str(tmp_path / "r" / "experts")]
-    rows = ["dense-4bit", "experts-4bit"]
-    assert split_experts.main([*folders, "--turns", "2", "--only", *rows]) == 0
-    found = json.loads((tmp_path / "r" / "experts.json").read_text())
-    assert [run["row"] for run in found["runs"]] == [*rows, *reversed(rows)]
-    for run in found["runs"]:
-        kind = run["row"].removesuffix("-4bit")
-        kept = shards(tmp_path / "w" / f"split-experts-tiny-{kind}")  # each turn is given links to them
-        assert run["source_bytes"] == sum(shard.stat().st_size for shard in kept)
-        assert run["source_bytes"] / 4 < run["layer_bytes"] < run["source_bytes"]
-        assert run["seconds"] > 0
-        assert run["core_seconds"] > 0
-    assert any(note.startswith("experts-4bit, seconds a GB x dense-4bit: ") for note in found["notes"])
 
 
 @pytest.mark.long

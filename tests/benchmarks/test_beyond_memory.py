@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.beyond_memory import main
+from benchmarks.batch.beyond_memory import main
 
 
 @pytest.mark.long

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bars, capped, worker
-from benchmarks.capped import Case
-from benchmarks.control_group import ControlGroup, can_limit_memory, control_group
-from benchmarks.decode import DecodeRun
-from benchmarks.measure import drop_cached
+from benchmarks.decode import capped
+from benchmarks.decode.capped import Case
+from benchmarks.decode.decode import DecodeRun
+from benchmarks.lib import bars, worker
+from benchmarks.lib.control_group import ControlGroup, can_limit_memory, control_group
+from benchmarks.lib.measure import drop_cached
 
 MOUNT = Path("/sys/fs/cgroup")
 

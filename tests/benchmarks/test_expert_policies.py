@@ -8,8 +8,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from benchmarks.expert_policies import Clairvoyant, Frequency, Policy, Recency, TwoSpans, groups_of, replay
-from benchmarks.expert_trace import Trace, batched, joined, of_tokens
+from benchmarks.experts.policies import Clairvoyant, Frequency, Policy, Recency, TwoSpans, groups_of, replay
+from benchmarks.experts.trace import Trace, batched, joined, of_tokens
 
 
 def drawn(tokens: int, layers: int, experts: int, count: int, seed: int) -> Trace:

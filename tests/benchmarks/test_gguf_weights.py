@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.gguf_weights import named, types, weights
-from benchmarks.worker_llama_cpp import renamed, write_gguf
+from benchmarks.lib.worker_llama_cpp import renamed, write_gguf
+from benchmarks.quality.gguf_weights import named, types, weights
 
 SMALL = {
     "vocab_size": 320,

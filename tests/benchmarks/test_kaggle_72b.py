@@ -17,14 +17,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from benchmarks import curve, generated, hub_speed, kaggle_72b, rehearsal, spot_check
-from benchmarks.counters import Counters, Sent
-from benchmarks.generated import Content, digests
-from benchmarks.generated_hub import GeneratedHub, files_of, parse_range
-from benchmarks.hub_process import HubProcess
-from benchmarks.models import MODELS
-from benchmarks.published import Checkpoint, Model, checkpoint, max_disk
-from benchmarks.sampler import Sample, SeriesSampler, thinned
+from benchmarks.lib import generated
+from benchmarks.lib.generated import Content, digests
+from benchmarks.lib.published import Checkpoint, Model, checkpoint, max_disk
+from benchmarks.split import curve, hub_speed, rehearsal, spot_check
+from benchmarks.split import kaggle as kaggle_72b
+from benchmarks.split.counters import Counters, Sent
+from benchmarks.split.hub import GeneratedHub, files_of, parse_range
+from benchmarks.split.hub_process import HubProcess
+from benchmarks.split.models import MODELS
+from benchmarks.split.sampler import Sample, SeriesSampler, thinned
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.schemes import is_compressible
 from tests.support.hub_fixtures import HubEnvironment, _forget_connections_and_listings, point_at

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lazy_load import ROWS, STAGES, LazyRun, ratios, same_bits
+from benchmarks.split.lazy_load import ROWS, STAGES, LazyRun, ratios, same_bits
 
 ROOT = Path(__file__).parent.parent.parent
 OWN_ROWS = [row for row in ROWS if row != "torchhacks"]  # which would be fetched
@@ -20,7 +20,18 @@ OWN_ROWS = [row for row in ROWS if row != "torchhacks"]  # which would be fetche
 @pytest.mark.long
 def test_all_read_the_same_and_the_figures_are_written(tmp_path: Path) -> None:
     base = tmp_path / "found" / "lazy_load"
-    command = [sys.executable, "-m", "benchmarks.lazy_load", "--turns", "2", "--scale", "tiny", "--only", *OWN_ROWS]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "split.lazy_load",
+        "--turns",
+        "2",
+        "--scale",
+        "tiny",
+        "--only",
+        *OWN_ROWS,
+    ]
     ran = subprocess.run(
         [*command, "--work-dir", str(tmp_path / "work"), "--results", str(base)],
         cwd=ROOT,

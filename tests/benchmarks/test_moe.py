@@ -9,12 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import moe, moe_report, routing, worker
-from benchmarks.control_group import can_limit_memory
-from benchmarks.expert_trace import Trace, joined, of_tokens, use_of
-from benchmarks.moe_checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
-from benchmarks.moe_report import Case, MoeRun
-from benchmarks.published import ELEMENT_BYTES
+from benchmarks.experts import experts as moe
+from benchmarks.experts import report as moe_report
+from benchmarks.experts import routing
+from benchmarks.experts.checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
+from benchmarks.experts.report import Case, MoeRun
+from benchmarks.experts.trace import Trace, joined, of_tokens, use_of
+from benchmarks.lib import worker
+from benchmarks.lib.control_group import can_limit_memory
+from benchmarks.lib.published import ELEMENT_BYTES
 
 
 @pytest.fixture(scope="module")

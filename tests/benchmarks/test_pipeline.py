@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pipeline
-from benchmarks.pipeline import ALONE, FREE, PipelineRun, row_name
+from benchmarks.scale import pipeline
+from benchmarks.scale.pipeline import ALONE, FREE, PipelineRun, row_name
 from tests.benchmarks.test_capped import needs_groups
 
 

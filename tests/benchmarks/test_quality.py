@@ -10,8 +10,8 @@ import torch
 from bitsandbytes import functional
 
 import rabbitllm.demo
-from benchmarks import quality
-from benchmarks.scatter import Point, draw
+from benchmarks.lib.scatter import Point, draw
+from benchmarks.quality import quality
 from rabbitllm.evaluation.compare import compare
 from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quantizers import measure
+from benchmarks.split.quantizers import measure
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -26,7 +26,7 @@ def test_a_turn_of_each() -> None:
 @pytest.mark.long
 def test_both_give_the_same_bytes_and_the_figures_are_written(tmp_path: Path) -> None:
     base = tmp_path / "found" / "quantizers"
-    command = [sys.executable, "-m", "benchmarks.quantizers", "--turns", "2", "--megabytes", "4"]
+    command = [sys.executable, "-m", "benchmarks", "split.quantizers", "--turns", "2", "--megabytes", "4"]
     ran = subprocess.run(
         [*command, "--results", str(base)],
         cwd=ROOT,

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import scale_model
-from benchmarks.scale_check import SERVED, Check, checks
-from benchmarks.scale_facts import EPYC, HOSTS, KAGGLE, RTX_4090, XEON, Figure
-from benchmarks.scale_pace import Outcome, cache_bytes, of_many, pass_over, spread, streaming
-from benchmarks.scale_shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, cache_of, drawn_for, shape_of
+from benchmarks.scale import scale as scale_model
+from benchmarks.scale.check import SERVED, Check, checks
+from benchmarks.scale.facts import EPYC, HOSTS, KAGGLE, RTX_4090, XEON, Figure
+from benchmarks.scale.pace import Outcome, cache_bytes, of_many, pass_over, spread, streaming
+from benchmarks.scale.shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, cache_of, drawn_for, shape_of
 from rabbitllm.estimate.outline import published
 from rabbitllm.generation.kv_cache import cost_by_cache
 
@@ -145,7 +145,7 @@ def test_what_was_measured_is_within_the_range_that_the_page_says() -> None:
 
 
 def test_what_was_served_is_what_the_page_of_performance_says() -> None:
-    performance = (Path(scale_model.__file__).parent.parent / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
+    performance = (Path(__file__).resolve().parents[2] / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
     (row,) = [line for line in performance.splitlines() if "serve`, quiet (load" in line]
     assert [cell.strip() for cell in row.split("|")[2:4]] == [f"{SERVED[1]:g}", f"{SERVED[16]:g}"]
 

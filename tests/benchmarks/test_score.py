@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import score
-from benchmarks.score import CHOICES, OURS, RESIDENT, ScoreRun, alike, notes_on, of_the_sum, questions_for
+from benchmarks.batch import score
+from benchmarks.batch.score import CHOICES, OURS, RESIDENT, ScoreRun, alike, notes_on, of_the_sum, questions_for
 from tests.benchmarks.test_capped import needs_groups
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import lines, serve, serve_clients
-from benchmarks.latencies import Answer, Level, linearity, percentile
-from benchmarks.serve_report import ServeRun, against_ours, curves, figures, notes_on, of_linear, tabulate
-from benchmarks.serve_rows import SERVERS, Workload, body_of, prepared
-from benchmarks.server_process import asked
+from benchmarks.lib import lines
+from benchmarks.lib.server_process import asked
+from benchmarks.serve import clients as serve_clients
+from benchmarks.serve import serve
+from benchmarks.serve.latencies import Answer, Level, linearity, percentile
+from benchmarks.serve.report import ServeRun, against_ours, curves, figures, notes_on, of_linear, tabulate
+from benchmarks.serve.rows import SERVERS, Workload, body_of, prepared
 from tests.benchmarks.test_capped import needs_groups
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks of shared system prompts and of answers that differ: what they ask, count and compare."""
+"""The benchmark of shared system prompts: what it asks, counts and compares."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import alone_or_together, shared_prompt
-from benchmarks.alone_or_together import TogetherRun, first_difference
-from benchmarks.shared_prompt import ALIKE, APART, LEFT, SharedRun
+from benchmarks.serve import shared_prompt
+from benchmarks.serve.shared_prompt import ALIKE, APART, LEFT, SharedRun
 from tests.benchmarks.test_capped import needs_groups
 
 
@@ -31,26 +30,6 @@ def test_rows_compared_with_the_one_that_shares_nothing() -> None:
     runs = [SharedRun(row, 0, computed_tokens=count) for row, count in ((ALIKE, 50), (LEFT, 10), (APART, 100))]
     assert shared_prompt.compared(runs, lambda run: run.computed_tokens) == {ALIKE: 0.5, LEFT: 0.1}
     assert shared_prompt.compared(runs[:2], lambda run: run.computed_tokens) == {ALIKE: None, LEFT: None}
-
-
-def test_where_two_answers_part() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 9, 3]) == 2
-    assert first_difference([1, 2], [1, 2, 3]) == 3
-    lengths = [len(prompt) for prompt in alone_or_together.prompts(50, range(1000))]
-    assert 8 <= min(lengths) < max(lengths) < 40
-    table = alone_or_together.tabulate([TogetherRun("x", 0, requests=64, differing=16, first_difference=9.0)], 8)
-    assert table.rows[0][1:5] == ("64", "16", "25.0%", "9")
-
-
-@pytest.mark.long
-def test_answers_compared_with_those_alone_at_tiny_scale(tmp_path: Path) -> None:
-    given = ["--scale", "tiny", "--at-once", "3", "8", "--tokens", "6", "--work-dir", str(tmp_path)]
-    assert alone_or_together.main([*given, "--results", str(tmp_path / "r")]) == 0
-    text = (tmp_path / "r.md").read_text()
-    assert all(
-        f"| {name}, float32, {count} | {count} | 0 |" in text for name in ("generated", "trained") for count in (3, 8)
-    )
 
 
 @pytest.mark.long

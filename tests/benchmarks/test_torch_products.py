@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.torch_products import INPUTS, main
+from benchmarks.decode.products import INPUTS, main
 
 
 def test_every_way_is_right_and_the_figures_are_written(tmp_path: Path) -> None:

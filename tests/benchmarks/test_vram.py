@@ -15,10 +15,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import gpu_needed, peers, vram, vram_model, vram_report, worker, worker_gpu
-from benchmarks.control_group import can_limit_memory
-from benchmarks.runners import Runner
-from benchmarks.vram_report import Case, VramRun
+from benchmarks.decode import gpu_needed, vram, vram_model, vram_report
+from benchmarks.decode.vram_report import Case, VramRun
+from benchmarks.lib import peers, worker, worker_gpu
+from benchmarks.lib.control_group import can_limit_memory
+from benchmarks.lib.runners import Runner
 from rabbitllm.engine import devices, load_plan
 from rabbitllm.engine.placement import SLOTS, STAGING
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE

@@ -2,7 +2,7 @@
 
 Facts are compared with the model that is then loaded; times follow from given rates.
 
-How close the times come is for `benchmarks/predict.py` to say.
+How close the times come is for `benchmarks/decode/predict.py` to say.
 """
 
 from __future__ import annotations

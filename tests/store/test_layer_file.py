@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from benchmarks import qwen3_next
+from benchmarks.lib import qwen3_next
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import TensorToWrite, parse_header

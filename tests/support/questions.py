@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.checkpoint import write_tokenizer
+from benchmarks.lib.checkpoint import write_tokenizer
 from tests.support.builders import VOCABULARY_SIZE, build_checkpoint
 
 CONTEXT = 1024

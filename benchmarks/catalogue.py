@@ -1,0 +1,104 @@
+"""The benchmarks: what each measures, needs and takes. `python -m benchmarks list` prints this."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+GROUPS = "control groups (root)"
+"""Memory is limited by control groups. At the smallest size too."""
+PEERS = "peers from PyPI (10 GB of disk)"
+"""Each in a virtual environment of its own, made when first needed. `--only` leaves out what is not wanted."""
+
+
+class Main(Protocol):
+    """The `main` of a benchmark's module."""
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int:
+        """Run with these arguments; return the exit status."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        measures: in a few words.
+        needs: in addition to Linux and this project.
+        takes: disk, and time at the full size.
+    """
+
+    measures: str
+    needs: tuple[str, ...]
+    takes: str
+
+
+CATALOGUE: Mapping[str, Benchmark] = {
+    "split": Benchmark(
+        "seconds to split a checkpoint, compared with cp; peak disk, peak memory", (PEERS,), "10 GB, 30 minutes"
+    ),
+    "split.quantizers": Benchmark("MB/s of the compiled quantizers and of bitsandbytes, one core", (), "2 minutes"),
+    "split.kaggle": Benchmark(
+        "a split of 150 GB within a Kaggle disk, killed five times: disk, memory, time", (), "51 GB, 20 minutes"
+    ),
+    "split.lazy_load": Benchmark("opening a file of weights, and torch's and safetensors' ways", (), "6 GB, 5 minutes"),
+    "decode": Benchmark("seconds a token, load time and memory on the CPU", (PEERS,), "10 GB, 1 hour"),
+    "decode.capped": Benchmark("seconds a token, less memory than the model has", (GROUPS, PEERS), "10 GB, 2 hours"),
+    "decode.predict": Benchmark("`rabbitllm plan`'s seconds a token and the measured ones", (), "10 GB, 30 minutes"),
+    "decode.products": Benchmark("products with 4-bit and 8-bit codes, compared with torch's", (), "2 minutes"),
+    "decode.vram": Benchmark(
+        "seconds a token with less GPU memory than the model has", ("an NVIDIA GPU", PEERS), "14 GB; not run yet"
+    ),
+    "experts": Benchmark(
+        "a mixture of experts with less memory than it has: seconds, bytes and cache hits a token",
+        (GROUPS,),
+        "26 GB, 2 hours",
+    ),
+    "serve": Benchmark(
+        "tokens/s of a server for 1 to 64 clients with less memory than the model has", (GROUPS, PEERS), "10 GB, 1 hour"
+    ),
+    "serve.shared_prompt": Benchmark(
+        "what a system prompt that clients share saves: tokens computed, first token", (GROUPS,), "2 GB, 10 minutes"
+    ),
+    "batch": Benchmark(
+        "tokens/s of many prompts at once with less memory than the model has", (GROUPS, PEERS), "10 GB, 3 hours"
+    ),
+    "batch.score": Benchmark(
+        "seconds to score the choices of many questions, memory limited", (GROUPS, PEERS), "10 GB, 1 hour"
+    ),
+    "batch.beyond_memory": Benchmark(
+        "prompts whose keys and values do not fit in memory: in a file, or waiting", (), "2 GB, 10 minutes"
+    ),
+    "quality": Benchmark(
+        "divergence against bytes: this project's compressions, bitsandbytes, llama.cpp",
+        ("llama.cpp from PyPI, compiled",),
+        "30 minutes",
+    ),
+    "scale": Benchmark("a model of 1 to 1,000 machines, computed from published rates", (), "1 minute"),
+    "scale.pipeline": Benchmark(
+        "seconds a token of a model over several processes of one machine", (GROUPS,), "10 GB, 30 minutes"
+    ),
+}
+"""By name: SUBJECT.NAME, in benchmarks/SUBJECT/NAME.py; SUBJECT alone is SUBJECT.SUBJECT."""
+
+
+def module_of(name: str) -> str:
+    """The module of a benchmark."""
+    subject, _, own = name.partition(".")
+    return f"benchmarks.{subject}.{own or subject}"
+
+
+def main_of(name: str) -> Main:
+    """The function that runs a benchmark."""
+    return cast(Main, importlib.import_module(module_of(name)).main)
+
+
+def listed() -> str:
+    """The catalogue as text."""
+    lines = []
+    for name, one in CATALOGUE.items():
+        lines.append(f"{name:<20} {one.measures}")
+        lines.append(f"{'':<20} needs: {', '.join(one.needs) or 'nothing else'}; takes: {one.takes}")
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""The model that `decode.vram` measures: a Qwen2 of as many layers as a size allows, written without being made.
+
+Layers have the shapes of a model of 7 billion weights. Weights are `generated`'s, normally distributed; norms are one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.lib import qwen2
+from benchmarks.lib.checkpoint import write_tokenizer
+from benchmarks.lib.generated import Content
+from benchmarks.lib.published import Checkpoint, Config, Model, Shard, checkpoint
+
+MAX_GIGABYTES = 25.0
+SHARD_BYTES = 1000**3
+_ONE = 0x3F80
+"""In bfloat16."""
+_SHAPE: Config = {
+    **qwen2.QWEN2_5_72B,
+    "bos_token_id": None,
+    "eos_token_id": None,  # so that a generation always has the wanted length
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "max_window_layers": 0,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": None,
+    "vocab_size": 32000,
+}
+_TINY: Config = {
+    **_SHAPE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+
+
+def model_of(gigabytes: float, *, tiny: bool = False) -> Checkpoint:
+    """The largest model of at most so many GB, of at least one layer.
+
+    Args:
+        gigabytes: 1000**3 bytes, of all shards.
+        tiny: of the shapes that a rehearsal has.
+    """
+    shape = _TINY if tiny else _SHAPE
+    model = Model("", "", {**shape, "num_hidden_layers": 1}, {"do_sample": False}, qwen2.tensors, SHARD_BYTES, 0)
+    one, two = (sum(tensor.nbytes for tensor in qwen2.tensors({**shape, "num_hidden_layers": n})) for n in (1, 2))
+    return checkpoint(model, max(1, 1 + int((gigabytes * 1e9 - one) // (two - one))))
+
+
+def layer_bytes(part: Checkpoint) -> int:
+    """Of the decoder layers alone."""
+    tensors = (placed.tensor for shard in part.shards for placed in shard.tensors)
+    return sum(tensor.nbytes for tensor in tensors if tensor.name.startswith("model.layers."))
+
+
+def write(part: Checkpoint, folder: Path) -> None:
+    """Write a checkpoint into `folder`, unless an earlier run finished it."""
+    stamp = folder.with_name(folder.name + ".json")
+    wanted = json.dumps(part.config, indent=1)
+    if stamp.exists() and stamp.read_text() == wanted and folder.is_dir():
+        return
+    stamp.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    content = Content()
+    for shard in part.shards:
+        _write_shard(folder / shard.name, shard, content)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(part.index(), indent=1))
+    (folder / "config.json").write_text(wanted)
+    (folder / "generation_config.json").write_text(json.dumps(part.model.generation_config))
+    write_tokenizer(folder, part.config["vocab_size"])
+    stamp.write_text(wanted)
+
+
+def _write_shard(path: Path, shard: Shard, content: Content) -> None:
+    with path.open("wb") as file:
+        for piece in content.of_file(shard, 0, shard.size):
+            file.write(piece)
+        for placed in shard.tensors:
+            if placed.tensor.name.endswith("norm.weight"):
+                file.seek(placed.offset)
+                file.write(np.full(placed.tensor.elements, _ONE, np.uint16).tobytes())

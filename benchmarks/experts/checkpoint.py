@@ -1,0 +1,214 @@
+"""A checkpoint of Qwen3-Next's kind whose expert use is like a trained model's, and whose texts it knows by heart.
+
+Most weights are random. What is not: a token of the vocabulary is a place in one of several texts. Its embedding holds
+what it means (`routing.meanings`), which the routers look at, and what tells it from all others, by which the head
+finds the token after it. So greedy generation goes on with the text that the prompt is from, in every program, and
+at 4bit too; after the last token comes the first. What the layers add to the embedding is small; it is the
+context that makes routers choose otherwise than the word alone would.
+
+Written tensor by tensor, so that no more than one of them is in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.experts import routing
+from benchmarks.experts.routing import Floats, Habits
+from benchmarks.lib import published, qwen3_next
+from benchmarks.lib.checkpoint import write_tokenizer
+from benchmarks.lib.generated import SCALE, Content, bfloat16_bits
+from benchmarks.lib.published import Config, Model, Placed, Shard, Tensor
+
+FORMAT = 1
+TEXTS = 16
+"""Of one length. The first half of them has habits like the model that `routing.PUBLISHED` is about, the other half
+more pronounced ones."""
+HABITS: dict[str, Habits] = {"flat": routing.FLAT, "skewed": routing.SKEWED}
+MEANING_SHARE = 0.6
+"""Of an embedding's squared length."""
+HEAD_DIVISOR = 64.0
+"""Of what tells tokens apart, in the head: the right one's logit is then some 6, and all others' about 0."""
+WRITERS = {"linear_attn.out_proj": 0.5, "self_attn.o_proj": 0.5, "down_proj": 2.0, "conv1d": 16.0}
+"""What these matrices have as their standard deviation, in `SCALE`: what they write is added to the embedding."""
+
+
+@dataclass(frozen=True)
+class MoeScale:
+    """What differs from the published config."""
+
+    hidden_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_experts: int
+    num_experts_per_tok: int
+    num_attention_heads: int
+    head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    vocab_size: int
+    shard_bytes: int
+
+    @property
+    def text_tokens(self) -> int:
+        """Of each text."""
+        return self.vocab_size // TEXTS
+
+    @property
+    def experts(self) -> int:
+        """Of all layers."""
+        return self.num_hidden_layers * self.num_experts
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert."""
+        return 3 * self.hidden_size * self.moe_intermediate_size * published.ELEMENT_BYTES
+
+
+SCALES = {
+    "full": MoeScale(1024, 256, 8, 512, 10, 8, 128, 8, 16, 128, 128, 16384, 1000**3),
+    "medium": MoeScale(512, 128, 8, 128, 8, 4, 64, 4, 8, 64, 64, 4096, 100_000_000),
+    "tiny": MoeScale(512, 32, 4, 32, 4, 4, 32, 2, 4, 32, 32, 512, 4_000_000),
+}
+"""By name; "full" has 6.6 GB, "medium" 0.4, "tiny" 16 MB. A token uses 2 % of the full one's experts, as
+of the published model's."""
+
+
+def config_of(scale: MoeScale) -> Config:
+    """Its config.json, without tokens at which generation would end."""
+    chosen = {name: value for name, value in asdict(scale).items() if name != "shard_bytes"}
+    return {
+        **qwen3_next.QWEN3_CODER_NEXT,
+        **chosen,
+        "shared_expert_intermediate_size": scale.moe_intermediate_size,
+        "max_position_embeddings": 32768,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def model_of(scale_name: str) -> Model:
+    """As `published.checkpoint` takes it."""
+    scale = SCALES[scale_name]
+    return Model(
+        f"Qwen3-Next's kind, {scale_name}",
+        f"generated/moe-{scale_name}",
+        config_of(scale),
+        {"do_sample": False},
+        qwen3_next.tensors,
+        shard_bytes=scale.shard_bytes,
+        max_disk=0,
+    )
+
+
+def passage(scale_name: str, habits: str, topic: int, piece: int, tokens: int) -> list[int]:
+    """A piece of the text on a topic, `tokens` long; the next piece begins where this one ends."""
+    scale = SCALES[scale_name]
+    text = list(HABITS).index(habits) * (TEXTS // len(HABITS)) + topic
+    start = piece * tokens % max(1, scale.text_tokens - tokens)
+    return [text * scale.text_tokens + start + at for at in range(tokens)]
+
+
+def make_moe_checkpoint(work: Path, scale_name: str) -> Path:
+    """The checkpoint's folder, made unless an earlier run finished it.
+
+    A file next to the folder, written last, holds what it was made from and the SHA-256 of each shard.
+    """
+    folder, stamp = work / f"checkpoint-{scale_name}-moe", work / f"checkpoint-{scale_name}-moe.json"
+    recipe = json.loads(json.dumps([FORMAT, asdict(SCALES[scale_name]), WRITERS, [asdict(h) for h in HABITS.values()]]))
+    if stamp.exists() and json.loads(stamp.read_text())["recipe"] == recipe:
+        return folder
+    stamp.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model = model_of(scale_name)
+    whole = published.checkpoint(model, 1)
+    (folder / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(model.generation_config) + "\n")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(whole.index(), indent=2) + "\n")
+    write_tokenizer(folder, SCALES[scale_name].vocab_size)
+    weights = _Weights(SCALES[scale_name])
+    digests = {shard.name: _write(folder / shard.name, shard, weights) for shard in whole.shards}
+    stamp.write_text(json.dumps({"recipe": recipe, "sha256": digests}, indent=1) + "\n")
+    return folder
+
+
+def _write(path: Path, shard: Shard, weights: _Weights) -> str:
+    """Write a shard; return its digest."""
+    digest = hashlib.sha256(shard.header)
+    with path.open("wb") as file:
+        file.write(shard.header)
+        position = shard.position
+        for placed in shard.tensors:
+            for piece in weights.of(placed, position):
+                digest.update(piece)
+                file.write(piece)
+            position += placed.tensor.nbytes
+    return digest.hexdigest()
+
+
+class _Weights:
+    """The bytes of every tensor."""
+
+    def __init__(self, scale: MoeScale) -> None:
+        self._scale = scale
+        self._contents = {factor: Content(SCALE * np.float32(factor)) for factor in {1.0, *WRITERS.values()}}
+        self._dimensions = sum(routing.DIMENSIONS.values())
+        self._meanings, self._identities = self._embeddings()
+
+    def of(self, placed: Placed, position: int) -> Iterator[memoryview | bytes]:
+        """Piece by piece; `position` is that among the bytes of all tensors."""
+        tensor = placed.tensor
+        made = self._made(tensor)
+        if made is not None:
+            yield bfloat16_bits(np.ascontiguousarray(made.reshape(tensor.shape), np.float32)).tobytes()
+            return
+        factor = next((factor for part, factor in WRITERS.items() if part in tensor.name), 1.0)
+        yield from self._contents[factor].pieces(position, tensor.nbytes)
+
+    def _made(self, tensor: Tensor) -> npt.NDArray[np.float32] | None:
+        """What is not simply random."""
+        name = tensor.name
+        if name == "model.embed_tokens.weight":
+            return np.concatenate([self._meanings, self._identities], axis=1)
+        if name == "lm_head.weight":  # a token comes after the one before it
+            head = np.zeros((self._scale.vocab_size, self._scale.hidden_size), np.float32)
+            head[:, self._dimensions :] = np.roll(self._identities, 1, axis=0) / HEAD_DIVISOR
+            return head
+        if name.endswith("mlp.gate.weight"):
+            rows = np.zeros(tensor.shape, np.float32)
+            rows[:, : self._dimensions] = routing.router(int(name.split(".")[2]), self._scale.num_experts)
+            rows /= self._lengthened
+            return rows
+        if name.endswith("A_log"):
+            return np.log(np.linspace(1, 16, tensor.elements, dtype=np.float32))
+        if name.endswith(("dt_bias", "linear_attn.norm.weight")):
+            return np.ones(tensor.shape, np.float32)
+        if name.endswith("norm.weight"):  # one is added to these
+            return np.zeros(tensor.shape, np.float32)
+        return None
+
+    def _embeddings(self) -> tuple[Floats, Floats]:
+        """What tokens mean, and what tells them apart; together of a mean square of about one."""
+        scale = self._scale
+        each = TEXTS // len(HABITS)
+        texts = [(habits, text) for habits in HABITS.values() for text in range(each)]
+        meanings = np.concatenate([routing.meanings(habits, text, scale.text_tokens, 0) for habits, text in texts])
+        # every meaning as long as the next, as after a normalisation: a token is not to be louder than another
+        wanted = np.sqrt(MEANING_SHARE * scale.hidden_size)
+        lengths = np.linalg.norm(meanings, axis=1, keepdims=True)
+        self._lengthened = wanted / lengths.mean()
+        rest = scale.hidden_size - self._dimensions
+        spread = np.sqrt((1 - MEANING_SHARE) * scale.hidden_size / rest)
+        identities = np.random.default_rng(5).standard_normal((scale.vocab_size, rest), np.float32) * spread
+        return meanings * self._lengthened, identities

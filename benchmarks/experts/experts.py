@@ -1,0 +1,175 @@
+"""A mixture of experts on the CPU with less memory than it has: seconds and bytes a token, and how good the cache is.
+
+The checkpoint (6.6 GB in bfloat16) routes its texts the way trained models do: "flat" texts as was
+published of a model with 512 experts, "skewed" ones more pronouncedly. Requests take turns among 4 topics, batch 1,
+greedy; the first round warms the cache up, the second one is measured, without its prompts. Every process runs in a
+control group of its own, bounded, once everything is imported, to what it takes then and a share of the size of the
+weights in bfloat16; page cache counts too. Rows of others get two requests and few tokens, and no warm-up, since they
+read all experts for each token.
+
+Hits are counted by the engine; with them stand what the optimum and LRU would have hit with as many slots, replayed
+(`experts/policies.py`) over what the routers chose in that very process.
+
+    sudo python -m benchmarks experts [--turns 3] [--tokens 48] [--shares 25 50] [--only ROW ...] [--scale tiny]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.experts.checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
+from benchmarks.experts.policies import Clairvoyant, Recency, replay
+from benchmarks.experts.report import OURS, Case, MoeRun, bars_of, notes_on, tabulate
+from benchmarks.experts.trace import Trace
+from benchmarks.lib import bars, command_line, report
+from benchmarks.lib.checkpoint import weight_bytes
+from benchmarks.lib.control_group import control_group
+from benchmarks.lib.measure import drop_cached
+from benchmarks.lib.peers import THIS, Cap, run_worker
+from benchmarks.lib.runners import Runner, ensure_layer_files
+from benchmarks.lib.runs import run_cases, unprepared
+
+RUNNERS: Mapping[str, Runner] = {
+    "transformers": Runner(THIS, "transformers", "in memory"),
+    "transformers-disk": Runner(THIS, "transformers", "offloaded"),
+    "rabbitllm-2": Runner(THIS, "rabbitllm", options={"profiling_mode": True}),
+    "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"profiling_mode": True, "compression": "4bit"}),
+}
+UNCAPPED = ("transformers", "rabbitllm-2")
+"""Run without a cap too, with the first habits: what computing alone takes."""
+NEEDED_BYTES = {"full": 26 * 1000**3, "medium": 3 * 1000**3, "tiny": 300 * 1000**2}
+"""Checkpoint, layer files of both kinds, and what transformers writes to offload it."""
+PROMPT_TOKENS = {"full": 16, "medium": 16, "tiny": 6}
+TOPICS = 4
+"""Of which each has a request that warms up, and one that is measured."""
+OTHERS_REQUESTS, OTHERS_TOKENS = 2, 4
+RUN_LIMIT_SECONDS = 600
+LEAST_ROOM_BYTES = 128 << 20
+"""More than the idle process, whatever the share: with less, a model that is only tried out with cannot compute."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every row does."""
+
+    checkpoint: Path
+    weights: int
+    folder: Path
+    scale: str
+    tokens: int
+
+    def requests(self, case: Case) -> tuple[list[list[int]], int]:
+        """Passages, prompt and what is to come; and how many of them only warm up."""
+        length = PROMPT_TOKENS[self.scale] + self.made(case)
+        count = 2 * TOPICS if case.is_ours else OTHERS_REQUESTS
+        found = [passage(self.scale, case.habits, at % TOPICS, at // TOPICS, length) for at in range(count)]
+        return found, TOPICS if case.is_ours else 0
+
+    def made(self, case: Case) -> int:
+        """Tokens of each request."""
+        return self.tokens if case.is_ours else min(self.tokens, OTHERS_TOKENS)
+
+    def prepared(self, runner: str) -> Path:
+        """Where a runner's layer files are."""
+        return self.folder / f"layers-{RUNNERS[runner].options.get('compression', 'none')}"
+
+
+def prepare_files(runner: str, workload: Workload, work: Path) -> None:
+    """The layer files of this project's rows, unless they are there.
+
+    Raises:
+        PeerError: it failed.
+    """
+    place, label = workload.prepared(runner), f"moe-{runner}-files"
+    ensure_layer_files(RUNNERS[runner], workload.checkpoint, place, work, label)
+
+
+def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
+    """Carry out one row of one turn."""
+    chosen, (passages, warm_up) = RUNNERS[case.runner], workload.requests(case)
+    prompt, made = PROMPT_TOKENS[workload.scale], workload.made(case)
+    label = f"moe-{case.runner}-{case.habits}-{case.share}-{run.turn}"
+    trace, offload = workload.folder / f"{label}.npz", workload.folder / "offload"
+    job = {
+        "task": "requests",
+        "package": chosen.package,
+        "loader": chosen.loader,
+        "checkpoint": str(workload.checkpoint),
+        "options": {"layer_shards_saving_path": str(workload.prepared(case.runner)), **chosen.options},
+        "offload_folder": str(offload),
+        "prompts": [one[:prompt] for one in passages],
+        "tokens": made,
+        "warm_up": warm_up,
+        "trace": str(trace),
+    }
+    cold = [workload.checkpoint, workload.folder]
+    try:
+        if case.share is None:
+            outcome = run_worker(THIS, job, work, label, cold, limit_seconds=RUN_LIMIT_SECONDS)
+        else:
+            with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
+                cap = Cap(group, max(workload.weights * case.share // 100, LEAST_ROOM_BYTES))
+                outcome = run_worker(THIS, job, work, label, cold, cap=cap, limit_seconds=RUN_LIMIT_SECONDS)
+    finally:
+        shutil.rmtree(offload, ignore_errors=True)
+    run.take_answer(outcome.answer)
+    run.take_from(outcome)
+    run.follows = run.tokens == [one[prompt:] for one in passages]
+    if run.slots:
+        compare(run, Trace.load(trace), made, warm_up)
+
+
+def compare(run: MoeRun, trace: Trace, tokens: int, warm_up: int) -> None:
+    """What the optimum and LRU would have hit with as many slots, in the steps that the engine's hits are of."""
+    counted = [number % tokens > 0 and number // tokens >= warm_up for number in range(len(trace.ends))]
+    run.optimal_rate = replay(trace, run.slots, Clairvoyant(counted), counted=counted).rate
+    run.recent_rate = replay(trace, run.slots, Recency(), counted=counted).rate
+
+
+def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) -> list[Case]:
+    """This project's rows with all habits, those of others with the first, since they read all experts anyway."""
+    found = [Case(row, habits[0], None) for row in UNCAPPED if row in rows]
+    for share in shares:
+        found += [Case(row, one, share) for row in rows for one in habits[: None if row in OURS else 1]]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; not 0 if a row of this project failed."""
+    parser = command_line.parser(__doc__, 3, list(RUNNERS))
+    parser.add_argument("--tokens", type=int, default=48, help="of each request, at least 2 (default: %(default)s)")
+    parser.add_argument("--shares", type=int, nargs="+", default=[25, 50], help="of the weights, in percent")
+    parser.add_argument("--keep-files", action="store_true", help="layer files are left for the next run, and taken")
+    parser.add_argument("--habits", nargs="+", choices=list(HABITS), default=list(HABITS), help="of the texts")
+    smallest = {"tokens": 3, "shares": [50], "habits": list(HABITS)[:1], "keep_files": False}
+    options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest)
+    command_line.settle(options, "moe", NEEDED_BYTES)
+    command_line.check_tokens(options)
+    work = options.work_dir
+    checkpoint = make_moe_checkpoint(work, options.scale)
+    weights = weight_bytes(checkpoint)
+    workload = Workload(checkpoint, weights, work / f"moe-run-{options.scale}", options.scale, options.tokens)
+    if not options.keep_files:
+        shutil.rmtree(workload.folder, ignore_errors=True)
+    workload.folder.mkdir(exist_ok=True)
+    cases = cases_of(options.only, options.shares, options.habits)
+    try:
+        unusable = unprepared(options.only, {}, "its files", lambda row: prepare_files(row, workload, work))
+        drop_cached(workload.folder)
+        machine = report.describe_machine(work)
+        runs = run_cases(cases, options.turns, MoeRun, lambda run, case: measure(run, case, workload, work), unusable)
+    finally:
+        if not options.keep_files:
+            shutil.rmtree(workload.folder, ignore_errors=True)
+    experts = f"{SCALES[options.scale].num_experts} experts a layer, {weights / 1e9:.2f} GB"
+    title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
+    table = tabulate(runs, cases, options.turns, SCALES[options.scale].experts)
+    report.write(options.results, title, machine, table, notes_on(runs, cases), runs)
+    drawn = bars_of(runs, cases)
+    bars.draw(report.picture(options.results), title, "seconds a token", drawn)
+    ours = {case.name for case in cases if case.is_ours}
+    return int(any(run.error for run in runs if run.row in ours))

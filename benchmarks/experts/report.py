@@ -1,0 +1,191 @@
+"""What is measured of a mixture of experts under a memory cap, and the table, notes and bars that are made of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.lib import bars, report
+from benchmarks.lib.measure import spread
+from benchmarks.lib.runs import Run, failures, good, ratios, versions
+
+OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
+BYTES_GOAL, HITS_GOAL, SPEED_GOAL = 1.1, 0.8, 10.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row: a runner, the habits of the texts it gets, and its cap in percent of the weights, or None."""
+
+    runner: str
+    habits: str
+    share: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.runner}, {self.habits}, {'no cap' if self.share is None else f'{self.share} %'}"
+
+    @property
+    def is_ours(self) -> bool:
+        return self.runner in OURS
+
+
+@dataclass
+class MoeRun(Run):
+    """One row of one turn; seconds and bytes. What is said of steps leaves out first tokens and the warm-up.
+
+    Attributes:
+        load_seconds: until the model can be used; layer files are there already.
+        first_token_seconds: median over the requests.
+        token_seconds: mean of `step_seconds`.
+        step_bytes: read from the disk in each step, as the system counts it.
+        tokens: made, request by request.
+        follows: whether they are those of the texts.
+        hits, missed: experts that a step asked for and that were there, or were not.
+        missed_bytes: of the latter.
+        read_bytes: in those steps, as the profiler counts it.
+        slots: experts that the cache holds.
+        optimal_rate, recent_rate: hit rates of the optimum and of LRU with as many slots.
+        stage_seconds, wall_seconds: the profiler's, of those steps.
+    """
+
+    load_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    token_seconds: float = 0.0
+    step_seconds: Sequence[float] = ()
+    step_bytes: Sequence[int] = ()
+    tokens: Sequence[Sequence[int]] = ()
+    follows: bool = False
+    hits: int = 0
+    missed: int = 0
+    missed_bytes: int = 0
+    read_bytes: int = 0
+    slots: int = 0
+    optimal_rate: float | None = None
+    recent_rate: float | None = None
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    threads: int = 0
+    placed: str = ""
+
+    @property
+    def headline(self) -> float:
+        """Seconds a token."""
+        return self.token_seconds
+
+    @property
+    def hit_rate(self) -> float | None:
+        asked = self.hits + self.missed
+        return self.hits / asked if asked and self.slots else None
+
+
+def of_missed(runs: Sequence[MoeRun], case: Case) -> list[float]:
+    """Bytes that the process read from the disk, over those of the experts it missed."""
+    return [sum(run.step_bytes) / run.missed_bytes for run in good(runs, case.name) if run.missed_bytes]
+
+
+def of_optimum(runs: Sequence[MoeRun], case: Case) -> list[float]:
+    """Hit rates over the optimum's."""
+    found = good(runs, case.name)
+    return [run.hit_rate / run.optimal_rate for run in found if run.hit_rate is not None and run.optimal_rate]
+
+
+HEADINGS = (
+    "row",
+    "ok",
+    "first token s",
+    "s/token",
+    "tokens/s",
+    "x ours",
+    "MB/token from disk",
+    "of missed experts'",
+    "cache, % of experts",
+    "hits %",
+    "LRU's %",
+    "optimum's %",
+    "of optimum",
+    "anon MiB over idle",
+    "text right",
+)
+
+
+def our_case_for(case: Case) -> Case:
+    """The row of this project that a row is compared with, under the same cap."""
+    return Case("rabbitllm-2-4bit" if case.runner == "rabbitllm-2-4bit" else "rabbitllm-2", case.habits, case.share)
+
+
+def tabulate(runs: Sequence[MoeRun], cases: Sequence[Case], turns: int, experts: int) -> report.Table:
+    """A line a row: medians over the turns, and in brackets the extremes; `experts` are those of all layers."""
+
+    def cells(case: Case, found: Sequence[MoeRun]) -> Sequence[str]:
+        cached = [run for run in found if run.hit_rate is not None]
+        return (
+            report.shown(spread(run.first_token_seconds for run in found)),
+            report.shown(spread(run.token_seconds for run in found), 3),
+            report.shown(spread(1 / run.token_seconds for run in found), 1),
+            report.shown(ratios(runs, case.name, our_case_for(case).name), 1),
+            report.shown(spread(statistics.fmean(run.step_bytes) for run in found), 0, 1e6),
+            report.shown(spread(of_missed(runs, case))),
+            report.shown(spread(run.slots / experts for run in cached), 0, 0.01),
+            report.shown(spread(run.hit_rate or 0.0 for run in cached), 1, 0.01),
+            report.shown(spread(run.recent_rate or 0.0 for run in cached), 1, 0.01),
+            report.shown(spread(run.optimal_rate or 0.0 for run in cached), 1, 0.01),
+            report.shown(spread(of_optimum(runs, case))),
+            report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
+            report.verdict([run.follows for run in found]),
+        )
+
+    return report.tabulated(HEADINGS, runs, {case.name: case for case in cases}, turns, cells)
+
+
+def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
+    """What the columns mean, where the time goes, errors, and the goals."""
+    notes = [
+        "s/token: mean over the steps of a turn, first tokens left out. x ours: beside this project's row with the "
+        "same texts under the same cap in the same turn.",
+        "of missed experts': bytes read from the disk over the bytes of the experts that were not in the cache. hits, "
+        "LRU's, optimum's: of the experts that steps asked for; the latter two replayed with as many slots.",
+        "text right: whether what was generated is the text that the prompt is from.",
+        report.MEMORY_NOTE,
+        *versions(runs),
+        *failures(runs),
+        *(line for case in cases for line in _time_of(runs, case)),
+    ]
+    for case in cases:
+        if case.share is None:
+            continue
+        if case.is_ours:
+            missed, optimum = (
+                report.median(spread(of_missed(runs, case))),
+                report.median(spread(of_optimum(runs, case))),
+            )
+            notes.append(report.reach(f"{case.name}, bytes of the missed", missed, BYTES_GOAL, at_most=True))
+            notes.append(report.reach(f"{case.name}, hits of the optimum", optimum, HITS_GOAL, at_most=False))
+        else:
+            compared = ratios(runs, case.name, our_case_for(case).name)
+            notes.append(report.against_ours(case.name, compared, SPEED_GOAL))
+    return notes
+
+
+def _time_of(runs: Sequence[MoeRun], case: Case) -> list[str]:
+    """A line on where the seconds of a step went, as the profiler says, in the median turn."""
+    found = sorted(good(runs, case.name), key=lambda run: run.token_seconds)
+    if not found or not found[len(found) // 2].stage_seconds:
+        return []
+    run = found[len(found) // 2]
+    steps = len(run.step_seconds)
+    stages = sorted(run.stage_seconds.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{stage} {seconds / steps * 1000:.1f}" for stage, seconds in stages)
+    return [f"{case.name}, ms a step ({run.wall_seconds / steps * 1000:.1f} in the pass), threads added up: {told}."]
+
+
+def bars_of(runs: Sequence[MoeRun], cases: Sequence[Case]) -> dict[str, list[bars.Bar]]:
+    """A group a cap, the quickest row first."""
+
+    def row(case: Case) -> tuple[str, bars.Bar]:
+        heading = bars.under_cap(case.share)
+        figures = spread(run.token_seconds for run in good(runs, case.name))
+        return heading, bars.Bar(f"{case.runner}, {case.habits}", figures, case.is_ours)
+
+    return bars.grouped(row(case) for case in cases)

@@ -1,0 +1,138 @@
+"""Weights that are not stored: any range of a checkpoint of any size, from one prepared block, and the shards' digests.
+
+The bytes of all tensors of a checkpoint, one after another, are the block over and over. Its length is no multiple of
+any power of two but 2 (it has a prime number of elements), so that equal places of two tensors, or of two chunks of
+one, hold different bytes: a run that was put into the wrong place shows.
+
+A shard's SHA-256 has to be worked out over all of it, since each shard begins otherwise. That is done once: the digests
+are kept in a file, by everything that they depend on, and the shards that two scales share are hashed for one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.lib.published import ELEMENT_BYTES, Checkpoint, Placed, Shard
+
+BLOCK_ELEMENTS = (1 << 23) - 15
+"""The largest prime below 2**23; 16 MiB, which the processor's caches hold."""
+SEED = 0
+SCALE = np.float32(0.02)
+"""Standard deviation of the weights, the usual `initializer_range`."""
+PIECE_BYTES = 1 << 20
+DIGESTS_FORMAT = 1
+_DRAWN_AT_ONCE = 1 << 20
+_SAID_BYTES = 1000**3
+"""Hashing more is said, since it takes a while."""
+
+
+class Content:
+    """The block, of weights of one standard deviation, and what is made of it."""
+
+    def __init__(self, scale: np.float32 = SCALE) -> None:
+        self.block = _normal_bfloat16(BLOCK_ELEMENTS, scale).data.cast("B").toreadonly()
+
+    @cached_property
+    def mark(self) -> str:
+        """What tells this block from any other."""
+        return hashlib.sha256(self.block).hexdigest()
+
+    def pieces(self, position: int, nbytes: int, most: int = PIECE_BYTES) -> Iterator[memoryview]:
+        """The bytes from `position` among those of all tensors, as views of at most `most` bytes."""
+        while nbytes > 0:
+            at = position % len(self.block)
+            piece = self.block[at : at + min(nbytes, most)]
+            yield piece
+            position, nbytes = position + len(piece), nbytes - len(piece)
+
+    def of_file(self, shard: Shard, start: int, stop: int, most: int = PIECE_BYTES) -> Iterator[memoryview]:
+        """The bytes of a shard from `start` to `stop`."""
+        if start < len(shard.header):
+            yield memoryview(shard.header)[start:stop]
+            start = len(shard.header)
+        yield from self.pieces(shard.position + start - len(shard.header), stop - start, most)
+
+    def of_tensor(self, shard: Shard, placed: Placed, first: int, elements: int) -> bytes:
+        """`elements` elements of a tensor from its `first` one on."""
+        start = placed.offset + first * ELEMENT_BYTES
+        return b"".join(self.of_file(shard, start, start + elements * ELEMENT_BYTES))
+
+
+def _normal_bfloat16(elements: int, scale: np.float32) -> npt.NDArray[np.uint16]:
+    """Bits of normally distributed weights."""
+    random = np.random.default_rng(SEED)
+    made = np.empty(elements, np.uint16)
+    for start in range(0, elements, _DRAWN_AT_ONCE):
+        count = min(_DRAWN_AT_ONCE, elements - start)
+        made[start : start + count] = bfloat16_bits(random.standard_normal(count, np.float32) * scale)
+    return made
+
+
+def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Finite values rounded to the nearest bfloat16, to even at a tie, as bits."""
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+@dataclass(frozen=True)
+class Digests:
+    """SHA-256 of every shard, by name, and what it took.
+
+    Attributes:
+        hashed: bytes that were not known before.
+        seconds: for them.
+        threads: with which.
+    """
+
+    of: dict[str, str]
+    hashed: int
+    seconds: float
+    threads: int
+
+
+def digests(checkpoint: Checkpoint, content: Content, known: Path, threads: int | None = None) -> Digests:
+    """The digests of all shards; those that are not in the file `known` are worked out and put there, one by one."""
+    held: dict[str, str] = {}
+    if known.exists() and (read := json.loads(known.read_text())).get("format") == DIGESTS_FORMAT:
+        held = read["digests"]
+    keys = {shard.name: _key(shard, content) for shard in checkpoint.shards}
+    missing = [shard for shard in checkpoint.shards if keys[shard.name] not in held]
+    nbytes = sum(shard.size for shard in missing)
+    if nbytes > _SAID_BYTES:
+        print(f"Hashing {nbytes / 1e9:.1f} GB in {len(missing)} shards, once …", file=sys.stderr, flush=True)
+    lock, workers = threading.Lock(), threads or len(os.sched_getaffinity(0))
+
+    def work_out(shard: Shard) -> None:
+        digest = hashlib.sha256()
+        for piece in content.of_file(shard, 0, shard.size):
+            digest.update(piece)  # without the interpreter's lock
+        with lock:
+            held[keys[shard.name]] = digest.hexdigest()
+            fresh = known.with_name(known.name + ".new")
+            fresh.write_text(json.dumps({"format": DIGESTS_FORMAT, "digests": held}, indent=1) + "\n")
+            fresh.replace(known)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work_out, missing))
+    seconds = time.perf_counter() - start
+    return Digests({name: held[key] for name, key in keys.items()}, nbytes, seconds, workers)
+
+
+def _key(shard: Shard, content: Content) -> str:
+    """Everything that a shard's bytes depend on, in short."""
+    place = f"{content.mark} {shard.position % len(content.block)} {shard.size}\n"
+    return hashlib.sha256(place.encode() + shard.header).hexdigest()

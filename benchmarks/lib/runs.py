@@ -1,0 +1,177 @@
+"""Rows run in turns, and what is compared within a turn."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from benchmarks.lib.measure import Spread, spread
+from benchmarks.lib.peers import Outcome, PeerError
+
+
+@dataclass
+class Run:
+    """One row of one turn, as measured; memory in bytes.
+
+    Attributes:
+        error: why there are no figures.
+        anonymous_idle: of the process with everything imported, before the job.
+        anonymous_peak, file_peak: during the job.
+        load_average: of the last minute, at the start.
+        versions: of the packages it ran with.
+    """
+
+    row: str
+    turn: int
+    error: str | None = None
+    anonymous_idle: int = 0
+    anonymous_peak: int = 0
+    file_peak: int = 0
+    load_average: float = 0.0
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def anonymous_added(self) -> int:
+        """By the job, at its peak."""
+        return self.anonymous_peak - self.anonymous_idle
+
+    @property
+    def headline(self) -> float:
+        """The seconds that matter most."""
+        raise NotImplementedError
+
+    def take_answer(self, answer: Mapping[str, Any]) -> None:
+        """Take what a process said of itself, by the names that figures have here."""
+        for name, value in answer.items():
+            setattr(self, name, value)
+
+    def take_from(self, outcome: Outcome) -> None:
+        """Note what was sampled from outside."""
+        sampler = outcome.sampler
+        self.anonymous_idle, self.anonymous_peak = sampler.anonymous_idle, sampler.anonymous_peak
+        self.file_peak, self.versions = sampler.file_peak, outcome.versions
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+def in_turns(rows: Sequence[str], turns: int) -> Iterator[tuple[int, str]]:
+    """Every row once a turn; each turn begins one row later, so that no row always has the same place."""
+    for turn in range(turns):
+        first = turn % len(rows)
+        for row in (*rows[first:], *rows[:first]):
+            yield turn, row
+
+
+def unprepared(
+    rows: Sequence[str], unusable: Mapping[str, str], what: str, prepare: Callable[[str], None]
+) -> dict[str, str]:
+    """Make ready what each row needs before it is measured; return the rows that have not got it, and why.
+
+    Args:
+        rows: their names.
+        unusable: rows that are not tried, and why; they are in what is returned.
+        what: for the reason.
+        prepare: may raise a `PeerError`.
+    """
+    found = dict(unusable)
+    for row in rows:
+        if row not in found:
+            try:
+                prepare(row)
+            except PeerError as error:
+                found[row] = f"{what}: {error}"
+    return found
+
+
+class Case(Protocol):
+    """One of several rows of the same runner."""
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+
+    @property
+    def runner(self) -> str:
+        """Its name."""
+
+
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+def run_cases(
+    cases: Sequence[AnyCase],
+    turns: int,
+    make: Callable[[str, int], AnyRun],
+    measure: Callable[[AnyRun, AnyCase], None],
+    unusable: Mapping[str, str],
+) -> list[AnyRun]:
+    """`run_all` for rows that are more than a name; `unusable` is by their runners."""
+    named = {case.name: case for case in cases}
+    without = {case.name: unusable[case.runner] for case in cases if case.runner in unusable}
+    return run_all(list(named), turns, make, lambda run: measure(run, named[run.row]), without)
+
+
+def run_all(
+    rows: Sequence[str],
+    turns: int,
+    make: Callable[[str, int], AnyRun],
+    measure: Callable[[AnyRun], None],
+    unusable: Mapping[str, str],
+) -> list[AnyRun]:
+    """Run every row in every turn, saying how far it is.
+
+    Args:
+        rows: their names.
+        turns: how many.
+        make: a run without figures, of a row and a turn.
+        measure: fills it in; a `PeerError` becomes its error.
+        unusable: rows that are not tried, and why.
+    """
+    runs = []
+    for turn, row in in_turns(rows, turns):
+        run = make(row, turn)
+        run.load_average, run.error = round(os.getloadavg()[0], 2), unusable.get(row)
+        if run.error is None:
+            try:
+                measure(run)
+            except PeerError as error:
+                run.error = str(error)
+        print(f"turn {turn + 1}/{turns} {row}: {run.error or f'{run.headline:.3f} s'}", file=sys.stderr, flush=True)
+        runs.append(run)
+    return runs
+
+
+def good(runs: Sequence[AnyRun], row: str) -> list[AnyRun]:
+    """The runs of a row that have figures."""
+    return [run for run in runs if run.row == row and run.error is None]
+
+
+def ratios(runs: Sequence[AnyRun], row: str, to: str) -> Spread | None:
+    """The headline of a row divided by that of another in the same turn."""
+    others = {run.turn: run.headline for run in good(runs, to)}
+    return spread(run.headline / others[run.turn] for run in good(runs, row) if run.turn in others)
+
+
+def equal_in_turn(runs: Sequence[AnyRun], row: str, to: str, of: Callable[[AnyRun], object]) -> list[bool]:
+    """Whether a row made the same as another, for every turn in which both ran."""
+    expected = {run.turn: of(run) for run in good(runs, to)}
+    return [of(run) == expected[run.turn] for run in good(runs, row) if run.turn in expected]
+
+
+def failures(runs: Sequence[Run]) -> list[str]:
+    """A line for every error of every row."""
+    return sorted({f"{run.row} failed: {run.error}" for run in runs if run.error is not None})
+
+
+def versions(runs: Sequence[Run]) -> list[str]:
+    """A line for each set of versions that rows ran with."""
+    rows: dict[str, list[str]] = {}
+    for run in runs:
+        if run.versions:
+            line = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+            rows.setdefault(line, []).append(run.row)
+    return [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in rows.items()]

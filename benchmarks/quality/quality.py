@@ -1,0 +1,319 @@
+"""Loss against bytes: formats of RabbitLLM, of bitsandbytes through transformers, and of llama.cpp, on the same models.
+
+Each row is the same text, predicted by the model as the format leaves its weights, in float32: the mean divergence of
+its next-token distributions from those of the checkpoint (docs/QUALITY.md), and the bytes of all weights as stored. So
+only weights are compared: bitsandbytes' LLM.int8 rounds what comes in too, which is in its row; llama.cpp's kernels
+also do, which is not. What its own program makes of the same file is said below the table.
+
+    python -m benchmarks quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--work DIR] [--results FILE]
+
+Without a --model it takes the bundled one. A text is a file; by default the held-out problems, and for a model that is
+called `larger` prose that it was not trained on. RabbitLLM's rows go through the engine, others through transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rabbitllm.demo
+from benchmarks.lib import command_line, report
+from benchmarks.lib.peers import PeerError
+from benchmarks.lib.scatter import Point, draw
+from benchmarks.lib.work_folder import fresh_folder
+from benchmarks.quality.gguf_weights import types, weights
+from benchmarks.quality.llama_logits import next_tokens
+from benchmarks.quality.llama_quantize import PLAIN, PRESETS, plain_file, quantized, tool
+from rabbitllm import AutoModel
+from rabbitllm.demo.tasks import held_out
+from rabbitllm.errors import RabbitLLMError
+from rabbitllm.evaluation.compare import Summary, at_positions, compare, summary_of
+from rabbitllm.evaluation.quality import answers_of, number, text_of, windows
+from rabbitllm.generation.scoring import ScoredText
+from tools.demo_prose import held_out_prose
+
+WINDOW, TOKENS, PROBLEMS = 128, 4096, 400
+ASKED = 32
+"""Texts, in the middle of which llama.cpp's own program says what comes next."""
+AUTO, OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM auto", "RabbitLLM", "bitsandbytes", "llama.cpp"
+COMPRESSED = ("8bit", "4bit", "4bit-double")
+BUDGETS = (0.27, 0.285, 0.31, 0.35, 0.4, 0.45, 0.5, 0.53)
+"""Of `auto`: shares of the checkpoint's bytes."""
+_RESULTS = command_line.RESULTS / "quality"
+_WORK = command_line.WORK / "quality"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format of one model.
+
+    Attributes:
+        model: its name.
+        maker: of the format.
+        name: of the format.
+        nbytes: of all weights.
+        summary: against the checkpoint.
+        note: what else is to be said of it.
+    """
+
+    model: str
+    maker: str
+    name: str
+    nbytes: int
+    summary: Summary
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured: bundled problems, or tokens of prose, and the budgets of `auto`."""
+
+    problems: int = PROBLEMS
+    tokens: int = TOKENS
+    budgets: Sequence[float] = BUDGETS
+
+
+WHOLE = Extent()
+
+
+class Subject:
+    """A model to be measured, and the text.
+
+    Args:
+        name: for the table.
+        folder: of the checkpoint.
+        text: a file; None for what goes with the model.
+        extent: of the measurement.
+    """
+
+    def __init__(self, name: str, folder: Path, text: Path | None, extent: Extent = WHOLE) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.name, self.folder, self.extent = name, folder, extent
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.texts: list[ScoredText] = (
+            answers_of(tokenizer, held_out(extent.problems))
+            if text is None and name != "larger"
+            else windows(
+                tokenizer, text_of(text) if text is not None else held_out_prose(), window=WINDOW, tokens=extent.tokens
+            )
+        )
+        self.targets = [torch.tensor(text.continuation) for text in self.texts]
+        self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.weights = {name: p.detach().clone() for name, p in self.plain.named_parameters()}
+        self.logits = list(self._logits(self.plain))
+        self.nbytes = sum(2 * weight.numel() for weight in self.weights.values())
+
+    @torch.inference_mode()
+    def _logits(self, model: Any) -> Iterator[torch.Tensor]:
+        """Of the positions of each text."""
+        for text in self.texts:
+            ids = torch.tensor([[*text.context, *text.continuation[:-1]]])
+            yield model(input_ids=ids, use_cache=False).logits[0, len(text.context) - 1 :]
+
+    def summary(self, model: Any) -> Summary:
+        """Of a model of transformers."""
+        found = zip(self.logits, self._logits(model), self.targets, strict=True)
+        return summary_of([at_positions(true, other, targets) for true, other, targets in found])
+
+    def middles(self) -> list[tuple[list[int], int]]:
+        """What is read until the middle of some texts, and the token that follows there."""
+        cut = [(text, len(text.continuation) // 2) for text in self.texts[:ASKED]]
+        return [([*text.context, *text.continuation[:at]], text.continuation[at]) for text, at in cut]
+
+    @torch.inference_mode()
+    def at_middles(self, model: Any) -> torch.Tensor:
+        """Logits there."""
+        read = [torch.tensor([ids]) for ids, _ in self.middles()]
+        return torch.stack([model(input_ids=ids, use_cache=False).logits[0, -1] for ids in read])
+
+    @contextmanager
+    def with_weights(self, values: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+        """The model with other weights, for a while.
+
+        Raises:
+            ValueError: others than it has.
+        """
+        if {name: value.shape for name, value in values.items()} != {n: w.shape for n, w in self.weights.items()}:
+            raise ValueError(f"these are not the weights of {self.name}")
+        try:
+            for name, parameter in self.plain.named_parameters():
+                parameter.data = values[name]
+            yield self.plain
+        finally:
+            for name, parameter in self.plain.named_parameters():
+                parameter.data = self.weights[name]
+
+
+def ours(subject: Subject, work: Path) -> Iterator[Row]:
+    """Every compression there is, and `auto` at several budgets."""
+    reference = AutoModel.from_pretrained(subject.folder, device="cpu", dtype="float32", split=False)
+    wishes: list[tuple[str, str, dict[str, Any]]] = [(OURS, name, {"compression": name}) for name in COMPRESSED]
+    for share in subject.extent.budgets:
+        wishes.append((AUTO, f"{share:.1%}", {"compression": "auto", "max_disk": int(subject.nbytes * share)}))
+    yield Row(subject.name, OURS, "none", subject.nbytes, compare(reference, reference, subject.texts))
+    for maker, name, wish in wishes:
+        try:
+            with fresh_folder(work / "split") as folder:
+                source = folder / "model"  # a copy, so that nothing is written next to the checkpoint
+                shutil.copytree(subject.folder, source, ignore=shutil.ignore_patterns("splitted_model*"))
+                model = AutoModel.from_pretrained(
+                    source,
+                    device="cpu",
+                    dtype="float32",
+                    layer_shards_saving_path=folder / "out",
+                    show_layer_progress=False,
+                    **wish,
+                )
+                nbytes = sum(placed.stored for placed in model.placement.units)
+                yield Row(subject.name, maker, name, nbytes, compare(model, reference, subject.texts))
+                del model
+        except RabbitLLMError as error:
+            print(f"{maker} {name} is left out: {error.problem}", file=sys.stderr)
+
+
+def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
+    """As transformers loads them, with everything but embedding and head quantized, which is its default."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    wishes: Mapping[str, dict[str, Any]] = {
+        "NF4": nf4,
+        "NF4, double": {**nf4, "bnb_4bit_use_double_quant": True},
+        "LLM.int8": {"load_in_8bit": True},
+    }
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says for each product that inputs are rounded
+    for name, wish in wishes.items():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                subject.folder, dtype=torch.float32, device_map="cpu", quantization_config=BitsAndBytesConfig(**wish)
+            ).eval()
+            nbytes = sum(map(_stored, model.parameters()))
+            yield Row(subject.name, BITSANDBYTES, name, nbytes, subject.summary(model))
+        except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+            print(f"{BITSANDBYTES} {name} is left out: {error}", file=sys.stderr)
+
+
+def _stored(parameter: Any) -> int:
+    """Bytes of a parameter of transformers with bitsandbytes: what is not quantized as bfloat16."""
+    if (state := getattr(parameter, "quant_state", None)) is not None:
+        nbytes = parameter.numel() * parameter.element_size() + _bytes(state.absmax, state.code)
+        return nbytes + (_bytes(state.state2.absmax, state.state2.code, state.offset) if state.nested else 0)
+    if parameter.dtype is torch.int8:
+        return parameter.numel() + 4 * len(parameter)  # a float32 for each row
+    return 2 * int(parameter.numel())
+
+
+def _bytes(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
+    """What its tool makes of its file of the checkpoint, which is the first row; norms are float32 in both."""
+    try:
+        program = tool(work.parent)
+        with fresh_folder(work / "gguf") as folder:
+            plain = plain_file(subject.folder, folder / f"{PLAIN}.gguf")
+            for preset in (PLAIN, *PRESETS):
+                path = plain if preset == PLAIN else quantized(program, plain, folder / f"{preset}.gguf", preset)
+                found = list(weights(path))
+                with subject.with_weights({one.name: torch.tensor(one.values) for one in found}) as model:
+                    summary, expected = subject.summary(model), subject.at_middles(model)
+                said = next_tokens(path, [ids for ids, _ in subject.middles()], expected.shape[1], work.parent)
+                targets = torch.tensor([token for _, token in subject.middles()])
+                own = summary_of([at_positions(expected, said, targets)])
+                note = (
+                    f"{types(found)}. llama.cpp itself is "
+                    f"{number(own.divergence.mean)} ± {number(own.divergence.error)} "
+                    f"from these weights in float32 at {own.positions} positions, and finds the same token most likely "
+                    f"at {round(own.agreement * own.positions)}."
+                )
+                nbytes = sum(one.nbytes for one in found)
+                yield Row(subject.name, LLAMA_CPP, preset, nbytes, summary, note)
+    except PeerError as error:
+        print(f"{LLAMA_CPP} is left out: {error}", file=sys.stderr)
+
+
+def table(rows: Sequence[Row], subject: Subject) -> report.Table:
+    """Of one model, the smallest first."""
+    shown = []
+    elements = sum(weight.numel() for weight in subject.weights.values())
+    for row in sorted(rows, key=lambda row: row.nbytes):
+        divergence = row.summary.divergence
+        shown.append(
+            (
+                f"{row.maker} {row.name}",
+                f"{row.nbytes / 1e6:.3f}",
+                f"{8 * row.nbytes / elements:.2f}",
+                f"{number(divergence.mean)} ± {number(divergence.error)}",
+                number(divergence.percentile),
+                f"{row.summary.perplexity:.4f}",
+                f"{row.summary.agreement:.2%}",
+            )
+        )
+    return report.Table(("format", "MB", "bits a weight", "divergence", "99 in 100 below", "perplexity", "same"), shown)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER", help="what to measure")
+    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="on which text")
+    parser.add_argument("--work", type=Path, default=_WORK, help="for files that are gone afterwards")
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="file to write, without suffix")
+    options = command_line.parsed(parser, arguments)
+    extent = Extent(4, 2 * WINDOW, BUDGETS[3:4]) if options.smallest else WHOLE
+    if options.smallest:
+        print(f"{LLAMA_CPP} is left out: it would have to be built first.")
+    bundled = f"bundled={Path(rabbitllm.demo.__file__).parent / 'model'}"
+    folders = dict(one.split("=", 1) for one in options.model or [bundled])
+    texts = dict(one.split("=", 1) for one in options.text)
+    options.work.mkdir(parents=True, exist_ok=True)
+    every, pages = [], []
+    for name, folder in folders.items():
+        subject = Subject(name, Path(folder), Path(texts[name]) if name in texts else None, extent)
+        rows: list[Row] = []
+        for row in (
+            *ours(subject, options.work),
+            *of_bitsandbytes(subject),
+            *(() if options.smallest else of_llama_cpp(subject, options.work)),
+        ):
+            rows.append(row)
+        found = table(rows, subject)
+        positions = rows[0].summary.positions
+        title = f"{name}: {sum(w.numel() for w in subject.weights.values()) / 1e6:.1f} million weights"
+        print(f"\n{title}, {positions:,} positions, perplexity {rows[0].summary.reference_perplexity:.4f}\n")
+        print(found.text())
+        notes = [f"{row.maker} {row.name}: {row.note}" for row in rows if row.note]
+        print("\n" + "\n".join(notes))
+        listed = "".join(f"* {note}\n" for note in notes)
+        pages.append(f"## {title}\n\n{positions:,} positions.\n\n{found.markdown()}\n\n{listed}")
+        every += rows
+        draw(
+            options.results.with_name(f"{options.results.name}-{name}.svg"),
+            title,
+            "MB of weights as stored",
+            "mean divergence from the checkpoint, nats a token",
+            [
+                Point(row.name, row.maker, row.nbytes / 1e6, row.summary.divergence.mean)
+                for row in sorted(rows, key=lambda row: row.maker != AUTO)
+                if row.summary.divergence.mean > 0
+            ],
+            joined=AUTO,
+        )
+    machine = report.describe_machine(options.results.parent)
+    machine.pop("copied_with", None)
+    record = {"machine": machine, "rows": [asdict(row) for row in every]}
+    options.results.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    options.results.with_suffix(".md").write_text("# Loss against bytes\n\n" + "\n".join(pages), encoding="utf-8")
+    return 0

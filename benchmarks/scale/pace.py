@@ -1,0 +1,211 @@
+"""How long a pass takes on a machine of which only rates are known, and what bounds it. Pure: sizes and rates in.
+
+    a unit computes      the longer of reading its weights and the sequences' keys and values, and of its operations,
+                         and what Python takes for a layer
+    meanwhile            the next one that does not stay comes: the longer of the disk and of the link
+    experts              come when they are asked for, so nothing hides them; which are asked for, as if all were used
+                         alike
+    weights of 4 or 8 bits on a GPU are made into 16 bits for each use, but for a single row
+
+Several layers follow each other as `planning.pace` has it. Of activations nothing is reckoned, nor attention's own
+operations, nor that two GPUs of a machine could compute at once: one is in turn after the other, as the engine does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.scale.facts import Host
+from benchmarks.scale.shape import TWO_BYTES, Drawn, Shape, Unit, fits_disk
+from rabbitllm.estimate.cost_model import RoutedWork, UnitTime, pass_seconds
+
+PROMPT, ANSWER = 512, 32
+"""Tokens of each sequence: what is asked, and what is made."""
+MAX_SEQUENCES = 4096
+DISK, LINK, MEMORY, COMPUTE, PYTHON, NETWORK = "disk", "link", "memory", "compute", "Python", "network"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass: of all, and of each thing by itself."""
+
+    seconds: float
+    parts: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A batch on one machine, or on a group of them.
+
+    Attributes:
+        hosts: machines that it takes.
+        sequences: in the batch, on all of them.
+        prompt, step: a pass over the prompts, and one that makes a token of each sequence.
+        tokens_a_second: of the answers, prompts included in the time.
+    """
+
+    hosts: int
+    sequences: int
+    prompt: Pass
+    step: Pass
+    tokens_a_second: float
+
+    @property
+    def waited(self) -> float:
+        """The share of the time in which a micro-batch is on its way between machines."""
+        sent = self.prompt.parts.get(NETWORK, 0.0) + (ANSWER - 1) * self.step.parts.get(NETWORK, 0.0)
+        return sent / (self.prompt.seconds + (ANSWER - 1) * self.step.seconds)
+
+    @property
+    def bound(self) -> str:
+        """Of the part that takes most of the time."""
+        return (self.prompt if self.prompt.seconds > (ANSWER - 1) * self.step.seconds else self.step).bound
+
+
+def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, each: int, context: int) -> Pass:
+    """One pass.
+
+    Args:
+        units: the model where it was placed.
+        shape: the model.
+        host: the machine.
+        sequences: at once.
+        each: tokens of each that go through.
+        context: tokens of each whose keys and values are read.
+    """
+    rows = sequences * each
+    parts = dict.fromkeys((DISK, LINK, MEMORY, COMPUTE, PYTHON), 0.0)
+    cached = sequences * shape.cache.bytes_for(context) / shape.layers
+    steps = []
+    for unit in units:
+        routed = [_asked_for(module, shape, rows) for module in unit.experts]
+        memory = _reading(unit.stored, unit.made, shape, host, rows)
+        memory += sum(_reading(of.stored, of.made, shape, host, rows) for of in routed)
+        memory += cached / host.memory.value if unit.is_layer else 0.0
+        compute = (unit.made + sum(of.used for of in routed)) * rows / host.flops.value
+        python = (host.routed_layer if routed else host.layer).value if unit.is_layer else 0.0
+        ahead = unit.read / host.disk.value, _over(unit.copied, host)
+        asked = sum(of.read for of in routed) / host.disk.value, _over(sum(of.copied for of in routed), host)
+        steps.append(UnitTime(unit.device, max(memory, compute) + python + max(asked), max(ahead)))
+        found = {DISK: ahead[0] + asked[0], LINK: ahead[1] + asked[1], MEMORY: memory, COMPUTE: compute, PYTHON: python}
+        parts = {name: seconds + found[name] for name, seconds in parts.items()}
+    return Pass(pass_seconds(steps, host.strain), parts)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Of the experts of one module what some rows need; bytes. `used`: of all rows together, a row at a time."""
+
+    stored: float
+    made: float
+    used: float
+    read: float
+    copied: float
+
+
+def _asked_for(module: RoutedWork, shape: Shape, rows: int) -> _Asked:
+    touched = module.touched_bytes(rows)
+    one = 3 * TWO_BYTES * shape.config["hidden_size"] * shape.config["moe_intermediate_size"]
+    copied = 0.0 if module.is_host else (1 - module.on_device) * touched
+    return _Asked(touched, touched / module.expert_bytes * one, module.used * one, module.missed * touched, copied)
+
+
+def _reading(stored: float, made: float, shape: Shape, host: Host, rows: int) -> float:
+    """Seconds in which what computes reads its weights."""
+    if shape.compression is None:
+        return made / host.memory.value
+    if host.codes is not None:
+        return stored / host.codes.value
+    return (stored if rows == 1 else stored + 2 * made) / host.memory.value
+
+
+def _over(nbytes: float, host: Host) -> float:
+    return nbytes / host.link.value if host.link is not None else 0.0
+
+
+def cache_bytes(shape: Shape, sequences: int) -> int:
+    """What keys, values and states take at the end of the answers."""
+    return sequences * shape.cache.bytes_for(PROMPT + ANSWER)
+
+
+def streaming(host: Host, drawn: Drawn, sequences: int) -> Outcome | None:
+    """A batch on one machine, which keeps what fits and streams the rest; None where it cannot: there is no room for
+    keys and values with two buffers, or none on the disk for the layer files."""
+    devices = max(host.gpus, 1)
+    room = int(host.room.value) - cache_bytes(drawn.shape, sequences) // devices
+    if room < drawn.buffers or not fits_disk(drawn.shape, host):
+        return None
+    units = drawn.units(room, host.gpus, int(host.host.value))
+    prompt = pass_over(units, drawn.shape, host, sequences, PROMPT, PROMPT)
+    step = pass_over(units, drawn.shape, host, sequences, 1, PROMPT + ANSWER)
+    return Outcome(1, sequences, prompt, step, _rate(sequences, prompt, step))
+
+
+def spread(host: Host, drawn: Drawn, sequences: int) -> Outcome | None:
+    """Layers over the fewest machines on which all of them stay, with micro-batches of so many sequences, one for each
+    GPU, that go around; None where not even one layer fits with its share of keys and values.
+
+    What a micro-batch takes between machines is waited for.
+    """
+    shape = drawn.shape
+    room = host.room.value - cache_bytes(shape, sequences)
+    largest = drawn.buffers / 2
+    if room < largest:
+        return None
+    stages = math.ceil(shape.output_bytes / (room // largest * largest) / host.gpus) * host.gpus
+    if stages > shape.layers:
+        return None
+    hosts = stages // host.gpus
+    units = drawn.units(1 << 50, 1, 0)
+    prompt, step = (
+        _around(pass_over(units, shape, host, sequences, each, PROMPT + ANSWER), shape, host, hosts, sequences * each)
+        for each in (PROMPT, 1)
+    )
+    return Outcome(hosts, stages * sequences, prompt, step, _rate(stages * sequences, prompt, step))
+
+
+def _around(alone: Pass, shape: Shape, host: Host, hosts: int, rows: int) -> Pass:
+    """A micro-batch goes once around: through all layers, and from each machine to the next."""
+    sent = 0.0
+    if hosts > 1:
+        sent = hosts * (rows * shape.hidden_bytes / host.network.value + host.latency.value)
+    return Pass(alone.seconds + sent, {**alone.parts, NETWORK: sent})
+
+
+def _rate(sequences: int, prompt: Pass, step: Pass) -> float:
+    return sequences * ANSWER / (prompt.seconds + (ANSWER - 1) * step.seconds)
+
+
+def batches(host: Host, drawn: Drawn) -> Iterator[Outcome]:
+    """What one machine does with 1, 2, 4 … sequences, as many as it has room for."""
+    return _while_there_is_room(lambda sequences: streaming(host, drawn, sequences))
+
+
+def groups(host: Host, drawn: Drawn) -> Iterator[Outcome]:
+    """The same of machines over which the layers lie, with micro-batches of 1, 2, 4 … sequences."""
+    return _while_there_is_room(lambda sequences: spread(host, drawn, sequences))
+
+
+def _while_there_is_room(outcome: Callable[[int], Outcome | None]) -> Iterator[Outcome]:
+    for power in range(int(math.log2(MAX_SEQUENCES)) + 1):
+        found = outcome(1 << power)
+        if found is None:
+            return
+        yield found
+
+
+def of_many(found: Outcome, hosts: int) -> float:
+    """Tokens a second of so many machines, in groups that know nothing of each other."""
+    return hosts // found.hosts * found.tokens_a_second
+
+
+def dollars(host: Host, found: Outcome) -> float:
+    """For a million tokens."""
+    return host.hourly.value * found.hosts / 3600 / found.tokens_a_second * 1e6

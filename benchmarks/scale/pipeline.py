@@ -1,0 +1,204 @@
+"""A model over several processes, each too small for it, compared with one process as small that streams.
+
+Every process runs in a control group of its own, which is bounded, once everything is imported, to what it takes then
+and a share of the size of the weights. A Llama of 1.43 GB in bfloat16, a prompt of 16 tokens, then greedy tokens,
+batch 1, in turns; files are not in the page cache at the start. Seconds a token are the median of the steps after the
+first token. All processes are on one machine, and talk over its loopback: what a network adds is not in here. Tokens
+are compared with those of one process without a cap.
+
+    sudo python -m benchmarks scale.pipeline [--turns 3] [--tokens 24] [--shares 80 55] [--only ROW ...] [--scale tiny]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.decode.capped import LEAST_ROOM_BYTES, LLAMA
+from benchmarks.lib import bars, command_line, report
+from benchmarks.lib.checkpoint import make_checkpoint, weight_bytes
+from benchmarks.lib.control_group import control_group
+from benchmarks.lib.idle_process import Cap, idle_process
+from benchmarks.lib.measure import Sampler, spread
+from benchmarks.lib.peers import THIS, Outcome, make_layer_files, variables
+from benchmarks.lib.runs import failures, good, ratios, run_all, versions
+from benchmarks.lib.steps import StepsRun, prompt_for, tokens_equal
+from benchmarks.lib.work_folder import fresh_folder
+
+PROCESSES = {"1 process": 1, "2 processes": 2, "3 processes": 3}
+ALONE, FREE = "1 process", "1 process, no cap"
+CHILD = Path(__file__).resolve().with_name("pipeline_child.py")
+RUN_LIMIT_SECONDS = 300
+GOAL = 1.0
+"""Tokens a second of several processes over those of one that streams: more than."""
+
+
+@dataclass
+class PipelineRun(StepsRun):
+    """One row of one turn; what is measured of a process is that of the first one, with the others' loading.
+
+    Attributes:
+        streamed: bytes that all processes read from their disks in each pass, by their placements.
+        spans: layers of each process.
+    """
+
+    streamed: int = 0
+    spans: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every row does.
+
+    Attributes:
+        folder: the split directory.
+        weights: bytes.
+    """
+
+    folder: Path
+    weights: int
+    prompt: Sequence[int]
+    tokens: int
+
+
+def row_name(processes: str, share: int) -> str:
+    """A row: so many processes, each with a share of the weights in percent."""
+    return f"{processes}, {share} %"
+
+
+def measure(run: PipelineRun, processes: int, share: int | None, workload: Workload, work: Path) -> None:
+    """Carry out one row of one turn.
+
+    Raises:
+        PeerError: a process failed.
+    """
+    job: dict[str, Any] = {
+        "folder": str(workload.folder),
+        "prompt": list(workload.prompt),
+        "tokens": workload.tokens,
+        "processes": processes,
+        "all": share is None,
+    }
+    with contextlib.ExitStack() as stack:
+        idle = []
+        for rank in range(processes):
+            cap = None
+            if share is not None:
+                group = stack.enter_context(control_group(f"rabbitllm-pipeline-{os.getpid()}-{rank}"))
+                cap = Cap(group, max(workload.weights * share // 100, LEAST_ROOM_BYTES))
+            waiting = idle_process(
+                Path(sys.executable),
+                CHILD,
+                job | {"rank": rank},
+                work,
+                f"pipeline-{run.row.replace(' ', '-')}-{run.turn}-{rank}",
+                [workload.folder],
+                variables=variables(THIS, work),
+                cap=cap,
+                stop_seconds=RUN_LIMIT_SECONDS,
+            )
+            idle.append(stack.enter_context(waiting))
+        with Sampler((), idle[0].process.pid) as sampler:
+            for one in idle:
+                one.go()
+            address = idle[0].message()["address"] if processes > 1 else ""
+            for one in idle[1:]:
+                assert one.process.stdin is not None
+                one.process.stdin.write(address + "\n")
+                one.process.stdin.flush()
+            answers = [one.message() for one in idle]
+    run.take_from(Outcome(answers[0], sampler, idle[0].versions))
+    run.take_answer(answers[0])
+    run.streamed = sum(answer["streamed"] for answer in answers)
+
+
+HEADINGS = (
+    "row",
+    "ok",
+    "layers",
+    "streamed MB",
+    "first token s",
+    "s/token",
+    "tokens/s beside 1 process",
+    "tokens equal",
+)
+
+
+def tabulate(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | None]], turns: int) -> report.Table:
+    """A line a row: medians, and in brackets the extremes."""
+
+    def cells(row: str, found: Sequence[PipelineRun]) -> Sequence[str]:
+        share = rows[row][1]
+        compared = ratios(runs, FREE if share is None else row_name(ALONE, share), row)
+        return (
+            "+".join(map(str, found[0].spans)) if found else "",
+            report.shown(spread(run.streamed for run in found), 0, 1e6),
+            report.shown(spread(run.first_token_seconds for run in found)),
+            report.shown(spread(run.token_seconds for run in found), 3),
+            report.shown(compared),
+            report.verdict(tokens_equal(runs, row, FREE)),
+        )
+
+    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
+
+
+def notes_on(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | None]]) -> list[str]:
+    """What the columns mean, errors, and the goal."""
+    notes = [
+        "layers: of each process. streamed: what all processes together read from the disk for each token.",
+        "tokens/s beside 1 process: with the same cap, in the same turn.",
+        *versions(runs),
+        *failures(runs),
+    ]
+    for row, (processes, share) in rows.items():
+        resident = [run for run in good(runs, row) if not run.streamed]
+        if processes > 1 and share is not None and resident:
+            compared = report.median(ratios(runs, row_name(ALONE, share), row))
+            notes.append(report.reach(f"{row}, tokens/s beside one that streams", compared, GOAL, at_most=False))
+    return notes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; not 0 if a row failed."""
+    parser = command_line.parser(__doc__, 3, list(PROCESSES))
+    parser.add_argument("--tokens", type=int, default=24, help="to generate, at least 2 (default: %(default)s)")
+    parser.add_argument("--shares", type=int, nargs="+", default=[80, 55], help="of the weights, in percent")
+    options = command_line.parsed(parser, arguments, only=["2 processes"], tokens=3, shares=[80])
+    command_line.settle(options, "pipeline")
+    command_line.check_tokens(options)
+    work = options.work_dir
+    checkpoint = make_checkpoint(work, options.scale, LLAMA)
+    weights = weight_bytes(checkpoint)
+    place = work / "pipeline-run"
+    rows: dict[str, tuple[int, int | None]] = {FREE: (1, None)}
+    rows |= {row_name(name, share): (PROCESSES[name], share) for share in options.shares for name in options.only}
+    with fresh_folder(place):
+        split = place / "split"
+        make_layer_files(THIS, "rabbitllm", checkpoint, split, None, work, "pipeline-split")
+        workload = Workload(split / "splitted_model", weights, prompt_for(options.scale), options.tokens)
+        machine = report.describe_machine(work)
+        runs = run_all(
+            list(rows), options.turns, PipelineRun, lambda run: measure(run, *rows[run.row], workload, work), {}
+        )
+    size = f"{weights / 1e9:.2f} GB"
+    title = f"{options.tokens} tokens of a model of {size} over processes with memory capped, on the CPU, "
+    title += command_line.turns(options)
+    report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes_on(runs, rows), runs)
+    bars.draw(report.picture(options.results), title, "seconds a token", _bars(runs, rows))
+    return int(any(run.error for run in runs))
+
+
+def _bars(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | None]]) -> dict[str, list[bars.Bar]]:
+    """A group a cap."""
+
+    def row_of(name: str) -> tuple[str, bars.Bar]:
+        processes, share = rows[name]
+        figures = spread(run.token_seconds for run in good(runs, name))
+        return bars.under_cap(share), bars.Bar(name.partition(",")[0], figures, processes > 1)
+
+    return bars.grouped(map(row_of, rows))

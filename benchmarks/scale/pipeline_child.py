@@ -1,0 +1,80 @@
+"""A process of `scale.pipeline`: loads its part of a model within a bounded memory, then generates or works.
+
+Says "ready" when everything is imported, waits for "go", and says what it measured, each a line of JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+from benchmarks.lib.worker import Clock
+
+
+def generated(model: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """Greedy tokens, and when they came; seconds."""
+    import torch
+
+    clock, ids = Clock(), torch.tensor([prompt])
+    begun = time.perf_counter()
+    output = model.generate(ids, max_new_tokens=tokens, do_sample=False, streamer=clock)
+    at = clock.times[1:]
+    steps = [later - earlier for earlier, later in itertools.pairwise(at)]
+    return {
+        "first_token_seconds": at[0] - begun,
+        "token_seconds": statistics.median(steps),
+        "step_seconds": steps,
+        "step_bytes": [later - earlier for earlier, later in itertools.pairwise(clock.read[1:])],
+        "tokens": output[0, ids.shape[1] :].tolist(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def main() -> None:
+    """Carry out the job that is the only argument."""
+    job = json.loads(sys.argv[1])
+    import torch
+    import transformers.models.llama.modeling_llama  # so that it counts as idle
+    import transformers.models.llama.tokenization_llama
+    from torch.distributed import ProcessGroupGloo  # noqa: F401
+
+    from rabbitllm import AutoModel, Hosts
+    from rabbitllm.engine.devices import CpuDevice, default_budget
+
+    print(json.dumps({"ready": {"torch": torch.__version__, "transformers": transformers.__version__}}), flush=True)
+    sys.stdin.readline()
+    hosts = None
+    if job["processes"] > 1:
+
+        def say(address: str) -> None:
+            print(json.dumps({"address": address}), flush=True)
+
+        address = sys.stdin.readline().strip() if job["rank"] else "127.0.0.1:0"
+        workers = 0 if job["rank"] else job["processes"] - 1
+        hosts = Hosts(address, workers, job["rank"], patience=300, timeout=300, announce=say)
+    # what is free in this process's own control group, which the others do not share
+    limits = None if job["all"] else {"cpu": default_budget(CpuDevice())}
+    start = time.perf_counter()
+    model = AutoModel.from_pretrained(
+        job["folder"], device="cpu", max_memory=limits, show_layer_progress=False, hosts=hosts
+    )
+    loaded = {"load_seconds": time.perf_counter() - start}
+    if job["rank"]:
+        loaded["streamed"] = model.model.placement.streamed_bytes
+        model.work()
+    else:
+        loaded["streamed"] = model.placement.streamed_bytes
+        loaded |= generated(model, job["prompt"], job["tokens"])
+        if model.hosts is not None:
+            loaded["spans"] = [len(span) for span in model.hosts.spans]
+            model.hosts.close()
+    print(json.dumps(loaded), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""What a large model would make of machines that are not at hand: tokens a second and dollars, from rates and sizes.
+
+    python -m benchmarks scale [--plot FILE] [--markdown] [--price NAME=DOLLARS ...]
+
+Two ways to use several machines are compared: each streams for itself ("alone"), or the layers lie over as many as hold
+all of them, and micro-batches go around ("spread"). The model is in `scale/pace.py`, rates, prices and where they are
+from in `scale/facts.py`; `scale/check.py` asks it for what was measured here. docs/SCALE.md has what this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.lib import command_line
+from benchmarks.lib.report import Table
+from benchmarks.scale import picture as scale_picture
+from benchmarks.scale.check import Check, checks
+from benchmarks.scale.facts import EPYC, HOSTS, XEON, Figure, Host
+from benchmarks.scale.pace import (
+    ANSWER,
+    MAX_SEQUENCES,
+    PROMPT,
+    Outcome,
+    batches,
+    dollars,
+    groups,
+    of_many,
+)
+from benchmarks.scale.shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, drawn_for, fits_disk, shape_of
+
+NAMES = {DENSE: "72B dense", MIXTURE: "80B-A3B"}
+COUNTS = (1, 10, 100, 1000)
+NOTHING = "-"
+
+
+@functools.cache
+def alone(host: Host, model: str, compression: str | None) -> tuple[Outcome, ...]:
+    """One machine, with 1, 2, 4 … sequences."""
+    return tuple(batches(host, drawn_for(model, compression)))
+
+
+@functools.cache
+def spread(host: Host, model: str, compression: str | None) -> tuple[Outcome, ...]:
+    """Machines over which the layers lie, with micro-batches of 1, 2, 4 … sequences."""
+    return tuple(groups(host, drawn_for(model, compression)))
+
+
+WAYS: Mapping[str, Callable[[Host, str, str | None], tuple[Outcome, ...]]] = {"alone": alone, "spread": spread}
+
+
+def best_of(way: str, host: Host, model: str, count: int) -> tuple[str | None, Outcome] | None:
+    """Compression and batch with which so many machines make the most tokens a second; None where they can none."""
+    found = [(c, one) for c in COMPRESSIONS for one in WAYS[way](host, model, c) if one.hosts <= count]
+    return max(found, key=lambda pair: of_many(pair[1], count), default=None)
+
+
+def figure(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+Row = tuple[Host, str, str | None]
+
+
+def rows(hosts: Sequence[Host]) -> list[Row]:
+    """Every machine with every model at every compression."""
+    return list(itertools.product(hosts, MODELS, COMPRESSIONS))
+
+
+def _named(host: Host, model: str, compression: str | None) -> str:
+    return f"{host.name}, {NAMES[model]}, {compression or 'bf16'}"
+
+
+def one_machine(hosts: Sequence[Host]) -> Table:
+    """Batch 1, and the best batch."""
+    headings = [
+        "machine, model",
+        "layer files GB",
+        "tokens/s of 1",
+        "limit",
+        "best batch",
+        "tokens/s",
+        "limit",
+        "$/million",
+    ]
+    lines = []
+    for host, model, compression in rows(hosts):
+        found = alone(host, model, compression)
+        line = [_named(host, model, compression)]
+        line.append(f"{shape_of(model, compression).output_bytes / 1e9:.1f}")
+        best = max(found, key=lambda one: one.tokens_a_second, default=None)
+        if best is None:
+            why = "keys, values" if fits_disk(shape_of(model, compression), host) else "not on its disk"
+            line += [NOTHING, why, NOTHING, NOTHING, NOTHING, NOTHING]
+        else:
+            line += [figure(found[0].tokens_a_second), found[0].bound]
+            line += [str(best.sequences), figure(best.tokens_a_second), best.bound, _money(host, best)]
+        lines.append(line)
+    return Table(headings, lines)
+
+
+def _money(host: Host, found: Outcome) -> str:
+    return f"{dollars(host, found):.2f}" if host.hourly.value else "free"
+
+
+def crossings(hosts: Sequence[Host]) -> Table:
+    """At which batch what limits a step after the prompts changes, and where keys and values end it."""
+    lines = []
+    for host, model, compression in rows(hosts):
+        found = alone(host, model, compression)
+        if not found:
+            continue
+        told = _told((one.step.bound, one.sequences) for one in found)
+        prompts = next((one.sequences for one in found if one.prompt.bound == "compute"), None)
+        end = str(found[-1].sequences) if found[-1].sequences < MAX_SEQUENCES else f"over {MAX_SEQUENCES}"
+        lines.append([_named(host, model, compression), told, str(prompts) if prompts else NOTHING, end])
+    return Table(["machine, model", "a step is limited by", "prompts: compute from", "keys, values: at most"], lines)
+
+
+def _told(found: Iterable[tuple[str, int]]) -> str:
+    """Which limit holds for which batches, from the smallest on."""
+    runs = [(bound, [number for _, number in group]) for bound, group in itertools.groupby(found, lambda one: one[0])]
+    return ", ".join(f"{bound} {_span(numbers)}" for bound, numbers in runs)
+
+
+def network(hosts: Sequence[Host]) -> Table:
+    """The same of layers that are spread, by the sequences of a micro-batch, of which there is one for each GPU."""
+    headings = ["machine, model", "machines in a group", "a step is limited by", "prompts are limited by"]
+    lines = []
+    for host, model in itertools.product(hosts, MODELS):
+        best = best_of("spread", host, model, COUNTS[-1])
+        assert best is not None
+        found = spread(host, model, best[0])
+        micro = [one.sequences // (one.hosts * host.gpus) for one in found]
+        sizes = _span(sorted({one.hosts for one in found})).removeprefix("at ")
+        steps = _told((one.step.bound, number) for one, number in zip(found, micro, strict=True))
+        prompts = _told((one.prompt.bound, number) for one, number in zip(found, micro, strict=True))
+        lines.append([_named(host, model, best[0]), sizes, steps, prompts])
+    return Table(headings, lines)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"at {numbers[0]}"
+
+
+def many_machines(hosts: Sequence[Host]) -> Table:
+    """Tokens a second of 1 to 1,000 machines, each alone and with the layers spread, at the best compression."""
+    headings = ["machine, model"]
+    headings += [*(f"{count:,}" for count in COUNTS), "$/million", "machines in a group", "limit"]
+    lines = []
+    for host, model, way in itertools.product(hosts, MODELS, WAYS):
+        found = {count: best_of(way, host, model, count) for count in COUNTS}
+        last = found[COUNTS[-1]]
+        assert last is not None
+        line = [f"{host.name}, {NAMES[model]}, {way}, {last[0] or 'bf16'}"]
+        line += [figure(of_many(one[1], count)) if one else NOTHING for count, one in found.items()]
+        lines.append([*line, _money(host, last[1]), str(last[1].hosts), last[1].bound])
+    return Table(headings, lines)
+
+
+def checked(found: Sequence[Check]) -> Table:
+    """What was measured here."""
+    headings = ["what", "predicted s/token", "measured s/token", "predicted / measured", "MB read", "MB read, measured"]
+    lines = []
+    for one in found:
+        read = NOTHING if one.measured_read is None else f"{one.measured_read / 1e6:,.0f}"
+        line = [f"{one.what} ({one.source})", f"{one.predicted:.4f}", f"{one.measured:.4f}", f"{one.ratio:.2f}"]
+        lines.append([*line, f"{one.read / 1e6:,.0f}", read])
+    return Table(headings, lines)
+
+
+def facts(hosts: Sequence[Host]) -> Table:
+    """Every rate, and where it is from."""
+    lines = []
+    for host in hosts:
+        for name, one in host.figures().items():
+            if one.source != "not asked for":
+                source = f"assumed: {one.source}" if one.is_assumed else one.source
+                lines.append([f"{host.name}: {_WORDS[name]}", _in_units(name, one), source])
+    return Table(["figure", "value", "from"], lines)
+
+
+_WORDS: Mapping[str, str] = {
+    "room": "for weights, keys and values, of each GPU",
+    "memory": "what computes reads",
+    "flops": "operations",
+    "link": "to a GPU",
+    "host": "RAM beside the GPUs",
+    "disk": "disk",
+    "disk_room": "room on the disk",
+    "network": "to another machine",
+    "latency": "of a message",
+    "hourly": "price",
+    "layer": "of a layer beside its weights",
+    "routed_layer": "of one with experts",
+    "codes": "what computes reads of codes",
+}
+_BYTES, _TIMES = ("room", "host", "disk_room"), ("latency", "layer", "routed_layer")
+
+
+def _in_units(name: str, one: Figure) -> str:
+    if name == "hourly":
+        return f"${one.value:.2f} an hour"
+    if name == "flops":
+        return f"{one.value / 1e12:.3g} TFLOPS"
+    if name in _TIMES:
+        return f"{one.value * 1e3:.3g} ms"
+    return f"{one.value / 1e9:.4g} GB" + ("" if name in _BYTES else "/s")
+
+
+HEADINGS: Mapping[str, Callable[[Sequence[Host]], Table]] = {
+    "One machine": one_machine,
+    "Where the limits cross": crossings,
+    "Where the network limits": network,
+    "1 to 1,000 machines": many_machines,
+    "Checked against what was measured": lambda hosts: checked(checks()),
+    "What goes in": lambda hosts: facts((*hosts, EPYC, XEON)),
+}
+
+
+def tables(hosts: Sequence[Host] = HOSTS) -> dict[str, Table]:
+    """All of them, by heading."""
+    return {heading: make(hosts) for heading, make in HEADINGS.items()}
+
+
+def worst(found: Sequence[Check]) -> tuple[float, float]:
+    """The lowest and the highest of predicted over measured, without what rests on itself."""
+    ratios = [one.ratio for one in found if not one.own]
+    return min(ratios), max(ratios)
+
+
+def notes(hosts: Sequence[Host] = HOSTS) -> list[str]:
+    """What the tables come to, a sentence each."""
+    low, high = worst(checks())
+    said = [f"Predicted over measured is {low:.2f} to {high:.2f}, in the middle {middle(checks()):.2f}."]
+    for host, model in itertools.product(hosts, MODELS):
+        single, group = (best_of(way, host, model, 100) for way in WAYS)
+        if single is not None and group is not None:
+            times = of_many(group[1], 100) / of_many(single[1], 100)
+            waited = f"{group[1].waited:.0%} of the time on its way between machines"
+            said.append(f"{host.name}, {NAMES[model]}: 100 make {times:.1f} times as much spread as alone, {waited}.")
+        if single is not None and host.weekly_hours < 168:
+            weekly = single[1].tokens_a_second * host.weekly_hours * 3600 / 1e6
+            said.append(f"{host.name}, {NAMES[model]}: {weekly:.2f} million tokens in a week of one person.")
+    return said
+
+
+def middle(found: Sequence[Check]) -> float:
+    """The median of predicted over measured, without what rests on itself."""
+    return statistics.median(one.ratio for one in found if not one.own)
+
+
+def with_prices(hosts: Sequence[Host], given: Sequence[str]) -> tuple[Host, ...]:
+    """The same at other prices, as NAME=DOLLARS.
+
+    Raises:
+        SystemExit: no such machine, or no number.
+    """
+    found = {host.name: host for host in hosts}
+    for word in given:
+        name, _, price = word.partition("=")
+        if name not in found or not price.replace(".", "", 1).isdigit():
+            raise SystemExit(f"--price {word}: expected NAME=DOLLARS with a name of {', '.join(found)}.")
+        found[name] = dataclasses.replace(found[name], hourly=Figure(float(price), "given"))
+    return tuple(found.values())
+
+
+def draw(path: Path, hosts: Sequence[Host] = HOSTS) -> None:
+    """Tokens a second over machines, and dollars over the batch."""
+    panels = []
+    for model in MODELS:
+        lines = []
+        for host, way in itertools.product(hosts, WAYS):
+            found = {count: best_of(way, host, model, count) for count in scale_picture.COUNTS}
+            points = {count: of_many(one[1], count) for count, one in found.items() if one is not None}
+            lines.append(scale_picture.Line(host.name, points, is_dashed=way == "spread"))
+        panels.append(scale_picture.Panel(f"{NAMES[model]}: tokens a second", "machines", lines))
+    for model in MODELS:
+        lines = []
+        for host in hosts:
+            points = {one.sequences: dollars(host, one) for one in alone(host, model, "4bit") if host.hourly.value}
+            lines.append(scale_picture.Line(host.name, points))
+        panels.append(scale_picture.Panel(f"{NAMES[model]} at 4bit, one machine: $ a million tokens", "batch", lines))
+    title = f"Reckoned, not measured: {PROMPT} tokens asked, {ANSWER} made; dashed: layers spread over machines"
+    scale_picture.draw(path, title, panels)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compute and print; draw where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", type=Path, help="draw into this file, .png or .svg")
+    parser.add_argument("--markdown", action="store_true", help="tables as docs/SCALE.md has them")
+    parser.add_argument("--price", nargs="+", default=[], metavar="NAME=DOLLARS", help="an hour of a machine")
+    options = command_line.parsed(parser, arguments)
+    hosts = with_prices(HOSTS, options.price)
+    for heading, table in tables(hosts).items():
+        print(f"## {heading}\n\n{table.markdown()}\n" if options.markdown else f"{heading}\n\n{table.text()}\n")
+    print("\n".join(f"* {line}" for line in notes(hosts)))
+    if options.plot is not None:
+        draw(options.plot, hosts)
+    return 0

@@ -1,0 +1,186 @@
+"""What is shown of servers that were asked by more and more clients: the table, the notes, the lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.lib import lines, report
+from benchmarks.lib.measure import spread
+from benchmarks.lib.runs import Run, failures, good, versions
+from benchmarks.serve.latencies import Level, linearity, percentile
+from benchmarks.serve.rows import SERVERS
+
+LINEAR_GOAL, LINEAR_TO = 0.8, 16
+
+
+@dataclass
+class ServeRun(Run):
+    """One server, asked by more and more clients at once.
+
+    Attributes:
+        share: of the weights that it has in addition to what it takes idle, in percent.
+        limit_bytes: of its control group.
+        load_seconds: until it answered.
+        levels: `figures` for each number of clients, in order; those after one that failed are missing.
+    """
+
+    share: int = 0
+    limit_bytes: int = 0
+    load_seconds: float = 0.0
+    levels: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def headline(self) -> float:
+        """Seconds a token, with the most clients."""
+        rate = self.levels[-1]["tokens_a_second"] if self.levels else 0.0
+        return 1 / rate if rate else float("inf")
+
+    def level(self, at_once: int) -> Mapping[str, Any] | None:
+        """Of so many clients."""
+        return next((level for level in self.levels if level["at_once"] == at_once), None)
+
+
+def figures(level: Level, disk_bytes: int, core_seconds: float) -> dict[str, Any]:
+    """What is kept of a level; None for what did not happen, a first token that did not come included."""
+    tokens = sum(answer.tokens for answer in level.answers)
+
+    def waits(values: Sequence[float], percent: float) -> float | None:
+        found = percentile(values, percent)
+        return None if found is None or found == float("inf") else found
+
+    return {
+        "at_once": level.at_once,
+        "sent": len(level.answers),
+        "whole": level.whole,
+        "tokens": tokens,
+        "seconds": level.seconds,
+        "tokens_a_second": level.tokens_a_second,
+        "first_p50": waits(level.firsts, 50),
+        "first_p95": waits(level.firsts, 95),
+        "between_p50": waits(level.betweens, 50),
+        "between_p95": waits(level.betweens, 95),
+        "disk_bytes": disk_bytes,
+        "core_seconds": core_seconds,
+        "errors": sorted({answer.error for answer in level.answers if answer.error not in (None, "cut short")}),
+    }
+
+
+def of_linear(run: ServeRun, at_once: int) -> float | None:
+    """Tokens a second over those of so many times one client alone; None where one of the two is missing."""
+    alone, together = run.level(1), run.level(at_once)
+    if alone is None or together is None:
+        return None
+    return linearity(at_once, together["tokens_a_second"], alone["tokens_a_second"])
+
+
+def against_ours(runs: Sequence[ServeRun], run: ServeRun, at_once: int) -> float | None:
+    """Tokens a second over those of this project's row of as many bits in the same turn."""
+    own = next((name for name, server in SERVERS.items() if server.is_ours and server.bits == SERVERS[run.row].bits))
+    level = run.level(at_once)
+    other = next((found.level(at_once) for found in good(runs, own) if found.turn == run.turn), None)
+    if level is None or other is None or not other["tokens_a_second"]:
+        return None
+    return float(level["tokens_a_second"] / other["tokens_a_second"])
+
+
+HEADINGS = (
+    "row",
+    "at once",
+    "answered",
+    "tokens/s",
+    "of linear",
+    "x ours",
+    "first token s, p50",
+    "p95",
+    "between s, p50",
+    "p95",
+    "MB/token from disk",
+    "core-s/token",
+    "anon MiB over idle",
+)
+
+
+def tabulate(runs: Sequence[ServeRun], rows: Sequence[str], at_once: Sequence[int]) -> report.Table:
+    """A line a row and number of clients: medians, and in brackets the extremes where there are several turns."""
+    made = []
+    for row in rows:
+        for number in at_once:
+            found = [(run, level) for run in good(runs, row) if (level := run.level(number)) is not None]
+            made.append((row, str(number), *_cells(runs, found, number)))
+    return report.Table(HEADINGS, made)
+
+
+def _cells(runs: Sequence[ServeRun], found: Sequence[tuple[ServeRun, Mapping[str, Any]]], at_once: int) -> list[str]:
+    def shown(values: Sequence[float | None], digits: int = 2) -> str:
+        known = _known(values)
+        if len(known) < len(values) or not known:  # a median of what is left would be too good
+            return "-"
+        return report.shown(spread(known), digits) if len(known) > 1 else f"{known[0]:.{digits}f}"
+
+    def of(name: str) -> list[float | None]:
+        return [level[name] for _, level in found]
+
+    answered = f"{sum(level['whole'] for _, level in found)}/{sum(level['sent'] for _, level in found)}"
+    return [
+        answered if found else "-",
+        shown(of("tokens_a_second")),
+        shown([of_linear(run, at_once) for run, _ in found]),
+        shown([against_ours(runs, run, at_once) for run, _ in found]),
+        *(shown(of(name)) for name in ("first_p50", "first_p95", "between_p50", "between_p95")),
+        shown([level["disk_bytes"] / 1e6 / level["tokens"] if level["tokens"] else None for _, level in found], 0),
+        shown([level["core_seconds"] / level["tokens"] if level["tokens"] else None for _, level in found]),
+        shown([run.anonymous_added / 2**20 for run, _ in found], 0),
+    ]
+
+
+def notes_on(runs: Sequence[ServeRun], rows: Sequence[str], at_once: Sequence[int], seconds: float) -> list[str]:
+    """What the columns mean, errors, and the goals."""
+    limits = {run.row: run for run in runs if run.limit_bytes}
+    errors = {(run.row, level["at_once"], error) for run in runs for level in run.levels for error in level["errors"]}
+    notes = [
+        f"answered: requests that were answered to their end, of those sent within {seconds:g} s; what came of the "
+        "others counts in tokens/s.",
+        "of linear: tokens/s over those of as many times one client alone.",
+        "x ours: tokens/s over those of this project at as many bits, in the same turn.",
+        "first token: from sending a request to its first text; a dash where fewer than so many percent of the "
+        "requests got any.",
+        "between: from one piece of a text to the next.",
+        report.MEMORY_NOTE,
+        *(
+            f"{row}: limit of its group {run.limit_bytes / 2**20:.0f} MiB, {run.share} % of the weights over idle."
+            for row, run in limits.items()
+        ),
+        *versions(runs),
+        *failures(runs),
+        *(f"{row}, {number} at once: {error}" for row, number, error in sorted(errors)),
+    ]
+    for row in rows:
+        for number in at_once:
+            name = f"{row}, {number} at once"
+            if not SERVERS[row].is_ours:
+                compared = report.median(spread(_known(against_ours(runs, run, number) for run in good(runs, row))))
+                notes.append(report.reach(f"{name}, tokens/s beside ours", compared, 1.0, at_most=True))
+            elif 1 < number <= LINEAR_TO:
+                linear = report.median(spread(_known(of_linear(run, number) for run in good(runs, row))))
+                notes.append(report.reach(f"{name}, of linear", linear, LINEAR_GOAL, at_most=False))
+    return notes
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def curves(runs: Sequence[ServeRun], rows: Sequence[str]) -> list[lines.Line]:
+    """A line a row: medians of tokens a second over clients; and what would be linear for ours."""
+    made = []
+    for row in rows:
+        points = {}
+        for number in sorted({level["at_once"] for run in good(runs, row) for level in run.levels}):
+            rates = [level["tokens_a_second"] for run in good(runs, row) if (level := run.level(number)) is not None]
+            if (middle := report.median(spread(rates))) is not None:
+                points[number] = middle
+        if points:
+            made.append(lines.Line(row, points, SERVERS[row].is_ours))
+    return made

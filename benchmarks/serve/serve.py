@@ -1,0 +1,139 @@
+"""Servers with less memory than the model has: tokens a second for 1, 4, 16 and 64 requests at once, with others.
+
+Every server runs in a control group of its own, bounded, once its libraries are imported, to what it takes then and a
+share of the size of the weights; those of 4 bits to a smaller share, so that theirs do not fit either. A Llama of 1.43
+GB in bfloat16, random weights; prompts of 16 tokens, no two alike; 32 greedy tokens, streamed over HTTP. So many
+clients at once, in another process (on a core of their own where there are three), send two requests each, one after
+the other, and hang up after a minute: a server that answers one after the other would take hours otherwise. Tokens a
+second are all that came over all the time, prompts included. Before that, one short request that does not count.
+
+`transformers serve` has no option for offloading: "transformers-serve" is its command as it is, which maps the file;
+for "-disk" the same command runs with its loading of the model replaced by accelerate's disk offload; "-batching" is
+its option for continuous batching. llama.cpp's server is its own `llama-server`, with a slot for each client.
+
+    sudo python -m benchmarks serve [--share 50] [--share-4bit 25] [--at-once 1 4 16 64] [--seconds 60]
+                                    [--only ROW ...] [--add] [--scale tiny]
+
+`--add` keeps the other rows of the results file, so that rows can be measured at several times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.lib import command_line, lines, report
+from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
+from benchmarks.lib.control_group import control_group
+from benchmarks.lib.measure import drop_cached
+from benchmarks.lib.peers import Cap, PeerError, prepare
+from benchmarks.lib.runs import run_all, unprepared
+from benchmarks.lib.server_process import Served, asked, served
+from benchmarks.lib.work_folder import fresh_folder
+from benchmarks.serve.report import ServeRun, curves, figures, notes_on, tabulate
+from benchmarks.serve.rows import SERVERS, Workload, body_of, job_of, prepare_files
+
+LEAST_ROOM_BYTES = 384 << 20
+"""More than the idle process, whatever the share: with less, a model that is only tried out with cannot compute."""
+WARM_UP_TOKENS = 2
+_OFFSET = 10_000
+"""Between the prompts of one number of clients and the next: none comes twice, so that nothing is kept of it."""
+
+
+def measure(run: ServeRun, workload: Workload, shares: Mapping[int, int], work: Path) -> None:
+    """Carry out one row of one turn."""
+    run.share = shares[SERVERS[run.row].bits]
+    nbytes = max(workload.weights * run.share // 100, LEAST_ROOM_BYTES)
+    with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
+        cold = [workload.checkpoint, workload.folder]
+        job, label = job_of(run.row, workload, work), f"serve-{run.row}-{run.turn}"
+        with served(SERVERS[run.row].environment, job, work, label, cold, cap=Cap(group, nbytes)) as server:
+            run.load_seconds, run.limit_bytes, run.versions = (
+                server.load_seconds,
+                server.idle.limit_bytes or 0,
+                server.idle.versions,
+            )
+            _ask_all(run, server, workload)
+            sampler = server.sampler
+            run.anonymous_idle, run.anonymous_peak = sampler.anonymous_idle, sampler.anonymous_peak
+            run.file_peak = sampler.file_peak
+
+
+def _ask_all(run: ServeRun, server: Served, workload: Workload) -> None:
+    route = f"{server.url}/v1/completions"
+    first = asked(route, [body_of(run.row, workload, _OFFSET, WARM_UP_TOKENS)], 1, workload.limit_seconds * 2)
+    server.check()
+    if not first.whole:
+        raise PeerError(f"does not answer: {first.answers[0].error}")
+    for place, at_once in enumerate(workload.at_once):
+        numbers = range(_OFFSET * (place + 2), _OFFSET * (place + 2) + at_once * workload.rounds)
+        bodies = [body_of(run.row, workload, number, workload.new_tokens) for number in numbers]
+        read, computed = server.bytes_read(), server.core_seconds()
+        level = asked(route, bodies, at_once, workload.limit_seconds)
+        run.levels.append(figures(level, server.bytes_read() - read, server.core_seconds() - computed))
+
+
+def kept_runs(results: Path, leaving_out: Sequence[str]) -> list[ServeRun]:
+    """Those of an earlier results file, but for the rows that are measured again."""
+    path = results.with_name(results.name + ".json")
+    if not path.exists():
+        return []
+    written = json.loads(path.read_text())
+    known = written["versions"]
+    found = [ServeRun(**run, versions=known.get(run["row"], {})) for run in written["runs"]]
+    return [run for run in found if run.row not in leaving_out]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = command_line.parser(__doc__, 1, list(SERVERS))
+    made.add_argument("--share", type=int, default=50, help="of the weights, in percent (default: %(default)s)")
+    made.add_argument("--share-4bit", type=int, default=25, help="for rows of 4 bits (default: %(default)s)")
+    made.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 16, 64], help="clients")
+    made.add_argument("--seconds", type=float, default=60, help="for each number of clients (default: %(default)s)")
+    made.add_argument("--rounds", type=int, default=2, help="requests of each client (default: %(default)s)")
+    made.add_argument("--prompt-tokens", type=int, default=16)
+    made.add_argument("--tokens", type=int, default=32, help="of each answer (default: %(default)s)")
+    made.add_argument("--add", action="store_true", help="keep the other rows of the results file")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; not 0 if a row of this project failed."""
+    smallest = {"at_once": [3], "rounds": 1, "tokens": 3, "seconds": 60.0}
+    options = command_line.parsed(parser(), arguments, only=["rabbitllm-serve"], **smallest)
+    command_line.settle(options, "serve")
+    command_line.check_tokens(options)
+    work = options.work_dir
+    checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
+    workload = Workload(
+        checkpoint,
+        weight_bytes(checkpoint),
+        SCALES[options.scale].vocab_size,
+        work / "serve-run",
+        options.prompt_tokens,
+        options.tokens,
+        options.rounds,
+        options.at_once,
+        options.seconds,
+    )
+    unusable = prepare({row: SERVERS[row].environment for row in options.only}, work)
+    shares = {16: options.share, 4: options.share_4bit}
+    with fresh_folder(workload.folder):
+        unusable = unprepared(options.only, unusable, "its files", lambda row: prepare_files(row, workload, work))
+        drop_cached(workload.folder)
+        machine = report.describe_machine(work)
+        made = run_all(
+            options.only, options.turns, ServeRun, lambda run: measure(run, workload, shares, work), unusable
+        )
+    runs = [*(kept_runs(options.results, options.only) if options.add else ()), *made]
+    rows = [row for row in SERVERS if any(run.row == row for run in runs)]
+    size = f"{workload.weights / 1e9:.2f} GB"
+    title = f"A server of a model of {size} with memory capped, on the CPU, {command_line.turns(options)}"
+    table = tabulate(runs, rows, options.at_once)
+    report.write(options.results, title, machine, table, notes_on(runs, rows, options.at_once, options.seconds), runs)
+    lines.draw(report.picture(options.results), title, "requests at once", "tokens a second", curves(runs, rows))
+    return int(any(run.error for run in made if SERVERS[run.row].is_ours))

@@ -1,0 +1,215 @@
+"""Splitting a checkpoint into layer files: time compared with `cp` of the same bytes, peak disk, peak anonymous memory.
+
+In each turn every row gets a fresh copy of the checkpoint, synced and out of the page cache, made outside the timing,
+and splits it into a folder inside that copy. Time runs until the layer files are on the disk: the call itself, and
+then fsync of every file and folder (which finds nothing to do after a splitter that syncs). `cp` is measured the same
+way, `cp -r --reflink=never` and then fsync, once a turn, and ratios are to the `cp` of the same turn. Process start
+and imports are not timed. Uncompressed layer files are compared with the checkpoint, tensor by tensor.
+
+    python -m benchmarks split [--turns 5] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import command_line, report
+from benchmarks.lib.checkpoint import SCALES, make_checkpoint, same_tensors, shards
+from benchmarks.lib.measure import CACHE_STATE, Sampler, copy_files, fresh_copy, spread, sync_tree
+from benchmarks.lib.peers import AIRLLM, RABBITLLM_1, THIS, Environment, prepare, run_worker
+from benchmarks.lib.runs import Run, failures, good, ratios, run_all, versions
+
+RATIO_GOAL = 1.3
+BYTES_A_LAYER_FILE = 64 << 10
+"""What a layer file may add to the peak beyond the largest shard."""
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """A row: what splits, and how.
+
+    Attributes:
+        environment: what it runs in.
+        package: with RabbitLLM's `split_and_save_layers`.
+        options: for that.
+    """
+
+    environment: Environment
+    package: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def compressed(self) -> bool:
+        return "compression" in self.options
+
+    @property
+    def sequential(self) -> bool:
+        return "sequential_shard_processing" in self.options
+
+
+COPY = "cp"
+_SEQUENTIAL = {"sequential_shard_processing": True}
+_4BIT = {"compression": "4bit"}
+SPLITTERS = {
+    "rabbitllm-2": Splitter(THIS, "rabbitllm"),
+    "rabbitllm-2-sequential": Splitter(THIS, "rabbitllm", _SEQUENTIAL),
+    "rabbitllm-1.1.0": Splitter(RABBITLLM_1, "rabbitllm"),
+    "airllm-4.0.0": Splitter(AIRLLM, "airllm"),
+    "rabbitllm-2-4bit": Splitter(THIS, "rabbitllm", _4BIT),
+    "rabbitllm-2-sequential-4bit": Splitter(THIS, "rabbitllm", _SEQUENTIAL | _4BIT),
+    "rabbitllm-1.1.0-4bit": Splitter(RABBITLLM_1, "rabbitllm", _4BIT),
+    "airllm-4.0.0-4bit": Splitter(AIRLLM, "airllm", _4BIT),
+}
+
+
+@dataclass
+class SplitRun(Run):
+    """One row of one turn; bytes and seconds.
+
+    Attributes:
+        seconds: the call (or `cp`).
+        sync_seconds: fsync of everything after it.
+        disk_added_peak, disk_added_end: above the start, when only the checkpoint is there.
+        longest_gap: between two samples of that, seconds.
+        shards_left: of the checkpoint's.
+        layer_files: that there are afterwards.
+        same_tensors: whether the layer files hold what the checkpoint holds; None where that is not to be expected.
+    """
+
+    seconds: float = 0.0
+    sync_seconds: float = 0.0
+    disk_added_peak: int = 0
+    disk_added_end: int = 0
+    longest_gap: float = 0.0
+    shards_left: int = 0
+    layer_files: int = 0
+    same_tensors: bool | None = None
+
+    @property
+    def headline(self) -> float:
+        """Until everything is on the disk."""
+        return self.seconds + self.sync_seconds
+
+
+def measure(run: SplitRun, checkpoint: Path, work: Path) -> None:
+    """Carry out one row of one turn."""
+    folder = work / "split-run"
+    copy = folder / "checkpoint"
+    fresh_copy(checkpoint, copy)
+    try:
+        sampler = _copy(run, copy) if run.row == COPY else _split(run, checkpoint, copy, work)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    run.disk_added_peak = sampler.disk_peak - sampler.disk_start
+    run.disk_added_end = sampler.disk_end - sampler.disk_start
+    run.longest_gap = round(sampler.longest_gap, 4)
+
+
+def _copy(run: SplitRun, copy: Path) -> Sampler:
+    with Sampler([copy.parent]) as sampler:
+        start = time.perf_counter()
+        copy_files(copy, copy.parent / "copied")
+        run.seconds = time.perf_counter() - start
+        run.sync_seconds = _seconds_to_sync(copy.parent)
+    return sampler
+
+
+def _split(run: SplitRun, checkpoint: Path, copy: Path, work: Path) -> Sampler:
+    splitter = SPLITTERS[run.row]
+    job = {"task": "split", "package": splitter.package, "checkpoint": str(copy), "options": dict(splitter.options)}
+    outcome = run_worker(splitter.environment, job, work, f"split-{run.row}-{run.turn}", [copy.parent], [copy.parent])
+    run.sync_seconds = _seconds_to_sync(copy.parent)
+    run.seconds = outcome.answer["seconds"]
+    run.take_from(outcome)
+    output = Path(outcome.answer["folder"])
+    run.shards_left, run.layer_files = len(shards(copy)), len(shards(output))
+    if not splitter.compressed:
+        run.same_tensors = same_tensors(checkpoint, output)
+    return outcome.sampler
+
+
+def _seconds_to_sync(folder: Path) -> float:
+    start = time.perf_counter()
+    sync_tree(folder)
+    return time.perf_counter() - start
+
+
+HEADINGS = (
+    "row",
+    "ok",
+    "s to disk",
+    "x cp",
+    "peak disk MB",
+    "end disk MB",
+    "anon MiB over idle",
+    "mapped MiB",
+    "shards left",
+    "same",
+)
+
+
+def tabulate(runs: Sequence[SplitRun], rows: Sequence[str], turns: int) -> report.Table:
+    """A line a row: medians, and in brackets the extremes."""
+
+    def cells(row: str, found: Sequence[SplitRun]) -> Sequence[str]:
+        processes = [run for run in found if row != COPY]
+        same = [run.same_tensors for run in found if run.same_tensors is not None]
+        return (
+            report.shown(spread(run.headline for run in found)),
+            report.shown(ratios(runs, row, COPY)),
+            report.shown(spread(run.disk_added_peak for run in found), 1, 1e6),
+            report.shown(spread(run.disk_added_end for run in found), 1, 1e6),
+            report.shown(spread(run.anonymous_added for run in processes), 1, 2**20),
+            report.shown(spread(run.file_peak for run in processes), 0, 2**20),
+            str(max(run.shards_left for run in processes)) if processes else "-",
+            report.verdict(same),
+        )
+
+    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
+
+
+def notes_on(runs: Sequence[SplitRun], rows: Sequence[str], checkpoint: Path, layer_files: int) -> list[str]:
+    """What the columns mean, errors, and the goals."""
+    bound = max(shard.stat().st_size for shard in shards(checkpoint)) + BYTES_A_LAYER_FILE * layer_files
+    notes = [
+        "Disk in MB (10^6), above the start, when only the checkpoint is there; a negative end: less than before.",
+        report.MEMORY_NOTE,
+        "same: the layer files hold the checkpoint's tensors, bit for bit.",
+        f"Page cache {CACHE_STATE}.",
+        f"Longest time between two samples of disk and memory: {max(run.longest_gap for run in runs):.3f} s.",
+        *versions(runs),
+        *failures(runs),
+    ]
+    for row in rows:
+        if row == COPY or SPLITTERS[row].environment != THIS:
+            continue
+        if not SPLITTERS[row].compressed:
+            notes.append(report.reach(f"{row}, x cp", report.median(ratios(runs, row, COPY)), RATIO_GOAL, at_most=True))
+        if SPLITTERS[row].sequential:
+            peak = max((run.disk_added_peak / 1e6 for run in good(runs, row)), default=None)
+            name = f"{row}, highest peak disk in MB, beside largest shard + 64 KiB a layer file"
+            notes.append(report.reach(name, peak, bound / 1e6, at_most=True))
+    return notes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; not 0 if `cp` or a row of this project failed."""
+    parser = command_line.parser(__doc__, 5, list(SPLITTERS))
+    options = command_line.parsed(parser, arguments, only=["rabbitllm-2-sequential-4bit"])
+    command_line.settle(options, "split")
+    work = options.work_dir
+    checkpoint = make_checkpoint(work, options.scale)
+    unusable = prepare({row: SPLITTERS[row].environment for row in options.only}, work)
+    machine = report.describe_machine(work)
+    rows = [COPY, *options.only]
+    runs = run_all(rows, options.turns, SplitRun, lambda run: measure(run, checkpoint, work), unusable)
+    sizes = [shard.stat().st_size for shard in shards(checkpoint)]
+    title = f"Split of {sum(sizes) / 1e6:.0f} MB in {len(sizes)} shards, {command_line.turns(options)}"
+    notes = notes_on(runs, rows, checkpoint, SCALES[options.scale].layer_files)
+    report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes, runs)
+    return int(any(run.error for run in runs if run.row == COPY or SPLITTERS[run.row].environment == THIS))

@@ -1,0 +1,138 @@
+"""Whether 4bit layer files hold what bitsandbytes itself makes of the checkpoint's weights; uses nothing of rabbitllm.
+
+The weights are made again, a piece of every matrix at a random place and its end are quantized by bitsandbytes, and
+codes and scales are compared with the layer file bit for bit; tensors that are not quantized are compared whole. A
+piece is a whole number of blocks, which do not depend on each other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.generated import Content
+from benchmarks.lib.published import ELEMENT_BYTES, Checkpoint, Placed, Shard
+
+BLOCK = 64
+SAMPLE_BYTES = 1 << 30
+"""Of a checkpoint's weights, about, since bitsandbytes takes a second for every 67 MB."""
+PIECE_BYTES = (16 << 10, 1 << 20)
+"""Least and most of a matrix in one piece."""
+END_BYTES = 64 << 10
+"""At most, of what a matrix ends with."""
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True)
+class SpotCheck:
+    """What was compared.
+
+    Attributes:
+        tensors: all of the checkpoint's, each looked at.
+        nbytes: of their weights that were compared, in the checkpoint's own form.
+        wrong: what differs, in words.
+    """
+
+    tensors: int
+    nbytes: int
+    wrong: tuple[str, ...]
+
+
+def check(made: Checkpoint, content: Content, folder: Path, seed: int) -> SpotCheck:
+    """Compare a sample of every tensor of every layer file in `folder` with the checkpoint's weights."""
+    from safetensors import safe_open
+
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # it asks for faster kernels, which the referee must not use
+    where = {}
+    files: dict[str, Any] = {
+        path.name: safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))
+    }
+    for file, opened in files.items():
+        where.update(dict.fromkeys(opened.keys(), file))
+    chance, nbytes, wrong = random.Random(seed), 0, []
+    piece = piece_elements(sum(len(shard.tensors) for shard in made.shards))
+    for shard in made.shards:
+        for placed in shard.tensors:
+            name = placed.tensor.name
+            if name not in where:
+                wrong.append(f"{name} is in no layer file")
+                continue
+            compared, problem = _compare(files[where[name]], shard, placed, content, chance, piece)
+            nbytes += compared
+            if problem is not None:
+                wrong.append(f"{name} in {where[name]}: {problem}")
+    return SpotCheck(sum(len(shard.tensors) for shard in made.shards), nbytes, tuple(wrong))
+
+
+def piece_elements(tensors: int) -> int:
+    """How much of each matrix is compared at a random place: many small ones are sampled more thinly than a few."""
+    least, most = PIECE_BYTES
+    return min(max(SAMPLE_BYTES // max(tensors, 1), least), most) // ELEMENT_BYTES // BLOCK * BLOCK
+
+
+def named(wrong: tuple[str, ...]) -> str:
+    """The first few of what is wrong."""
+    more = len(wrong) - _MAX_NAMED
+    return "; ".join(wrong[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _compare(
+    opened: Any, shard: Shard, placed: Placed, content: Content, chance: random.Random, piece: int
+) -> tuple[int, str | None]:
+    """Bytes compared, and what is wrong."""
+    import torch
+
+    tensor = placed.tensor
+    if not tensor.is_quantized:
+        held = opened.get_tensor(tensor.name).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        expected = content.of_tensor(shard, placed, 0, tensor.elements)
+        return len(expected), None if held == expected else "the bytes differ"
+    if (problem := _constants(opened, tensor.name, tensor.shape)) is not None:
+        return 0, problem
+    blocks = -(-tensor.elements // BLOCK)
+    piece, end = min(piece, tensor.elements), min(piece, END_BYTES // ELEMENT_BYTES)
+    starts = {chance.randrange(blocks - piece // BLOCK + 1) * BLOCK: piece}
+    starts[max(blocks - end // BLOCK, 0) * BLOCK] = end
+    compared = 0
+    for first, most in starts.items():
+        count = min(most, tensor.elements - first)
+        weights = content.of_tensor(shard, placed, first, count)
+        if not _same_piece(opened, tensor.name, first, weights):
+            return compared, f"elements {first:,} to {first + count:,} are not what bitsandbytes makes of them"
+        compared += len(weights)
+    return compared, None
+
+
+def _constants(opened: Any, name: str, shape: tuple[int, ...]) -> str | None:
+    """What is wrong with the parts of a quantized tensor that its weights do not decide."""
+    from bitsandbytes.functional import get_4bit_type
+
+    raw = opened.get_tensor(f"{name}.4bit.quant_state.bitsandbytes__nf4").numpy().tobytes()
+    state: Mapping[str, Any] = json.loads(raw)
+    expected = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "bfloat16", "shape": list(shape)}
+    if state != expected:
+        return f"its quantization state is {state}"
+    levels = get_4bit_type("nf4", device="cpu").numpy().tobytes()
+    return None if opened.get_tensor(f"{name}.4bit.quant_map").numpy().tobytes() == levels else "its levels are others"
+
+
+def _same_piece(opened: Any, name: str, first: int, weights: bytes) -> bool:
+    import torch
+    from bitsandbytes.functional import quantize_4bit
+
+    values = torch.frombuffer(bytearray(weights), dtype=torch.bfloat16)
+    codes, state = quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
+    begin, scale = first // 2, first // BLOCK
+    held_codes = opened.get_slice(name)[begin : begin + codes.numel()]
+    held_scales = opened.get_slice(f"{name}.4bit.absmax")[scale : scale + state.absmax.numel()]
+    return bool(
+        torch.equal(held_codes.view(-1), codes.view(-1))
+        and torch.equal(held_scales.view(torch.int32), state.absmax.view(torch.int32))
+    )
