@@ -45,7 +45,7 @@ def functions() -> Iterator[griffe.Function]:
         yield from (f for f in (one, *map(members.get, shown.members)) if isinstance(f, griffe.Function))
 
 
-@pytest.mark.parametrize("function", functions(), ids=lambda function: function.path)
+@pytest.mark.parametrize("function", list(functions()), ids=lambda function: function.path)
 def test_every_argument_is_described(function: griffe.Function) -> None:
     """And nothing that is no argument."""
     arguments = {one.name for one in function.parameters if not one.kind.name.startswith("var")} - {"self", "cls"}

@@ -20,13 +20,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md")
 """Pages outside docs/, on the site at the same path."""
 PICTURES = frozenset({".svg", ".png"})
-STYLE = """\
-.md-grid { max-width: 70rem; }
-.md-typeset table:not([class]) { font-size: .68rem; }
-.md-typeset table:not([class]) th { min-width: 0; }
-.md-typeset table:not([class]) td code { word-break: normal; overflow-wrap: anywhere; }
-.md-typeset h2, .md-typeset h3 { overflow-wrap: anywhere; }
-"""
 _LINK = re.compile(r"(?P<mark>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
 _CODE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
@@ -56,7 +49,7 @@ def _exists(page: str) -> bool:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """With pages and pictures from outside, and the style."""
+    """With pages and pictures from outside."""
     there = {page for page in PAGES if (ROOT / page).exists()}
     linked = set()
     for path in (*(ROOT / "docs").rglob("*.md"), *(ROOT / page for page in there)):
@@ -67,7 +60,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 linked.add(target)
     for name in sorted(there | linked):
         files.append(File.generated(config, name, content=(ROOT / name).read_bytes()))
-    files.append(File.generated(config, "site.css", content=STYLE))
     return files
 
 
