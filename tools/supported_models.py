@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tools.examined_model import DIED, Case, Row, examine
+from tools.examined_model import DIED, OK, REFUSED, UNBUILT, Case, Row, examine
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "supported-models.md"
@@ -131,6 +131,13 @@ def _row(content: Mapping[str, Any]) -> Row:
     return Row(**{**content, **lists})
 
 
+MEANINGS = {
+    OK: "the outputs are equal. Blocks is the number of layers that are streamed, files the number of layer files.",
+    UNBUILT: "the class was not examined. It may work.",
+    REFUSED: "RabbitLLM does not load this class.",
+}
+
+
 def page(rows: Iterable[Row]) -> str:
     """The rows as docs/reference/supported-models.md."""
     import torch
@@ -148,12 +155,7 @@ def page(rows: Iterable[Row]) -> str:
         "`sequential_shard_processing=True`. It is loaded twice: with memory for all weights and with memory for none.",
         "Its outputs are compared with those of transformers, bit for bit.",
         "",
-        "- **ok**: the outputs are equal. Blocks is the number of layers that are streamed, files the number of layer "
-        "files.",
-        "- **cannot be built tiny**: the class was not examined. It may work.",
-        "- **refused before any shard was deleted**: RabbitLLM does not load this class.",
-        "",
-        *(f"- {result}: {number}" for result, number in counts.most_common()),
+        *(f"- **{result}** ({number}): {MEANINGS.get(result, 'a defect.')}" for result, number in counts.most_common()),
         "",
         "| type | class | result | inputs | blocks | files |",
         "| --- | --- | --- | --- | --- | --- |",
