@@ -170,7 +170,7 @@ def _type(one: Any, annotation: Any) -> str:
         name += f" from {least:,} to {most:,}"
     elif least is not None:
         name += f" of at least {least:,}"
-    return f"{name}, repeatable" if is_list else name
+    return f"{name}, repeatable" if is_list and "repeatable" not in one.help else name
 
 
 def _default(one: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable, Sequence
 
@@ -29,8 +30,10 @@ def sentence(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """As a cell of a table."""
-    return one_line(text).replace("|", "\\|")
+    """As a cell of a table. Markdown's readers differ on a bar in code, so such code is HTML."""
+    code = re.compile(r"`([^`]*[|][^`]*)`")
+    text = code.sub(lambda found: f"<code>{html.escape(found[1], quote=False)}</code>", one_line(text))
+    return text.replace("|", "&#124;")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
