@@ -41,7 +41,9 @@ def functions() -> Iterator[griffe.Function]:
     """The functions and methods on the page."""
     for shown in (one for found in api.GROUPS.values() for one in found):
         one = api.found_at(shown.path)
-        members = one.all_members if one.is_class else {}
+        members = {
+            name: member for path in (*shown.bases, shown.path) for name, member in api.found_at(path).members.items()
+        }
         yield from (f for f in (one, *map(members.get, shown.members)) if isinstance(f, griffe.Function))
 
 

@@ -190,9 +190,9 @@ class Placement:
     """The placement of every unit; prints as a table.
 
     Attributes:
-        units: in the order of the model, without experts that are streamed individually.
-        budgets: the devices.
-        experts: the modules whose experts are streamed individually.
+        units: placement of each unit in the order of the model, without experts that are streamed individually.
+        budgets: limits of the devices.
+        experts: modules whose experts are streamed individually.
         pools: memory for streamed experts, one for each device that has any.
     """
 

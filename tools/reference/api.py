@@ -72,6 +72,7 @@ GROUPS: Mapping[str, Sequence[Shown]] = {
         Shown("rabbitllm.quality", "rabbitllm.evaluation.quality:quality"),
         Shown("Quality", "rabbitllm.evaluation.quality:Quality", ("as_json",)),
         Shown("Summary", "rabbitllm.evaluation.compare:Summary"),
+        Shown("Divergence", "rabbitllm.evaluation.compare:Divergence"),
     ),
     "Read single tensors": (
         Shown("rabbitllm.lazy_load", "rabbitllm.lazy.load:lazy_load"),
