@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SECONDS ?= 60
 JOBS ?= 1
 
-# the tests of one room of the package: make test-room ROOM=engine
+# the tests of one room of the package: make test-room ROOM=engine; of one file, by name: ROOM=engine/test_load.py K=skeleton
 ROOM ?= engine
 
 .PHONY: demo test test-room test-long matrix fuzz lint docs clean
@@ -24,7 +24,7 @@ test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-room: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 tests/$(ROOM)
+	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 tests/$(ROOM) $(if $(K),-k $(K))
 
 # the libraries that the ecosystem's tests are about, half a gigabyte of them; `make test` leaves those tests out
 $(VENV)/.ecosystem: $(VENV)/.installed
