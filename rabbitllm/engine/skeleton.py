@@ -403,5 +403,5 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
             return
         raise CorruptVocabularyError(
             f"transformers cannot read the tokenizer in {folder}: {_first_line(error)}",
-            f"Fetch {', '.join(_TOKENIZER_FILES[:2])} again, or take them away: model.tokenizer is then None.",
+            f"Download {', '.join(_TOKENIZER_FILES[:2])} again, or remove them: model.tokenizer is then None.",
         ) from error

@@ -162,8 +162,8 @@ def map_weights(
         raise IncompleteSplitError(
             f"{where} lacks {len(names)} of the {len(expected)} tensors that {type(model).__name__} needs: "
             f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}.",
-            "Split the checkpoint again, into another folder (layer_shards_saving_path). Keep this one until that is "
-            "done: if the checkpoint was deleted, it holds the only copy of the rest.",
+            "Split the checkpoint again, into another folder (layer_shards_saving_path, --dir). Keep this one until "
+            "then: if the checkpoint was deleted, it holds the only copy of the rest.",
         )
     return WeightMap(recipes, ties, allowed, tuple(unused))
 
