@@ -287,7 +287,7 @@ def quality(
     verify_checksums: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Quality:
-    """Compare a model's next-token distributions with those of the uncompressed one; see docs/QUALITY.md.
+    """Compare a model's next-token distributions with those of the uncompressed one; see docs/guides/compression.md.
 
     Args:
         model: name or path for `AutoModel.from_pretrained`, which splits the model first if needed; or a loaded model.
