@@ -128,7 +128,9 @@ class SourceScan:
         if self.config:
             return ()
         state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"
-        return (f"config.json {state}: from_pretrained will refuse, and layers are named here as a Llama's are.",)
+        return (
+            f"config.json {state}: from_pretrained cannot load this model; this estimate assumes Llama's layer names.",
+        )
 
     @property
     def commit(self) -> str | None:
@@ -210,40 +212,40 @@ class SourceScan:
         if compression in self.manifests:
             return self._other_split(compression, self.manifests[compression])
         if compression is not None and self.quantized is not None:
-            return f"the weights are quantized already ({self.quantized})"
+            return f"the weights are already quantized ({self.quantized})"
         if compression in self.refused:
-            return f"loading would refuse it: {self.refused[compression].rstrip('.')}"
+            return f"loading would fail: {self.refused[compression].rstrip('.')}"
         earlier = self.journals.get(compression)
         if compression == AUTO and earlier is None and isinstance(self._mixed, str):
             return self._mixed
         if earlier is None or self.checkpoint is None:
             return self._gone
         if (why := self._differs(earlier.plan.source)) is not None:
-            return f"the unfinished split there is of another source: {why}"
+            return f"the unfinished split is of another source: {why}"
         if self.source.repository is not None:
             return None
         waiting = [shard.name for shard in earlier.plan.shards if shard.name not in earlier.used]
         missing = [shard for shard in waiting if not self.is_here(shard)]
-        return f"{len(missing)} of the {len(waiting)} shards it still needs are gone" if missing else None
+        return f"{len(missing)} of the {len(waiting)} shards it still needs are missing" if missing else None
 
     def _other_split(self, compression: str | None, manifest: Manifest | None) -> str | None:
         if manifest is None:
             return None
         if manifest.compression != compression:
-            return f"the finished split there is at compression {manifest.compression}"
+            return f"the finished split is at compression {manifest.compression}"
         why = self._differs(manifest.source)
-        return f"the finished split there is of another source: {why}" if why is not None else None
+        return f"the finished split is of another source: {why}" if why is not None else None
 
     @cached_property
     def _gone(self) -> str | None:
         """Why no plan can be made from headers; None if one can."""
         if self.checkpoint is None:
-            return "its shards are gone"
+            return "its shards are missing"
         if self.source.repository is not None:
             return None  # shards that a repository lacks raise an error elsewhere
         shards = self.checkpoint.index.shards
         missing = [shard for shard in shards if not self.is_here(shard)]
-        return f"{len(missing)} of its {len(shards)} shards are gone" if missing else None
+        return f"{len(missing)} of its {len(shards)} shards are missing" if missing else None
 
     @cached_property
     def _identity(self) -> SourceIdentity | None:
@@ -274,8 +276,8 @@ class Plan(SplitEstimate):
 
     Attributes:
         devices: devices that would compute.
-        prompt_tokens: length of the prompt before the first token.
-        generations: by compression, as `outlooks` are.
+        prompt_tokens: length of the prompt before the first token, in tokens.
+        generations: one for each compression, in the order of `outlooks`.
     """
 
     devices: tuple[str, ...] = ()
@@ -309,22 +311,22 @@ def plan(
     shard to measure the connection.
 
     Args:
-        path_or_repo_id: as for `AutoModel.from_pretrained`, like all that follow except `bandwidth`.
+        path_or_repo_id: a folder with a checkpoint, a split directory, or a repository on the hub.
         compression: the preferred one: None, "8bit", "4bit", "4bit-double" or "auto".
         layer_shards_saving_path: folder for the split directory.
         revision: branch, tag or commit of the repository.
-        token: for the hub.
-        cache_dir: the hub cache.
-        max_disk: bytes that the split may occupy, e.g. "57GiB".
-        min_free_disk: bytes of the disk to keep free.
+        token: access token for the hub.
+        cache_dir: folder of the hub cache.
+        max_disk: maximum bytes of the split, e.g. "57GiB".
+        min_free_disk: bytes of the disk that must stay free.
         bandwidth: bytes per second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
             measurement.
         device: device to generate on.
-        max_memory: device -> bytes for weights, e.g. `{0: "14GiB"}`; by default what is free.
-        fit_scales: see `SplitOptions`.
+        max_memory: maximum bytes of weights for each device, e.g. `{0: "14GiB"}`; the default is the free memory.
+        fit_scales: expect the scales with the least squared error, as in `AutoModel.from_pretrained`.
 
     Returns:
-        A record; its `choice` has the best call that fits.
+        The estimates; `choice` is the best call that fits.
 
     Raises:
         RabbitLLMError: an invalid argument, no such source, or a malformed one.
@@ -380,7 +382,7 @@ def plan(
 def _said_rate(bandwidth: int | str) -> Rate:
     said = parse_size(bandwidth, "bandwidth")
     if not said:
-        raise OptionError("bandwidth=0 would never fetch anything.", "Give bytes a second, such as '12MB'.")
+        raise OptionError("bandwidth=0; expected more than 0.", "Use bytes per second, such as '12MB'.")
     return Rate(said)
 
 

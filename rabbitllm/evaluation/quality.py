@@ -61,8 +61,8 @@ def compared_spec(spec: ModelSpec, *, alone: bool) -> ModelSpec:
         manifest = read_manifest(folder) if folder.is_dir() else None
         if manifest is None or manifest.compression is None:
             raise QualityError(
-                f"{spec.name} is not compressed; by default it would be compared with itself.",
-                "Name a compression (--compression 4bit), or what to compare with (--against; in Python, against=).",
+                f"{spec.name} is not compressed; the default comparison is with the uncompressed model.",
+                "Set --compression, e.g. 4bit, or a model to compare with: --against (against= in Python).",
             )
     return replace(spec, compression=None if chosen == "none" else chosen)
 
@@ -87,8 +87,8 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
     if manifest.source is not None and manifest.source.kind == "hub":
         return ModelSpec(manifest.source.name, folder=spec.folder, access=HubAccess(manifest.source.commit))
     raise QualityError(
-        f"{folder} is compressed, and the uncompressed model is not in its parent folder.",
-        "Say where it is, with --against (in Python, against=).",
+        f"{folder} is compressed, and its parent folder does not hold the uncompressed model.",
+        "Set its path with --against (against= in Python).",
     )
 
 
@@ -146,7 +146,7 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} cannot be read as text: {error}.", "Give a file of UTF-8 text.") from error
+        raise OptionError(f"{path} cannot be read as text: {error}.", "Use a file of UTF-8 text.") from error
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, tokens: int) -> list[ScoredText]:
@@ -164,7 +164,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, token
     """
     if window < 2 or tokens < LEAST_POSITIONS:
         raise OptionError(
-            f"window={window}, tokens={tokens}: at least 2 and {LEAST_POSITIONS} are needed.", "Give larger numbers."
+            f"window={window}, tokens={tokens}; expected at least 2 and {LEAST_POSITIONS}.", "Use larger numbers."
         )
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     own = tokenizer("")["input_ids"]
@@ -180,8 +180,8 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, token
     predicted = sum(len(one.continuation) for one in found)
     if predicted < LEAST_POSITIONS:
         raise QualityError(
-            f"The text has {predicted} tokens to be predicted; at least {LEAST_POSITIONS} are needed.",
-            "Give a longer text.",
+            f"The text has {predicted} tokens to predict; expected at least {LEAST_POSITIONS}.",
+            "Use a longer text.",
         )
     return found
 
@@ -251,7 +251,7 @@ class Quality:
     problems: int
 
     def as_json(self) -> dict[str, Any]:
-        """The result as plain values: sizes in bytes, divergences in nats."""
+        """The result as a dict for `json.dumps`: sizes in bytes, divergences in nats."""
         names = {"error": "standard_error", "percentile": "percentile_99"}
         divergence = asdict(self.summary.divergence)
         return {
@@ -287,7 +287,7 @@ def quality(
     verify_checksums: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Quality:
-    """Compare a model's next-token distributions with those of the uncompressed one; see docs/guides/compression.md.
+    """Compare a model's next-token distributions with those of the uncompressed model.
 
     Args:
         model: name or path for `AutoModel.from_pretrained`, which splits the model first if needed; or a loaded model.
@@ -300,10 +300,18 @@ def quality(
         tokens: maximum number of predicted tokens.
         problems: number of held-out problems to answer, for models with the bundled tokenizer; a multiple of 4, 0 for
             none. None for 400 without a text, else for none.
-        device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code, verify_checksums: as in
-            `AutoModel.from_pretrained`, for both; by default each takes a third of free memory for its weights.
-        dtype: dtype of the computation, for both; None for the config's.
-        say: called with a description of each step.
+        device: as in `AutoModel.from_pretrained`; this and the arguments that follow are for both models.
+        max_memory: as in `AutoModel.from_pretrained`; the default is a third of the free memory for each model.
+        dtype: dtype of the computation; None for the config's.
+        exact: as in `AutoModel.from_pretrained`.
+        layer_shards_saving_path: as in `AutoModel.from_pretrained`.
+        revision: as in `AutoModel.from_pretrained`.
+        trust_remote_code: as in `AutoModel.from_pretrained`.
+        verify_checksums: as in `AutoModel.from_pretrained`.
+        say: function that is called with a description of each step.
+
+    Returns:
+        The comparison; divergences are in nats.
 
     Raises:
         QualityError: the two cannot be compared, the text is too short, or the uncompressed model cannot be found.
@@ -355,14 +363,16 @@ def _reference(own: ModelSpec | None, against: Any, run: RunOptions) -> tuple[Mo
     if against is not None:
         return None, against
     if own is None:
-        raise OptionError("against is required when the model is already loaded.", "Give a model or its name.")
+        raise OptionError(
+            "against is required when the model is already loaded.", "Pass a model or its name as against."
+        )
     other = reference_spec(own)
     try:
         return other, loaded(other, run, split=False)
     except CheckpointError as error:
         raise QualityError(
             f"The uncompressed model cannot be read. {error.problem}",
-            "Say where it is, with --against (in Python, against=).",
+            "Set its path with --against (against= in Python).",
         ) from error
 
 
@@ -370,7 +380,7 @@ def _problems(count: int) -> list[Problem]:
     try:
         return held_out(count) if count else []
     except ValueError as error:
-        raise OptionError(f"problems={count}, which cannot be: {error}.", "Give another number.") from error
+        raise OptionError(f"problems={count} is not possible: {error}.", "Use a multiple of 4.") from error
 
 
 def _tokenizer_of(reference: Any, model: StreamedModel) -> Any:
@@ -382,13 +392,13 @@ def _tokenizer_of(reference: Any, model: StreamedModel) -> Any:
     first, second = reference.tokenizer, model.tokenizer
     if first is None or second is None:
         raise QualityError(
-            "A model without a tokenizer was given, and the text cannot be made tokens.",
-            "Put the tokenizer's files into the folder of its weights.",
+            "The model has no tokenizer, so the text cannot be tokenized.",
+            "Put the tokenizer's files into the folder of the weights.",
         )
     if first.get_vocab() != second.get_vocab():
         raise QualityError(
-            "The models have different vocabularies, so that their distributions are of different things.",
-            "Compare a model with one it was made from.",
+            "The models have different vocabularies, so their distributions cannot be compared.",
+            "Compare a model with the one it was made from.",
         )
     return first
 
@@ -437,11 +447,11 @@ def show(quality: Quality, console: Console) -> None:
     put_table(console, columns, [row[: len(columns)] for row in rows])
     console.print()
     divergence = summary.divergence
-    put(console, Text("divergence of the model from the reference, nats a token", "dim"))
+    put(console, Text("KL divergence of the model from the reference, nats per token", "dim"))
     for name, value in (
         ("mean", f"{number(divergence.mean)} ± {number(divergence.error)}"),
         ("median", number(divergence.median)),
-        ("99 in 100 below", number(divergence.percentile)),
+        ("99th percentile", number(divergence.percentile)),
         ("largest", number(divergence.largest)),
     ):
         console.print(f"  {name:<18}{value}", soft_wrap=True)
