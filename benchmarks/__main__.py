@@ -1,18 +1,26 @@
-"""Run a benchmark by its name, or list them."""
+"""Run a benchmark by its name, list them, or draw the picture of results again."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from benchmarks.catalogue import CATALOGUE, listed, main_of
+from benchmarks.lib.pictures import redraw
 
-USAGE = "Usage: python -m benchmarks list\n       python -m benchmarks NAME [--smallest] [options; --help names them]\n"
+USAGE = """Usage: python -m benchmarks list
+       python -m benchmarks picture RESULTS.json
+       python -m benchmarks NAME [--smallest] [options; --help names them]
+"""
 
 
 def main(arguments: list[str]) -> int:
     """Return the exit status; 2 for an unknown name."""
     if arguments[:1] == ["list"]:
         print(listed())
+        return 0
+    if arguments[:1] == ["picture"] and len(arguments) == 2:
+        print(redraw(Path(arguments[1])))
         return 0
     if not arguments or arguments[0] not in CATALOGUE:
         known = ", ".join(CATALOGUE)

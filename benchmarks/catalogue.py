@@ -43,10 +43,9 @@ CATALOGUE: Mapping[str, Benchmark] = {
     "split.kaggle": Benchmark(
         "a split of 150 GB within a Kaggle disk, killed five times: disk, memory, time", (), "51 GB, 20 minutes"
     ),
-    "split.lazy_load": Benchmark("opening a file of weights, and torch's and safetensors' ways", (), "6 GB, 5 minutes"),
     "decode": Benchmark("seconds a token, load time and memory on the CPU", (PEERS,), "10 GB, 1 hour"),
     "decode.capped": Benchmark("seconds a token, less memory than the model has", (GROUPS, PEERS), "10 GB, 2 hours"),
-    "decode.predict": Benchmark("`rabbitllm plan`'s seconds a token and the measured ones", (), "10 GB, 30 minutes"),
+    "decode.predict": Benchmark("seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB, 30 minutes"),
     "decode.products": Benchmark("products with 4-bit and 8-bit codes, compared with torch's", (), "2 minutes"),
     "decode.vram": Benchmark(
         "seconds a token with less GPU memory than the model has", ("an NVIDIA GPU", PEERS), "14 GB; not run yet"
@@ -58,9 +57,6 @@ CATALOGUE: Mapping[str, Benchmark] = {
     ),
     "serve": Benchmark(
         "tokens/s of a server for 1 to 64 clients with less memory than the model has", (GROUPS, PEERS), "10 GB, 1 hour"
-    ),
-    "serve.shared_prompt": Benchmark(
-        "what a system prompt that clients share saves: tokens computed, first token", (GROUPS,), "2 GB, 10 minutes"
     ),
     "batch": Benchmark(
         "tokens/s of many prompts at once with less memory than the model has", (GROUPS, PEERS), "10 GB, 3 hours"

@@ -99,7 +99,6 @@ BITS = frozenset(
 """Files whose tests compare bits, tokens or products; they are marked `bits`, and `tools/matrix.py` runs them."""
 
 FIRST = (
-    "benchmarks/test_lazy_load.py",
     "engine/test_hybrid_caches.py",
     "engine/test_double.py",
     "benchmarks/test_kaggle_72b.py",

@@ -22,21 +22,17 @@ pass of the weights, which is one text under the same cap, and computing, which 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decode.capped import LEAST_ROOM_BYTES
-from benchmarks.lib import command_line, lines, report
+from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
-from benchmarks.lib.control_group import control_group
-from benchmarks.lib.measure import drop_cached, spread
-from benchmarks.lib.peers import AIRLLM, THIS, TRANSFORMERS, Cap, prepare, run_worker
-from benchmarks.lib.runners import Runner, ensure_layer_files
-from benchmarks.lib.runs import Run, failures, good, run_cases, unprepared, versions
-from benchmarks.lib.work_folder import fresh_folder
+from benchmarks.lib.generation import Runner, prepare_files
+from benchmarks.lib.measure import drop_cached, fresh_folder, spread
+from benchmarks.lib.peers import AIRLLM, THIS, TRANSFORMERS, prepare, room, run_worker
+from benchmarks.lib.runs import Run, failures, good, run_cases, status, unprepared, versions
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers-disk": Runner(TRANSFORMERS, "transformers", "offloaded"),
@@ -110,23 +106,22 @@ class Workload:
     limit_seconds: float
     cache_memory: str | None = None
 
-    def prepared(self, runner: str) -> Path:
+    def files(self, runner: str) -> Path:
         """Where a runner's layer files are."""
-        return self.folder / RUNNERS[runner].layers_name
+        return self.folder / RUNNERS[runner].files_name
 
 
 def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
     """Carry out one row of one turn."""
-    chosen, is_ours = RUNNERS[case.runner], case.runner in OURS
-    layered = {"layer_shards_saving_path": str(workload.prepared(case.runner)), **chosen.options}
+    chosen, is_ours, place = RUNNERS[case.runner], case.runner in OURS, str(workload.files(case.runner))
     job = {
         "task": "bulk" if case.sequences else "scores",
         "package": chosen.package,
         "is_ours": is_ours,
         "loader": chosen.loader,
-        "path": str(workload.prepared(case.runner)),
+        "path": place,
         "checkpoint": str(workload.checkpoint),
-        "options": _ours(chosen, workload) if is_ours else layered,
+        "options": _ours(chosen, workload) if is_ours else {"layer_shards_saving_path": place, **chosen.options},
         "offload_folder": str(workload.folder / "offload"),
         "out": str(workload.folder / "out.jsonl"),
         "vocabulary": workload.vocabulary,
@@ -136,15 +131,11 @@ def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
         "count": workload.count,
     }
     cold, label = [workload.checkpoint, workload.folder], case.name.replace(", ", "-").replace(" ", "-")
+    cap_bytes = room(workload.weights, workload.share if case.is_capped else None)
     limit = workload.limit_seconds
-    if case.is_capped:
-        with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
-            cap = Cap(group, max(workload.weights * workload.share // 100, LEAST_ROOM_BYTES))
-            outcome = run_worker(chosen.environment, job, work, f"batch-{label}", cold, cap=cap, limit_seconds=limit)
-    else:
-        outcome = run_worker(chosen.environment, job, work, f"batch-{label}", cold, limit_seconds=limit)
-    run.take_answer(outcome.answer)
-    run.take_from(outcome)
+    run.take(
+        run_worker(chosen.environment, job, work, f"batch-{label}", cold, cap_bytes=cap_bytes, limit_seconds=limit)
+    )
 
 
 def _ours(chosen: Runner, workload: Workload) -> dict[str, Any]:
@@ -178,28 +169,22 @@ def of_the_goal(runs: Sequence[BatchRun], runner: str) -> list[float]:
     ]
 
 
-HEADINGS = ("row", "ok", "tokens/s", "of linear", "x our best", "s", "GB from disk", "anon MiB over idle")
-
-
 def tabulate(runs: Sequence[BatchRun], cases: Sequence[Case], turns: int) -> report.Table:
-    """A line a row: medians, and in brackets the extremes."""
+    """A line a row."""
     numbers = [case.sequences for case in cases if case.sequences]
 
-    def cells(case: Case, found: Sequence[BatchRun]) -> Sequence[str]:
-        seconds = report.shown(spread(run.seconds for run in found))
-        memory = report.shown(spread(run.anonymous_added for run in found), 0, 2**20)
-        if not case.sequences:
-            return ("-", "-", "-", seconds, "-", memory)
-        return (
-            report.shown(spread(run.rate for run in found)),
-            report.shown(spread(of_linear(runs, case))),
-            report.shown(spread(against_ours(runs, case, numbers))),
-            seconds,
-            report.shown(spread(run.disk_bytes for run in found), 2, 1e9),
-            memory,
-        )
+    def generated(make: Any) -> Any:
+        return lambda case, found: make(case, found) if case.sequences else "-"
 
-    return report.tabulated(HEADINGS, runs, {case.name: case for case in cases}, turns, cells)
+    columns: report.Columns[Case, BatchRun] = {
+        "tokens/s": generated(report.each(lambda run: run.rate)),
+        "of linear": generated(lambda case, found: report.shown(spread(of_linear(runs, case)))),
+        "x our best": generated(lambda case, found: report.shown(spread(against_ours(runs, case, numbers)))),
+        "s": report.each(lambda run: run.seconds),
+        "GB from disk": generated(report.each(lambda run: run.disk_bytes, 2, 1e9)),
+        "anon MiB over idle": report.ADDED_MEMORY,
+    }
+    return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
 
 def notes_on(runs: Sequence[BatchRun], cases: Sequence[Case]) -> list[str]:
@@ -224,14 +209,14 @@ def notes_on(runs: Sequence[BatchRun], cases: Sequence[Case]) -> list[str]:
     return notes
 
 
-def curves(runs: Sequence[BatchRun], cases: Sequence[Case]) -> list[lines.Line]:
+def picture(title: str, runs: Sequence[BatchRun], cases: Sequence[Case]) -> pictures.Picture | None:
     """Medians of tokens a second over prompts at once, a line a row."""
-    points: dict[str, dict[int, float]] = {}
+    points: dict[str, tuple[dict[int, float], bool]] = {}
     for case in cases:
         middle = report.median(spread(run.rate for run in good(runs, case.name))) if case.sequences else None
         if middle is not None:
-            points.setdefault(case.runner, {})[case.sequences] = middle
-    return [lines.Line(runner, found, runner in OURS) for runner, found in points.items()]
+            points.setdefault(case.runner, ({}, case.runner in OURS))[0][case.sequences] = middle
+    return pictures.lines(title, "prompts at once", "tokens a second", points) if points else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,8 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with fresh_folder(workload.folder):
 
         def split(row: str) -> None:
-            folder, label = workload.prepared(row), f"batch-{row}-files"
-            ensure_layer_files(RUNNERS[row], checkpoint, folder, work, label)
+            prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"batch-{row}-files")
 
         unusable = unprepared(options.only, unusable, "its files", split)
         drop_cached(workload.folder)
@@ -281,8 +265,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.prompt_tokens} tokens in, {options.tokens} out, of a model of {workload.weights / 1e9:.2f} GB with "
         f"memory capped at {options.share} % of that, on the CPU, {command_line.turns(options)}"
     )
-    report.write(options.results, title, machine, tabulate(runs, cases, options.turns), notes_on(runs, cases), runs)
-    drawn = curves(runs, cases)
-    if drawn:
-        lines.draw(report.picture(options.results), title, "prompts at once", "tokens a second", drawn)
-    return int(any(run.error for run in runs if run.row.partition(",")[0] in OURS))
+    table, notes = tabulate(runs, cases, options.turns), notes_on(runs, cases)
+    report.write(options.results, title, machine, table, notes, runs, picture(title, runs, cases))
+    return status(runs, lambda row: row.partition(",")[0] in OURS)

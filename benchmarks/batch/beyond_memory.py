@@ -5,24 +5,23 @@ the page cache where the machine has room; how much was read of it is in the tab
 A Llama in bfloat16 with random weights and no end token; greedy tokens. "the same texts": as those of the first row.
 
     python -m benchmarks batch.beyond_memory [--scale medium] [--sequences 16] [--prompt-tokens 128] [--tokens 32]
-                                       [--cache-memory 8MB] [--weights-memory 80MB] [--work-dir DIR]
+                                       [--cache-memory 8MB] [--weights-memory 80MB] [--turns 1] [--work-dir DIR]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint
+from benchmarks.lib.measure import spread
 from benchmarks.lib.worker_batch import prompt
 from rabbitllm import AutoModel
 from rabbitllm.base.options import parse_size
@@ -41,62 +40,83 @@ class Row:
     cache_disk: int | None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a row."""
+@dataclass
+class BeyondRun:
+    """One row of one turn.
 
+    Attributes:
+        row: its name.
+        seconds: for all prompts.
+        new_tokens, passes: that were made.
+        streamed_bytes, file_bytes: read of weights, and of the file of keys and values.
+        texts: the answers.
+    """
+
+    row: str
     seconds: float
-    facts: Any
+    new_tokens: int
+    passes: int
+    streamed_bytes: int
+    file_bytes: int
     texts: tuple[str, ...]
+    load_average: float
 
 
-def run(model: Any, row: Row, prompts: Sequence[Sequence[int]], tokens: int) -> Outcome:
+def run(model: Any, row: Row, prompts: Sequence[Sequence[int]], tokens: int) -> BeyondRun:
     """Answer all prompts."""
     items = [Item(number, number, Generate(tuple(ids), tokens)) for number, ids in enumerate(prompts)]
     limits = JobLimits(len(prompts), row.cache_bytes, cache_disk=row.cache_disk)
-    facts: list[Any] = []
-    begun = time.perf_counter()
-    found = {one.index: one.line for group in answered(model, "m", iter(items), limits, facts.append) for one in group}
-    seconds = time.perf_counter() - begun
-    return Outcome(seconds, facts[0](), tuple(found[number]["text"] for number in range(len(prompts))))
+    told: list[Any] = []
+    load, begun = os.getloadavg()[0], time.perf_counter()
+    found = {one.index: one.line for group in answered(model, "m", iter(items), limits, told.append) for one in group}
+    seconds, facts = time.perf_counter() - begun, told[0]()
+    texts = tuple(found[number]["text"] for number in range(len(prompts)))
+    counts = (facts.new_tokens, facts.passes, facts.streamed_bytes, facts.file_read_bytes)
+    return BeyondRun(row.name, seconds, *counts, texts, load)
 
 
-HEADINGS = ("keys and values", "tokens/s", "s", "passes", "GB of weights", "GB of keys and values", "the same texts")
-
-
-def tabulate(outcomes: Sequence[tuple[Row, Outcome]]) -> report.Table:
+def tabulate(runs: Sequence[BeyondRun]) -> report.Table:
     """A line a row."""
-    first = outcomes[0][1].texts
-    return report.Table(
-        HEADINGS,
-        [
-            (
-                row.name,
-                f"{one.facts.new_tokens / one.seconds:.2f}",
-                f"{one.seconds:.1f}",
-                f"{one.facts.passes:,}",
-                f"{one.facts.streamed_bytes / 1e9:.2f}",
-                f"{one.facts.file_read_bytes / 1e9:.2f}",
-                f"{sum(a == b for a, b in zip(one.texts, first, strict=True))} of {len(first)}",
-            )
-            for row, one in outcomes
-        ],
+    headings = (
+        "keys and values",
+        "tokens/s",
+        "s",
+        "passes",
+        "GB of weights",
+        "GB from the file",
+        "the same texts",
     )
+    first = {run.row: run for run in reversed(runs)}
+    expected, lines = runs[0].texts, []
+    for row in dict.fromkeys(run.row for run in runs):
+        found = [run for run in runs if run.row == row]
+        same = sum(a == b for a, b in zip(first[row].texts, expected, strict=True))
+        lines.append(
+            (
+                row,
+                report.shown(spread(run.new_tokens / run.seconds for run in found)),
+                report.shown(spread(run.seconds for run in found), 1),
+                f"{first[row].passes:,}",
+                f"{first[row].streamed_bytes / 1e9:.2f}",
+                f"{first[row].file_bytes / 1e9:.2f}",
+                f"{same} of {len(expected)}",
+            )
+        )
+    return report.Table(headings, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; not 0 if the file and memory for all do not make the same texts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=SCALES, default="medium")
+    parser = command_line.parser(__doc__, 1, [])
+    parser.set_defaults(scale="medium")
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--cache-memory", default="8MB")
     parser.add_argument("--weights-memory", default="80MB")
-    parser.add_argument("--work-dir", type=Path, default=command_line.WORK)
     smallest = {"sequences": 4, "prompt_tokens": 160, "tokens": 3, "cache_memory": "400kB", "weights_memory": "0"}
     options = command_line.parsed(parser, arguments, **smallest)
-    options.work_dir.mkdir(parents=True, exist_ok=True)
+    command_line.settle(options, "beyond-memory")
     torch.set_num_threads(1)
     checkpoint = make_checkpoint(options.work_dir, options.scale, "LlamaConfig")
     place = options.work_dir / "beyond-memory-run"
@@ -116,10 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             layer_shards_saving_path=str(place),
             show_layer_progress=False,
         )
-        load = os.getloadavg()[0]
-        outcomes = [(row, run(model, row, prompts, options.tokens)) for row in rows]
+        machine = report.describe_machine(options.work_dir)
+        runs = [run(model, row, prompts, options.tokens) for _ in range(options.turns) for row in rows]
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    print(tabulate(outcomes).markdown())
-    print(f"{model.placement.streamed_bytes / 1e6:,.0f} MB of weights are read in a pass; load {load:.1f} at the start")
-    return int(outcomes[0][1].texts != outcomes[1][1].texts)
+    shape = f"{options.sequences} prompts of {options.prompt_tokens} tokens, {options.tokens} out"
+    title = f"{shape}, {command_line.turns(options)}"
+    notes = [f"{model.placement.streamed_bytes / 1e6:,.0f} MB of weights are read in a pass, by one thread."]
+    report.write(options.results, title, machine, tabulate(runs), notes, runs)
+    return int(runs[0].texts != runs[1].texts)

@@ -15,21 +15,17 @@ the size of the weights.
 from __future__ import annotations
 
 import json
-import os
 import random
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decode.capped import LEAST_ROOM_BYTES
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
-from benchmarks.lib.control_group import control_group
-from benchmarks.lib.measure import Spread, drop_cached, spread
-from benchmarks.lib.peers import THIS, TRANSFORMERS, Cap, make_layer_files, over_this, prepare, run_worker
-from benchmarks.lib.runs import Run, failures, good, ratios, run_all, versions
+from benchmarks.lib.measure import Spread, drop_cached, fresh_folder, spread
+from benchmarks.lib.peers import THIS, TRANSFORMERS, make_layer_files, over_this, prepare, room, run_worker
+from benchmarks.lib.runs import Run, failures, good, ratios, run_all, status, versions
 
 CHOICES = 4
 GOAL = 1.2
@@ -120,16 +116,8 @@ def measure(run: ScoreRun, workload: Workload, work: Path) -> None:
         "batches": workload.batches,
     }
     environment = over_this(TRANSFORMERS) if is_plain else THIS
-    cold = [workload.checkpoint, workload.folder]
-    label = f"score-{ROWS.index(run.row)}-{run.turn}"
-    if not is_capped:
-        outcome = run_worker(environment, job, work, label, cold)
-    else:
-        with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
-            cap = Cap(group, workload.cap_bytes)
-            outcome = run_worker(environment, job, work, label, cold, cap=cap)
-    run.take_answer(outcome.answer)
-    run.take_from(outcome)
+    label, cap_bytes = f"score-{ROWS.index(run.row)}-{run.turn}", workload.cap_bytes if is_capped else None
+    run.take(run_worker(environment, job, work, label, [workload.checkpoint, workload.folder], cap_bytes=cap_bytes))
 
 
 def of_the_sum(runs: Sequence[ScoreRun], row: str) -> Spread | None:
@@ -150,40 +138,19 @@ def alike(runs: Sequence[ScoreRun], row: str) -> list[bool]:
     ]
 
 
-HEADINGS = (
-    "row",
-    "ok",
-    "s in all",
-    "x ours",
-    "of reading + computing",
-    "passes",
-    "tokens computed",
-    "GB from disk",
-    "anon MiB over idle",
-    "the same sums",
-)
-
-
 def tabulate(runs: Sequence[ScoreRun], rows: Sequence[str], turns: int) -> report.Table:
-    """A line a row: medians, and in brackets the extremes."""
-    lines = []
-    for row in rows:
-        found = good(runs, row)
-        lines.append(
-            (
-                row,
-                f"{len(found)}/{turns}",
-                report.shown(spread(run.seconds for run in found)),
-                report.shown(ratios(runs, row, OURS)),
-                report.shown(of_the_sum(runs, row)) if row == OURS else "",
-                report.shown(spread(run.passes for run in found), 0),
-                report.shown(spread(run.computed_tokens for run in found), 0),
-                report.shown(spread(run.disk_bytes for run in found), 2, 1e9),
-                report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
-                report.verdict(alike(runs, row)),
-            )
-        )
-    return report.Table(HEADINGS, lines)
+    """A line a row."""
+    columns: report.Columns[str, ScoreRun] = {
+        "s in all": report.each(lambda run: run.seconds),
+        "x ours": lambda row, found: report.shown(ratios(runs, row, OURS)),
+        "of reading + computing": lambda row, found: report.shown(of_the_sum(runs, row)) if row == OURS else "",
+        "passes": report.each(lambda run: run.passes, 0),
+        "tokens computed": report.each(lambda run: run.computed_tokens, 0),
+        "GB from disk": report.each(lambda run: run.disk_bytes, 2, 1e9),
+        "anon MiB over idle": report.ADDED_MEMORY,
+        "the same sums": lambda row, found: report.verdict(alike(runs, row)),
+    }
+    return report.tabulated(runs, {row: row for row in rows}, turns, columns)
 
 
 def notes_on(runs: Sequence[ScoreRun], rows: Sequence[str]) -> list[str]:
@@ -221,20 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
     weights = weight_bytes(checkpoint)
     questions = questions_for(SCALES[options.scale].vocab_size, options.questions, options.shared)
-    cap_bytes = max(weights * options.share // 100, LEAST_ROOM_BYTES)
-    folder = work / "score-run"
+    cap_bytes, folder = room(weights, options.share), work / "score-run"
+    assert cap_bytes is not None
     workload = Workload(checkpoint, folder, folder / "questions.json", cap_bytes, options.batches)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    workload.questions.write_text(json.dumps(questions))  # too long for a command line
     unusable = prepare({row: over_this(TRANSFORMERS) if row in PEERS else THIS for row in options.only}, work)
-    try:
-        make_layer_files(THIS, "rabbitllm", checkpoint, workload.folder / "split", None, work, "score-files")
-        drop_cached(workload.folder)
+    with fresh_folder(folder):
+        workload.questions.write_text(json.dumps(questions))  # too long for a command line
+        make_layer_files(THIS, "rabbitllm", checkpoint, folder / "split", None, work, "score-files")
+        drop_cached(folder)
         machine = report.describe_machine(work)
         runs = run_all(list(options.only), options.turns, ScoreRun, lambda run: measure(run, workload, work), unusable)
-    finally:
-        shutil.rmtree(workload.folder, ignore_errors=True)
     title = (
         f"{options.questions * CHOICES:,} choices of {options.questions:,} questions scored by a model of "
         f"{weights / 1e9:.2f} GB, memory capped at the idle process and {options.share} % of it, on the CPU, "
@@ -244,4 +207,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for run in runs:
         run.logprobs = ()  # a thousand numbers a row
     report.write(options.results, title, machine, table, notes_on(runs, options.only), runs)
-    return int(any(run.error for run in runs if run.row not in PEERS))
+    return status(runs, lambda row: row not in PEERS)

@@ -12,21 +12,21 @@ the steps after the first token; tokens are compared with those of plain transfo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import make_checkpoint
-from benchmarks.lib.measure import CACHE_STATE, spread
-from benchmarks.lib.peers import AIRLLM, RABBITLLM_1, THIS, TRANSFORMERS, prepare, run_worker
-from benchmarks.lib.runners import Runner, ensure_layer_files
-from benchmarks.lib.runs import failures, ratios, run_all, unprepared, versions
-from benchmarks.lib.steps import PROMPT_TOKENS, StepsRun, prompt_for, tokens_equal
-from benchmarks.lib.work_folder import fresh_folder
-
-PEERS_GOAL = 10.0
-TRANSFORMERS_GOAL = 0.97
-
+from benchmarks.lib.generation import (
+    PROMPT_TOKENS,
+    Runner,
+    StepsRun,
+    Workload,
+    prepare_files,
+    prompt_for,
+    tokens_equal,
+)
+from benchmarks.lib.measure import CACHE_STATE, fresh_folder
+from benchmarks.lib.peers import AIRLLM, RABBITLLM_1, THIS, TRANSFORMERS, prepare
+from benchmarks.lib.runs import failures, ratios, run_all, status, unprepared, versions
 
 STREAMED = {"max_memory": {"cpu": 0}}
 ROOM = {"max_memory": {"cpu": "700MB"}}
@@ -50,93 +50,30 @@ RUNNERS = {
 GOALS = (
     ("rabbitllm-2-4bit", REFERENCE, 4.0),
     ("rabbitllm-2-8bit", REFERENCE, 1.2),
-    ("rabbitllm-2", REFERENCE, TRANSFORMERS_GOAL),
-    ("rabbitllm-2", "rabbitllm-1.1.0", PEERS_GOAL),
-    ("rabbitllm-2", "airllm-4.0.0", PEERS_GOAL),
-    ("rabbitllm-2-streamed", "rabbitllm-1.1.0", PEERS_GOAL),
-    ("rabbitllm-2-streamed", "airllm-4.0.0", PEERS_GOAL),
+    ("rabbitllm-2", REFERENCE, 0.97),
+    *((row, "rabbitllm-1.1.0", 10.0) for row in ("rabbitllm-2", "rabbitllm-2-streamed")),
+    *((row, "airllm-4.0.0", 10.0) for row in ("rabbitllm-2", "rabbitllm-2-streamed")),
 )
 """Row, which other, and how many times as many tokens a second it should make."""
 
 
-@dataclass
-class DecodeRun(StepsRun):
-    """One row of one turn; seconds.
-
-    Attributes:
-        read_bytes, read_seconds: what this project's pass reads, and how long that takes when nothing computes.
-        placed: where the weights were, as far as the model tells.
-    """
-
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    placed: str = ""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What every row does."""
-
-    checkpoint: Path
-    splits: Path
-    prompt: Sequence[int]
-    tokens: int
-
-    def saving_path(self, row: str) -> Path:
-        """Where a row's layer files are."""
-        return self.splits / RUNNERS[row].layers_name
-
-
-def measure(run: DecodeRun, workload: Workload, work: Path) -> None:
-    """Carry out one row of one turn."""
-    runner = RUNNERS[run.row]
-    job = {
-        "task": "decode",
-        "package": runner.package,
-        "loader": runner.loader,
-        "checkpoint": str(workload.checkpoint),
-        "options": {"layer_shards_saving_path": str(workload.saving_path(run.row)), **runner.options},
-        "offload_folder": str(workload.splits / "offload"),
-        "prompt": list(workload.prompt),
-        "tokens": workload.tokens,
+def tabulate(runs: Sequence[StepsRun], rows: Sequence[str], turns: int) -> report.Table:
+    """A line a row."""
+    columns: report.Columns[str, StepsRun] = {
+        "load s": report.each(lambda run: run.load_seconds),
+        "first token s": report.each(lambda run: run.first_token_seconds),
+        "s/token": report.each(lambda run: run.token_seconds, 3),
+        "x transformers": lambda row, found: report.shown(ratios(runs, REFERENCE, row), 3),
+        "anon MiB over idle": report.ADDED_MEMORY,
+        "mapped MiB": report.each(lambda run: run.file_peak, 0, 2**20),
+        "tokens equal": lambda row, found: (
+            "" if RUNNERS[row].is_compressed else report.verdict(tokens_equal(runs, row, REFERENCE))
+        ),
     }
-    read = [workload.checkpoint, workload.splits]
-    outcome = run_worker(runner.environment, job, work, f"decode-{run.row}-{run.turn}", read)
-    run.take_answer(outcome.answer)
-    run.take_from(outcome)
+    return report.tabulated(runs, {row: row for row in rows}, turns, columns)
 
 
-HEADINGS = (
-    "row",
-    "ok",
-    "load s",
-    "first token s",
-    "s/token",
-    "x transformers",
-    "anon MiB over idle",
-    "mapped MiB",
-    "tokens equal",
-)
-
-
-def tabulate(runs: Sequence[DecodeRun], rows: Sequence[str], turns: int) -> report.Table:
-    """A line a row: medians, and in brackets the extremes."""
-
-    def cells(row: str, found: Sequence[DecodeRun]) -> Sequence[str]:
-        return (
-            report.shown(spread(run.load_seconds for run in found)),
-            report.shown(spread(run.first_token_seconds for run in found)),
-            report.shown(spread(run.token_seconds for run in found), 3),
-            report.shown(ratios(runs, REFERENCE, row), 3),
-            report.shown(spread(run.anonymous_added for run in found), 1, 2**20),
-            report.shown(spread(run.file_peak for run in found), 0, 2**20),
-            "" if RUNNERS[row].is_compressed else report.verdict(tokens_equal(runs, row, REFERENCE)),
-        )
-
-    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
-
-
-def notes_on(runs: Sequence[DecodeRun], rows: Sequence[str]) -> list[str]:
+def notes_on(runs: Sequence[StepsRun], rows: Sequence[str]) -> list[str]:
     """What the columns mean, errors, and the goals."""
     notes = [
         "x transformers: how many times as many tokens a second as plain transformers in the same turn.",
@@ -161,24 +98,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parsed(parser, arguments, only=["rabbitllm-2-streamed"], **smallest)
     command_line.settle(options, "decode")
     command_line.check_tokens(options)
-    work = options.work_dir
-    checkpoint = make_checkpoint(work, options.scale)
-    workload = Workload(
-        checkpoint, work / "decode-run", prompt_for(options.scale, options.prompt_tokens), options.tokens
-    )
-    unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
-    with fresh_folder(workload.splits):
+    work, rows = options.work_dir, options.only
+    prompt = prompt_for(options.scale, options.prompt_tokens)
+    workload = Workload(make_checkpoint(work, options.scale), work / "decode-run", prompt, options.tokens)
+    unusable = prepare({row: RUNNERS[row].environment for row in rows}, work)
+    with fresh_folder(workload.folder):
 
         def split(row: str) -> None:
-            folder, label = workload.saving_path(row), f"decode-{row}-split"
-            ensure_layer_files(RUNNERS[row], checkpoint, folder, work, label)
+            place = workload.folder / RUNNERS[row].files_name
+            prepare_files(RUNNERS[row], workload.checkpoint, place, work, f"decode-{row}-split")
 
-        unusable = unprepared(options.only, unusable, "split", split)
+        unusable = unprepared(rows, unusable, "split", split)
         machine = report.describe_machine(work)
-        runs = run_all(options.only, options.turns, DecodeRun, lambda run: measure(run, workload, work), unusable)
-    title = (
-        f"{options.tokens} tokens after a prompt of {options.prompt_tokens}, on the CPU, {command_line.turns(options)}"
-    )
-    table = tabulate(runs, options.only, options.turns)
-    report.write(options.results, title, machine, table, notes_on(runs, options.only), runs)
-    return int(any(run.error for run in runs if RUNNERS[run.row].environment == THIS))
+        runs = run_all(
+            rows,
+            options.turns,
+            StepsRun,
+            lambda run: run.take(workload.decode(RUNNERS[run.row], work, f"decode-{run.row}-{run.turn}")),
+            unusable,
+        )
+    title = f"{options.tokens} tokens after a prompt of {options.prompt_tokens}, on the CPU, "
+    title += command_line.turns(options)
+    report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes_on(runs, rows), runs)
+    return status(runs, lambda row: RUNNERS[row].environment == THIS)

@@ -1,11 +1,11 @@
-"""What `rabbitllm plan` foretells of a token, and what generating then takes, by compression and memory.
+"""What `rabbitllm plan` predicts of a token, and what generating then takes, by compression and memory.
 
-Each row is foretold from the checkpoint alone, as if there were no layer files yet, and then run, in
-two processes, one after the other. The prompt, the tokens and the state of the page cache are those of
-`benchmarks decode`; seconds a token are the median of the steps after the first token.
+Each row is predicted from the checkpoint alone, as if there were no layer files yet, and then run, in two processes,
+one after the other. The prompt, the tokens and the state of the page cache are those of `decode`; seconds a token are
+the median of the steps after the first token.
 
     python -m benchmarks decode.predict [--turns 3] [--tokens 16] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
-                                 [--experts]
+                                        [--experts]
 
 `--experts` takes a mixture of experts that uses all of them alike, as a plan assumes (`lib/even_experts.py`).
 """
@@ -20,19 +20,21 @@ from typing import Any
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import make_checkpoint
 from benchmarks.lib.even_experts import even_prompt, make_even_checkpoint
-from benchmarks.lib.measure import CACHE_STATE, spread
+from benchmarks.lib.generation import PROMPT_TOKENS, Runner, StepsRun, Workload, prepare_files, prompt_for
+from benchmarks.lib.measure import CACHE_STATE, fresh_folder
 from benchmarks.lib.peers import THIS, run_worker
-from benchmarks.lib.runners import Runner, ensure_layer_files
-from benchmarks.lib.runs import failures, run_all, unprepared, versions
-from benchmarks.lib.steps import PROMPT_TOKENS, StepsRun, prompt_for
-from benchmarks.lib.work_folder import fresh_folder
+from benchmarks.lib.runs import failures, run_all, status, unprepared, versions
 
 CLOSE = 0.25
-"""The goal: what was foretold differs from what is measured by at most so much of it."""
-COMPRESSIONS = {"none": None, "8bit": "8bit", "4bit": "4bit"}
+"""The goal: what was predicted differs from what is measured by at most so much of it."""
+COMPRESSIONS = {
+    "none": Runner(THIS, "rabbitllm"),
+    "8bit": Runner(THIS, "rabbitllm", options={"compression": "8bit"}),
+    "4bit": Runner(THIS, "rabbitllm", options={"compression": "4bit"}),
+}
 SHARES = {"all": None, "half": 0.5, "nothing": 0.0}
 """Of a model's layer files, what `max_memory` allows."""
-ROWS = {f"{name} {share}": (COMPRESSIONS[name], SHARES[share]) for name in COMPRESSIONS for share in SHARES}
+ROWS = {f"{name} {share}": (runner, SHARES[share]) for name, runner in COMPRESSIONS.items() for share in SHARES}
 
 
 @dataclass
@@ -43,7 +45,6 @@ class PredictRun(StepsRun):
         plan_seconds: the whole plan, all compressions.
         predicted_token_seconds, predicted_first_token_seconds, predicted_streamed_bytes: what it says.
         speeds: what that rests on, bytes a second.
-        placed: as in decode.
     """
 
     plan_seconds: float = 0.0
@@ -51,7 +52,6 @@ class PredictRun(StepsRun):
     predicted_first_token_seconds: float = 0.0
     predicted_streamed_bytes: int = 0
     speeds: Mapping[str, float] = field(default_factory=dict)
-    placed: str = ""
 
     @property
     def headline(self) -> float:
@@ -64,94 +64,35 @@ class PredictRun(StepsRun):
         return abs(self.predicted_token_seconds - self.token_seconds) <= CLOSE * self.token_seconds
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What every row does."""
-
-    checkpoint: Path
-    splits: Path
-    prompt: Sequence[int]
-    tokens: int
-
-    def saving_path(self, compression: str | None) -> Path:
-        """Where the layer files of a compression are."""
-        return self.splits / f"{compression or 'none'}"
-
-    def options(self, row: str) -> dict[str, Any]:
-        """For `from_pretrained` and for `plan`."""
-        compression, share = ROWS[row]
-        options: dict[str, Any] = {"compression": compression} if compression else {}
-        if share is not None:
-            whole = sum(path.stat().st_size for path in self.saving_path(compression).rglob("*.safetensors"))
-            options["max_memory"] = {"cpu": int(whole * share)}
-        return options
-
-
-def split_for(row: str, workload: Workload, work: Path) -> None:
-    """Make the layer files of a row, unless they are there for another one.
-
-    Raises:
-        PeerError: it failed.
-    """
-    compression = ROWS[row][0]
-    runner = Runner(THIS, "rabbitllm", options={"compression": compression} if compression else {})
-    folder, label = workload.saving_path(compression), f"predict-{compression}-split"
-    ensure_layer_files(runner, workload.checkpoint, folder, work, label)
-
-
 def measure(run: PredictRun, workload: Workload, work: Path) -> None:
-    """Foretell, then carry out, one row of one turn."""
-    options = workload.options(run.row)
-    common = {"package": "rabbitllm", "checkpoint": str(workload.checkpoint)}
-    nowhere = {"layer_shards_saving_path": str(workload.splits / "not there yet")}
+    """Predict, then carry out, one row of one turn."""
+    runner, share = ROWS[run.row]
+    options: dict[str, Any] = {}
+    if share is not None:
+        files = (workload.folder / runner.files_name).rglob("*.safetensors")
+        options["max_memory"] = {"cpu": int(sum(path.stat().st_size for path in files) * share)}
     label = f"predict-{run.row.replace(' ', '-')}-{run.turn}"
-    job = {"task": "predict", **common, "options": {**nowhere, **options}}
-    read = [workload.checkpoint, workload.splits]
-    predicted = run_worker(THIS, job, work, f"{label}-plan", read)
-    place = {"layer_shards_saving_path": str(workload.saving_path(ROWS[run.row][0]))}
-    job = {
-        "task": "decode",
-        "loader": "layered",
-        **common,
-        "options": {**place, **options},
-        "prompt": list(workload.prompt),
-        "tokens": workload.tokens,
-    }
-    outcome = run_worker(THIS, job, work, label, read)
-    run.take_answer(predicted.answer | outcome.answer)
-    run.take_from(outcome)
+    nowhere = {"layer_shards_saving_path": str(workload.folder / "not there yet"), **runner.options, **options}
+    job = {"task": "predict", "package": "rabbitllm", "checkpoint": str(workload.checkpoint), "options": nowhere}
+    run.take(run_worker(THIS, job, work, f"{label}-plan", [workload.checkpoint, workload.folder]))
+    run.take(workload.decode(runner, work, label, options=options))
 
 
-HEADINGS = (
-    "row",
-    "ok",
-    "foretold s/token",
-    "measured s/token",
-    "foretold / measured",
-    "within 25 %",
-    "first token foretold s",
-    "first token measured s",
-    "read a token, MB",
-    "plan s",
-)
+COLUMNS: report.Columns[str, PredictRun] = {
+    "predicted s/token": report.each(lambda run: run.predicted_token_seconds, 3),
+    "measured s/token": report.each(lambda run: run.token_seconds, 3),
+    "predicted / measured": report.each(lambda run: run.headline),
+    "within 25 %": lambda row, found: f"{sum(run.is_close for run in found)} of {len(found)}",
+    "first token predicted s": report.each(lambda run: run.predicted_first_token_seconds),
+    "first token measured s": report.each(lambda run: run.first_token_seconds),
+    "read a token, MB": report.each(lambda run: run.predicted_streamed_bytes, 0, 1e6),
+    "plan s": report.each(lambda run: run.plan_seconds, 1),
+}
 
 
 def tabulate(runs: Sequence[PredictRun], rows: Sequence[str], turns: int) -> report.Table:
-    """A line a row: medians, and in brackets the extremes."""
-
-    def cells(row: str, found: Sequence[PredictRun]) -> Sequence[str]:
-        return (
-            report.shown(spread(run.predicted_token_seconds for run in found), 3),
-            report.shown(spread(run.token_seconds for run in found), 3),
-            report.shown(spread(run.headline for run in found)),
-            f"{sum(run.is_close for run in found)} of {len(found)}",
-            report.shown(spread(run.predicted_first_token_seconds for run in found)),
-            report.shown(spread(run.first_token_seconds for run in found)),
-            report.shown(spread(run.predicted_streamed_bytes for run in found), 0, 1e6),
-            report.shown(spread(run.plan_seconds for run in found), 1),
-        )
-
-    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
+    """A line a row."""
+    return report.tabulated(runs, {row: row for row in rows}, turns, COLUMNS)
 
 
 def notes_on(runs: Sequence[PredictRun]) -> list[str]:
@@ -160,7 +101,7 @@ def notes_on(runs: Sequence[PredictRun]) -> list[str]:
     close = sum(run.is_close for run in done)
     return [
         "all, half, nothing: of the layer files, what max_memory allows to stay in memory (all: no limit).",
-        "Foretold before there are layer files, each time by a plan in a process of its own.",
+        "Predicted before there are layer files, each time by a plan in a process of its own.",
         f"Page cache {CACHE_STATE}.",
         *versions(runs),
         *failures(runs),
@@ -176,20 +117,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parsed(parser, arguments, only=["none half"], tokens=3)
     command_line.settle(options, "predict-experts" if options.experts else "predict")
     command_line.check_tokens(options)
-    work = options.work_dir
+    work, rows = options.work_dir, options.only
     if options.experts:
         checkpoint, prompt = make_even_checkpoint(work, options.scale), even_prompt(options.scale, PROMPT_TOKENS)
     else:
         checkpoint, prompt = make_checkpoint(work, options.scale), prompt_for(options.scale)
     workload = Workload(checkpoint, work / "predict-run", prompt, options.tokens)
-    with fresh_folder(workload.splits):
-        unusable = unprepared(options.only, {}, "split", lambda row: split_for(row, workload, work))
+    with fresh_folder(workload.folder):
+
+        def split(row: str) -> None:
+            runner = ROWS[row][0]
+            prepare_files(runner, checkpoint, workload.folder / runner.files_name, work, f"predict-{runner.files_name}")
+
+        unusable = unprepared(rows, {}, "split", split)
         machine = report.describe_machine(work)
-        runs = run_all(options.only, options.turns, PredictRun, lambda run: measure(run, workload, work), unusable)
+        runs = run_all(rows, options.turns, PredictRun, lambda run: measure(run, workload, work), unusable)
     what = " of a mixture of experts" if options.experts else ""
-    title = (
-        f"Seconds a token{what}, foretold and measured, {options.tokens} tokens, on the CPU, "
-        f"{command_line.turns(options)}"
-    )
-    report.write(options.results, title, machine, tabulate(runs, options.only, options.turns), notes_on(runs), runs)
-    return int(any(run.error for run in runs))
+    title = f"Seconds a token{what}, predicted and measured, {options.tokens} tokens, on the CPU, "
+    title += command_line.turns(options)
+    report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes_on(runs), runs)
+    return status(runs)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +60,7 @@ def ways(rows: int, columns: int, seed: int) -> dict[str, tuple[int, Multiply, t
     for scheme in ("4bit", "8bit"):
         form = Quantized(scheme, (rows, columns), "bfloat16")
         if multiplies(form):
-            data = memoryview(plain.view(torch.uint8).numpy()).cast("B")
+            data = plain.view(torch.uint8).numpy().data.cast("B")
             codes, scales = (bytearray(part) for part in quantize_blocks(scheme, data, "BF16", "cpu"))
             payload = torch.frombuffer(codes, dtype=torch.uint8)
             ours = Matrix(form, payload, torch.frombuffer(scales, dtype=torch.float32), code_values(scheme))
@@ -131,32 +130,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parsed(parser, arguments, megabytes=0)
     rows, columns = (ROWS, COLUMNS) if options.megabytes else (64, 256)
     timings = measure(rows, columns, options.megabytes * 1000**2, options.turns)
-    machine = report.describe_machine(options.results.parent if options.results.parent.exists() else Path.cwd())
-    machine.pop("copied_with")
-    _write(options.results, timings, machine, f"Products with {rows} x {columns}, {options.turns} turns")
+    headings = ("inputs", "way", "milliseconds", "GB/s of codes", "right")
+    lines = [
+        (
+            str(timing.inputs),
+            timing.way,
+            report.shown(spread(timing.seconds), 3, 1e-3),
+            report.shown(spread([timing.code_bytes / seconds for seconds in timing.seconds]), 1, 1e9),
+            report.verdict([timing.is_right]),
+        )
+        for timing in timings
+    ]
+    title = f"Products with {rows} x {columns}, {options.turns} turns"
+    machine = report.describe_machine(Path.cwd()) | {"threads": threads()}
+    notes = ["Inputs are bfloat16."]
+    report.write(options.results, title, machine, report.Table(headings, lines), notes, timings)
     return int(not all(timing.is_right for timing in timings))
 
 
-def _write(base: Path, timings: Sequence[Timing], machine: dict[str, object], title: str) -> None:
+def threads() -> int:
+    """Of torch."""
     import torch
 
-    table = report.Table(
-        ("inputs", "way", "milliseconds", "GB/s of codes", "right"),
-        [
-            (
-                str(timing.inputs),
-                timing.way,
-                report.shown(spread(timing.seconds), 3, 1e-3),
-                report.shown(spread([timing.code_bytes / seconds for seconds in timing.seconds]), 1, 1e9),
-                report.verdict([timing.is_right]),
-            )
-            for timing in timings
-        ],
-    )
-    described = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in machine.items())
-    note = f"Median (lowest-highest); torch {torch.__version__}, {torch.get_num_threads()} threads; inputs of bfloat16."
-    print("\n\n".join([title, described, table.text(), note]))
-    base.parent.mkdir(parents=True, exist_ok=True)
-    base.with_name(base.name + ".md").write_text(f"# {title}\n\n{described}\n\n{table.markdown()}\n\n* {note}\n")
-    raw = {"title": title, "machine": machine, "rows": [asdict(timing) for timing in timings]}
-    base.with_name(base.name + ".json").write_text(json.dumps(raw, indent=1) + "\n")
+    return torch.get_num_threads()

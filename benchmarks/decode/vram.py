@@ -21,7 +21,6 @@ Without a GPU it says what it found, needs and what to do, and exits with 2. Roo
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -33,28 +32,17 @@ from typing import Any
 import psutil
 
 from benchmarks.decode import vram_model
-from benchmarks.decode.gpu_needed import what_is_missing
-from benchmarks.decode.vram_report import GIB, OURS, REFERENCE, Case, VramRun, bars_of, notes_on, tabulate
-from benchmarks.lib import bars, command_line, report
+from benchmarks.decode.vram_report import GIB, OURS, REFERENCE, Case, VramRun, notes_on, picture, tabulate
+from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import weight_bytes
-from benchmarks.lib.control_group import can_limit_memory, control_group
+from benchmarks.lib.control_group import can_limit_memory
 from benchmarks.lib.disk_speed import read_speed
+from benchmarks.lib.generation import PROMPT_TOKENS, Runner, prepare_files
+from benchmarks.lib.idle_process import PeerError
 from benchmarks.lib.measure import CACHE_STATE, drop_cached
-from benchmarks.lib.peers import (
-    AIRLLM,
-    RABBITLLM_1,
-    THIS,
-    TRANSFORMERS,
-    Cap,
-    PeerError,
-    over_this,
-    prepare,
-    run_worker,
-)
+from benchmarks.lib.peers import AIRLLM, RABBITLLM_1, THIS, TRANSFORMERS, over_this, prepare, run_worker
 from benchmarks.lib.published import Checkpoint
-from benchmarks.lib.runners import Runner, ensure_layer_files
-from benchmarks.lib.runs import run_all
-from benchmarks.lib.steps import PROMPT_TOKENS
+from benchmarks.lib.runs import run_all, status
 
 RUNNERS: Mapping[str, Runner] = {
     REFERENCE: Runner(over_this(TRANSFORMERS), "transformers", "placed"),
@@ -76,6 +64,36 @@ RUN_LIMIT_SECONDS = 1200
 ENVIRONMENT_BYTES = 10**9
 _TEST_DEVICE = "tests.support.rehearsed_gpu:RehearsedGpu"
 """Of all peers together, over a torch that is there."""
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def what_is_missing(driver: Path = DRIVER) -> str | None:
+    """None where torch sees a GPU; else three lines: what was found, what is needed, what to do."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+    loaded = driver.exists()
+    found = f"torch {torch.__version__} {built}, and NVIDIA's driver is {'loaded' if loaded else 'not loaded'}"
+    if not loaded:
+        remedy = (
+            "use a machine with an NVIDIA GPU and its driver (on Kaggle and Colab: choose an accelerator in the "
+            "session's settings; in a container: start it with --gpus all)"
+        )
+    elif torch.version.cuda:
+        remedy = "see whether `nvidia-smi` lists the GPU, and whether CUDA_VISIBLE_DEVICES hides it"
+    else:
+        remedy = (
+            "install a torch that is built with CUDA (https://pytorch.org/get-started says how), and run this again"
+        )
+    return (
+        f"Found no GPU: {found}.\n"
+        "Needed: Linux, one NVIDIA GPU, its driver, and a torch that is built with CUDA.\n"
+        f"What to do: {remedy}."
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +133,7 @@ def weights_bytes(cap: int) -> int:
     return cap - min(cap // 8, MAX_MARGIN)
 
 
-def prepare_files(row: str, workload: Workload, work: Path) -> None:
+def make_files(row: str, workload: Workload, work: Path) -> None:
     """Make a runner's own files; those of the runner before it are gone.
 
     Raises:
@@ -123,7 +141,7 @@ def prepare_files(row: str, workload: Workload, work: Path) -> None:
     """
     shutil.rmtree(workload.folder, ignore_errors=True)
     workload.folder.mkdir()
-    ensure_layer_files(RUNNERS[row], workload.checkpoint, workload.folder / "layers", work, f"vram-{row}-files")
+    prepare_files(RUNNERS[row], workload.checkpoint, workload.folder / "layers", work, f"vram-{row}-files")
     drop_cached(workload.folder)
 
 
@@ -170,17 +188,10 @@ def measure(run: VramRun, case: Case, workload: Workload, work: Path) -> None:
         "tokens": workload.tokens,
     }
     label = f"vram-{case.name}-{run.turn}".replace(", ", "-").replace(" ", "")
-    limit = RUN_LIMIT_SECONDS
-    if is_capped:
-        with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
-            capped = Cap(group, workload.ram)
-            outcome = run_worker(runner.environment, job, work, label, files, cap=capped, limit_seconds=limit)
-    else:
-        outcome = run_worker(runner.environment, job, work, label, files, limit_seconds=limit)
-    run.take_answer(outcome.answer)
+    cap_bytes, limit = workload.ram if is_capped else None, RUN_LIMIT_SECONDS
+    run.take(run_worker(runner.environment, job, work, label, files, cap_bytes=cap_bytes, limit_seconds=limit))
     if run.copied_bytes is None:
         run.copied_bytes = _least_copied(runner, workload)
-    run.take_from(outcome)
 
 
 def _least_copied(runner: Runner, workload: Workload) -> int | None:
@@ -195,7 +206,7 @@ def run_row(row: str, cases: Sequence[Case], turns: int, workload: Workload, wor
     try:
         if not problem:
             try:
-                prepare_files(row, workload, work)
+                make_files(row, workload, work)
                 copies = float(probe(workload.gpu, work)["copy_speed"])
                 disk = disk_rate([workload.folder if RUNNERS[row].loader == "layered" else workload.checkpoint])
             except PeerError as error:
@@ -303,9 +314,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     results = options.results.with_name(f"{options.results.name}-{_slug(facts['gpu'])}")
     table = tabulate(runs, cases, options.turns)
-    report.write(results, title, machine, table, notes_on(runs, cases, about_the_host(workload)), runs)
-    bars.draw(report.picture(results), title, "seconds a token", bars_of(runs, cases))
-    return int(any(run.error for run in runs if run.row.startswith(tuple(f"{row}, " for row in OURS))))
+    notes = notes_on(runs, cases, about_the_host(workload))
+    report.write(results, title, machine, table, notes, runs, picture(title, runs, cases))
+    return status(runs, lambda row: row.startswith(tuple(f"{own}, " for own in OURS)))
 
 
 def _slug(name: str) -> str:

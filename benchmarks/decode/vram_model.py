@@ -5,16 +5,14 @@ Layers have the shapes of a model of 7 billion weights. Weights are `generated`'
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.lib import qwen2
-from benchmarks.lib.checkpoint import write_tokenizer
-from benchmarks.lib.generated import Content
-from benchmarks.lib.published import Checkpoint, Config, Model, Shard, checkpoint
+from benchmarks.lib.checkpoint import made_once
+from benchmarks.lib.generated import Content, write_around
+from benchmarks.lib.published import Checkpoint, Config, Model, checkpoint
 
 MAX_GIGABYTES = 25.0
 SHARD_BYTES = 1000**3
@@ -64,28 +62,17 @@ def layer_bytes(part: Checkpoint) -> int:
 
 def write(part: Checkpoint, folder: Path) -> None:
     """Write a checkpoint into `folder`, unless an earlier run finished it."""
-    stamp = folder.with_name(folder.name + ".json")
-    wanted = json.dumps(part.config, indent=1)
-    if stamp.exists() and stamp.read_text() == wanted and folder.is_dir():
-        return
-    stamp.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    made_once(folder, part.config, lambda empty: _write(part, empty))
+
+
+def _write(part: Checkpoint, folder: Path) -> None:
+    write_around(folder, part, part.config["vocab_size"])
     content = Content()
     for shard in part.shards:
-        _write_shard(folder / shard.name, shard, content)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(part.index(), indent=1))
-    (folder / "config.json").write_text(wanted)
-    (folder / "generation_config.json").write_text(json.dumps(part.model.generation_config))
-    write_tokenizer(folder, part.config["vocab_size"])
-    stamp.write_text(wanted)
-
-
-def _write_shard(path: Path, shard: Shard, content: Content) -> None:
-    with path.open("wb") as file:
-        for piece in content.of_file(shard, 0, shard.size):
-            file.write(piece)
-        for placed in shard.tensors:
-            if placed.tensor.name.endswith("norm.weight"):
-                file.seek(placed.offset)
-                file.write(np.full(placed.tensor.elements, _ONE, np.uint16).tobytes())
+        with (folder / shard.name).open("wb") as file:
+            for piece in content.of_file(shard, 0, shard.size):
+                file.write(piece)
+            for placed in shard.tensors:
+                if placed.tensor.name.endswith("norm.weight"):
+                    file.seek(placed.offset)
+                    file.write(np.full(placed.tensor.elements, _ONE, np.uint16).tobytes())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.lib import bars, report, steps
+from benchmarks.lib import generation, pictures, report
+from benchmarks.lib.generation import StepsRun
 from benchmarks.lib.measure import spread
 from benchmarks.lib.runs import failures, good, ratios, versions
-from benchmarks.lib.steps import StepsRun
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
 REFERENCE = "accelerate"
@@ -65,7 +65,7 @@ class VramRun(StepsRun):
     vram_in_use: int = 0
 
     @property
-    def read_bytes(self) -> float:
+    def disk_bytes(self) -> float:
         """From the disk for a token."""
         return statistics.median(self.step_bytes) if self.step_bytes else 0.0
 
@@ -82,7 +82,7 @@ def computing(runs: Sequence[VramRun], case: Case) -> float:
 
 def ceiling_seconds(run: VramRun, compute: float) -> float:
     """What this row's own bytes take at the rates measured with it, or its computation, whichever is longer."""
-    disk = run.read_bytes / run.disk_speed if run.disk_speed else 0.0
+    disk = run.disk_bytes / run.disk_speed if run.disk_speed else 0.0
     link = (run.copied_bytes or 0) / run.copy_speed if run.copy_speed else 0.0
     return max(disk, link, compute)
 
@@ -104,7 +104,7 @@ def of_its_limit(runs: Sequence[VramRun], case: Case) -> list[float]:
 
 def tokens_equal(runs: Sequence[VramRun], case: Case) -> list[bool]:
     """Whether a row made the tokens of the reference under the same cap in the same turn."""
-    return steps.tokens_equal(runs, case.name, Case(REFERENCE, case.vram, case.host).name)
+    return generation.tokens_equal(runs, case.name, Case(REFERENCE, case.vram, case.host).name)
 
 
 def our_case_for(case: Case) -> Case:
@@ -112,43 +112,29 @@ def our_case_for(case: Case) -> Case:
     return Case(OURS[1] if case.runner.endswith("4bit") else OURS[0], case.vram, case.host)
 
 
-HEADINGS = (
-    "row",
-    "ok",
-    "load s",
-    "first token s",
-    "s/token",
-    "x ours",
-    "GB/token from disk",
-    "GB/token to GPU",
-    "% of ceiling",
-    "of its limit",
-    "VRAM GiB",
-    "anon MiB over idle",
-    "tokens equal",
-)
-
-
 def tabulate(runs: Sequence[VramRun], cases: Sequence[Case], turns: int) -> report.Table:
-    """A line a row: medians, and in brackets the extremes."""
+    """A line a row."""
 
-    def cells(case: Case, found: Sequence[VramRun]) -> Sequence[str]:
-        is_4bit = case.runner.endswith("4bit")
-        return (
-            report.shown(spread(run.load_seconds for run in found), 1),
-            report.shown(spread(run.first_token_seconds for run in found)),
-            report.shown(spread(run.token_seconds for run in found), 3),
-            report.shown(ratios(runs, case.name, our_case_for(case).name)),
-            report.shown(spread(run.read_bytes for run in found), 2, 1e9),
-            report.shown(spread(run.copied_bytes for run in found if run.copied_bytes is not None), 2, 1e9),
-            report.shown(spread(of_the_ceiling(runs, case)), 0, 0.01),
-            report.shown(spread(of_its_limit(runs, case))),
-            report.shown(spread(run.vram_reserved for run in found), 2, GIB),
-            report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
-            "" if is_4bit or case.runner == REFERENCE else report.verdict(tokens_equal(runs, case)),
-        )
+    def equal(case: Case, found: Sequence[VramRun]) -> str:
+        is_alike = not case.runner.endswith("4bit") and case.runner != REFERENCE
+        return report.verdict(tokens_equal(runs, case)) if is_alike else ""
 
-    return report.tabulated(HEADINGS, runs, {case.name: case for case in cases}, turns, cells)
+    columns: report.Columns[Case, VramRun] = {
+        "load s": report.each(lambda run: run.load_seconds, 1),
+        "first token s": report.each(lambda run: run.first_token_seconds),
+        "s/token": report.each(lambda run: run.token_seconds, 3),
+        "x ours": lambda case, found: report.shown(ratios(runs, case.name, our_case_for(case).name)),
+        "GB/token from disk": report.each(lambda run: run.disk_bytes, 2, 1e9),
+        "GB/token to GPU": lambda case, found: report.shown(
+            spread(run.copied_bytes for run in found if run.copied_bytes is not None), 2, 1e9
+        ),
+        "% of ceiling": lambda case, found: report.shown(spread(of_the_ceiling(runs, case)), 0, 0.01),
+        "of its limit": lambda case, found: report.shown(spread(of_its_limit(runs, case))),
+        "VRAM GiB": report.each(lambda run: run.vram_reserved, 2, GIB),
+        "anon MiB over idle": report.ADDED_MEMORY,
+        "tokens equal": equal,
+    }
+    return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
 
 def notes_on(runs: Sequence[VramRun], cases: Sequence[Case], host: Sequence[str]) -> list[str]:
@@ -187,12 +173,11 @@ def notes_on(runs: Sequence[VramRun], cases: Sequence[Case], host: Sequence[str]
     return notes
 
 
-def bars_of(runs: Sequence[VramRun], cases: Sequence[Case]) -> Mapping[str, list[bars.Bar]]:
-    """A group a cap, the quickest row first."""
-
-    def row(case: Case) -> tuple[str, bars.Bar]:
-        heading = f"{case.vram:g} GiB of VRAM, the rest from {'the disk' if case.host == 'disk' else 'RAM'}"
+def picture(title: str, runs: Sequence[VramRun], cases: Sequence[Case]) -> pictures.Picture:
+    """A group a cap."""
+    rows = []
+    for case in cases:
+        group = f"{case.vram:g} GiB of VRAM, the rest from {'the disk' if case.host == 'disk' else 'RAM'}"
         figures = spread(run.token_seconds for run in good(runs, case.name))
-        return heading, bars.Bar(case.runner, figures, case.runner in OURS)
-
-    return bars.grouped(row(case) for case in cases)
+        rows.append((group, case.runner, figures, case.runner in OURS))
+    return pictures.bars(title, "seconds a token", rows)

@@ -11,9 +11,6 @@ Written tensor by tensor, so that no more than one of them is in memory.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,9 +21,9 @@ import numpy.typing as npt
 from benchmarks.experts import routing
 from benchmarks.experts.routing import Floats, Habits
 from benchmarks.lib import published, qwen3_next
-from benchmarks.lib.checkpoint import write_tokenizer
-from benchmarks.lib.generated import SCALE, Content, bfloat16_bits
-from benchmarks.lib.published import Config, Model, Placed, Shard, Tensor
+from benchmarks.lib.checkpoint import made_once
+from benchmarks.lib.generated import SCALE, Content, bfloat16_bits, write_around
+from benchmarks.lib.published import Config, Model, Placed, Tensor
 
 FORMAT = 1
 TEXTS = 16
@@ -120,41 +117,24 @@ def passage(scale_name: str, habits: str, topic: int, piece: int, tokens: int) -
 
 
 def make_moe_checkpoint(work: Path, scale_name: str) -> Path:
-    """The checkpoint's folder, made unless an earlier run finished it.
+    """The checkpoint's folder, made unless an earlier run finished it."""
+    recipe = [FORMAT, asdict(SCALES[scale_name]), WRITERS, [asdict(habits) for habits in HABITS.values()]]
+    return made_once(work / f"checkpoint-{scale_name}-moe", recipe, lambda folder: _write(folder, scale_name))
 
-    A file next to the folder, written last, holds what it was made from and the SHA-256 of each shard.
-    """
-    folder, stamp = work / f"checkpoint-{scale_name}-moe", work / f"checkpoint-{scale_name}-moe.json"
-    recipe = json.loads(json.dumps([FORMAT, asdict(SCALES[scale_name]), WRITERS, [asdict(h) for h in HABITS.values()]]))
-    if stamp.exists() and json.loads(stamp.read_text())["recipe"] == recipe:
-        return folder
-    stamp.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+
+def _write(folder: Path, scale_name: str) -> None:
     model = model_of(scale_name)
     whole = published.checkpoint(model, 1)
-    (folder / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(model.generation_config) + "\n")
-    (folder / "model.safetensors.index.json").write_text(json.dumps(whole.index(), indent=2) + "\n")
-    write_tokenizer(folder, SCALES[scale_name].vocab_size)
+    write_around(folder, whole, SCALES[scale_name].vocab_size)
     weights = _Weights(SCALES[scale_name])
-    digests = {shard.name: _write(folder / shard.name, shard, weights) for shard in whole.shards}
-    stamp.write_text(json.dumps({"recipe": recipe, "sha256": digests}, indent=1) + "\n")
-    return folder
-
-
-def _write(path: Path, shard: Shard, weights: _Weights) -> str:
-    """Write a shard; return its digest."""
-    digest = hashlib.sha256(shard.header)
-    with path.open("wb") as file:
-        file.write(shard.header)
-        position = shard.position
-        for placed in shard.tensors:
-            for piece in weights.of(placed, position):
-                digest.update(piece)
-                file.write(piece)
-            position += placed.tensor.nbytes
-    return digest.hexdigest()
+    for shard in whole.shards:
+        with (folder / shard.name).open("wb") as file:
+            file.write(shard.header)
+            position = shard.position
+            for placed in shard.tensors:
+                for piece in weights.of(placed, position):
+                    file.write(piece)
+                position += placed.tensor.nbytes
 
 
 class _Weights:

@@ -15,7 +15,6 @@ Hits are counted by the engine; with them stand what the optimum and LRU would h
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +22,14 @@ from pathlib import Path
 
 from benchmarks.experts.checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
 from benchmarks.experts.policies import Clairvoyant, Recency, replay
-from benchmarks.experts.report import OURS, Case, MoeRun, bars_of, notes_on, tabulate
+from benchmarks.experts.report import OURS, Case, MoeRun, notes_on, picture, tabulate
 from benchmarks.experts.trace import Trace
-from benchmarks.lib import bars, command_line, report
+from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import weight_bytes
-from benchmarks.lib.control_group import control_group
+from benchmarks.lib.generation import Runner, prepare_files
 from benchmarks.lib.measure import drop_cached
-from benchmarks.lib.peers import THIS, Cap, run_worker
-from benchmarks.lib.runners import Runner, ensure_layer_files
-from benchmarks.lib.runs import run_cases, unprepared
+from benchmarks.lib.peers import THIS, room, run_worker
+from benchmarks.lib.runs import run_cases, status, unprepared
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(THIS, "transformers", "in memory"),
@@ -48,8 +46,6 @@ TOPICS = 4
 """Of which each has a request that warms up, and one that is measured."""
 OTHERS_REQUESTS, OTHERS_TOKENS = 2, 4
 RUN_LIMIT_SECONDS = 600
-LEAST_ROOM_BYTES = 128 << 20
-"""More than the idle process, whatever the share: with less, a model that is only tried out with cannot compute."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +69,9 @@ class Workload:
         """Tokens of each request."""
         return self.tokens if case.is_ours else min(self.tokens, OTHERS_TOKENS)
 
-    def prepared(self, runner: str) -> Path:
+    def files(self, runner: str) -> Path:
         """Where a runner's layer files are."""
         return self.folder / f"layers-{RUNNERS[runner].options.get('compression', 'none')}"
-
-
-def prepare_files(runner: str, workload: Workload, work: Path) -> None:
-    """The layer files of this project's rows, unless they are there.
-
-    Raises:
-        PeerError: it failed.
-    """
-    place, label = workload.prepared(runner), f"moe-{runner}-files"
-    ensure_layer_files(RUNNERS[runner], workload.checkpoint, place, work, label)
 
 
 def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
@@ -99,25 +85,18 @@ def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
         "package": chosen.package,
         "loader": chosen.loader,
         "checkpoint": str(workload.checkpoint),
-        "options": {"layer_shards_saving_path": str(workload.prepared(case.runner)), **chosen.options},
+        "options": {"layer_shards_saving_path": str(workload.files(case.runner)), **chosen.options},
         "offload_folder": str(offload),
         "prompts": [one[:prompt] for one in passages],
         "tokens": made,
         "warm_up": warm_up,
         "trace": str(trace),
     }
-    cold = [workload.checkpoint, workload.folder]
+    cold, nbytes = [workload.checkpoint, workload.folder], room(workload.weights, case.share)
     try:
-        if case.share is None:
-            outcome = run_worker(THIS, job, work, label, cold, limit_seconds=RUN_LIMIT_SECONDS)
-        else:
-            with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
-                cap = Cap(group, max(workload.weights * case.share // 100, LEAST_ROOM_BYTES))
-                outcome = run_worker(THIS, job, work, label, cold, cap=cap, limit_seconds=RUN_LIMIT_SECONDS)
+        run.take(run_worker(THIS, job, work, label, cold, cap_bytes=nbytes, limit_seconds=RUN_LIMIT_SECONDS))
     finally:
         shutil.rmtree(offload, ignore_errors=True)
-    run.take_answer(outcome.answer)
-    run.take_from(outcome)
     run.follows = run.tokens == [one[prompt:] for one in passages]
     if run.slots:
         compare(run, Trace.load(trace), made, warm_up)
@@ -157,8 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(workload.folder, ignore_errors=True)
     workload.folder.mkdir(exist_ok=True)
     cases = cases_of(options.only, options.shares, options.habits)
+
+    def files(row: str) -> None:
+        prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"moe-{row}-files")
+
     try:
-        unusable = unprepared(options.only, {}, "its files", lambda row: prepare_files(row, workload, work))
+        unusable = unprepared(options.only, {}, "its files", files)
         drop_cached(workload.folder)
         machine = report.describe_machine(work)
         runs = run_cases(cases, options.turns, MoeRun, lambda run, case: measure(run, case, workload, work), unusable)
@@ -168,8 +151,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     experts = f"{SCALES[options.scale].num_experts} experts a layer, {weights / 1e9:.2f} GB"
     title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
     table = tabulate(runs, cases, options.turns, SCALES[options.scale].experts)
-    report.write(options.results, title, machine, table, notes_on(runs, cases), runs)
-    drawn = bars_of(runs, cases)
-    bars.draw(report.picture(options.results), title, "seconds a token", drawn)
-    ours = {case.name for case in cases if case.is_ours}
-    return int(any(run.error for run in runs if run.row in ours))
+    report.write(options.results, title, machine, table, notes_on(runs, cases), runs, picture(title, runs, cases))
+    return status(runs, lambda row: row.startswith(OURS))

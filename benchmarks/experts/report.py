@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.lib import bars, report
+from benchmarks.lib import pictures, report
 from benchmarks.lib.measure import spread
 from benchmarks.lib.runs import Run, failures, good, ratios, versions
 
@@ -91,52 +91,34 @@ def of_optimum(runs: Sequence[MoeRun], case: Case) -> list[float]:
     return [run.hit_rate / run.optimal_rate for run in found if run.hit_rate is not None and run.optimal_rate]
 
 
-HEADINGS = (
-    "row",
-    "ok",
-    "first token s",
-    "s/token",
-    "tokens/s",
-    "x ours",
-    "MB/token from disk",
-    "of missed experts'",
-    "cache, % of experts",
-    "hits %",
-    "LRU's %",
-    "optimum's %",
-    "of optimum",
-    "anon MiB over idle",
-    "text right",
-)
-
-
 def our_case_for(case: Case) -> Case:
     """The row of this project that a row is compared with, under the same cap."""
     return Case("rabbitllm-2-4bit" if case.runner == "rabbitllm-2-4bit" else "rabbitllm-2", case.habits, case.share)
 
 
 def tabulate(runs: Sequence[MoeRun], cases: Sequence[Case], turns: int, experts: int) -> report.Table:
-    """A line a row: medians over the turns, and in brackets the extremes; `experts` are those of all layers."""
+    """A line a row; `experts` are those of all layers."""
 
-    def cells(case: Case, found: Sequence[MoeRun]) -> Sequence[str]:
-        cached = [run for run in found if run.hit_rate is not None]
-        return (
-            report.shown(spread(run.first_token_seconds for run in found)),
-            report.shown(spread(run.token_seconds for run in found), 3),
-            report.shown(spread(1 / run.token_seconds for run in found), 1),
-            report.shown(ratios(runs, case.name, our_case_for(case).name), 1),
-            report.shown(spread(statistics.fmean(run.step_bytes) for run in found), 0, 1e6),
-            report.shown(spread(of_missed(runs, case))),
-            report.shown(spread(run.slots / experts for run in cached), 0, 0.01),
-            report.shown(spread(run.hit_rate or 0.0 for run in cached), 1, 0.01),
-            report.shown(spread(run.recent_rate or 0.0 for run in cached), 1, 0.01),
-            report.shown(spread(run.optimal_rate or 0.0 for run in cached), 1, 0.01),
-            report.shown(spread(of_optimum(runs, case))),
-            report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
-            report.verdict([run.follows for run in found]),
-        )
+    def cached(of: Callable[[MoeRun], float], digits: int) -> Callable[[Case, Sequence[MoeRun]], str]:
+        column = report.each(of, digits, 0.01)
+        return lambda case, found: column(case, [run for run in found if run.hit_rate is not None])
 
-    return report.tabulated(HEADINGS, runs, {case.name: case for case in cases}, turns, cells)
+    columns: report.Columns[Case, MoeRun] = {
+        "first token s": report.each(lambda run: run.first_token_seconds),
+        "s/token": report.each(lambda run: run.token_seconds, 3),
+        "tokens/s": report.each(lambda run: 1 / run.token_seconds, 1),
+        "x ours": lambda case, found: report.shown(ratios(runs, case.name, our_case_for(case).name), 1),
+        "MB/token from disk": report.each(lambda run: statistics.fmean(run.step_bytes), 0, 1e6),
+        "of missed experts'": lambda case, found: report.shown(spread(of_missed(runs, case))),
+        "cache, % of experts": cached(lambda run: run.slots / experts, 0),
+        "hits %": cached(lambda run: run.hit_rate or 0.0, 1),
+        "LRU's %": cached(lambda run: run.recent_rate or 0.0, 1),
+        "optimum's %": cached(lambda run: run.optimal_rate or 0.0, 1),
+        "of optimum": lambda case, found: report.shown(spread(of_optimum(runs, case))),
+        "anon MiB over idle": report.ADDED_MEMORY,
+        "text right": lambda case, found: report.verdict([run.follows for run in found]),
+    }
+    return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
 
 def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
@@ -180,12 +162,8 @@ def _time_of(runs: Sequence[MoeRun], case: Case) -> list[str]:
     return [f"{case.name}, ms a step ({run.wall_seconds / steps * 1000:.1f} in the pass), threads added up: {told}."]
 
 
-def bars_of(runs: Sequence[MoeRun], cases: Sequence[Case]) -> dict[str, list[bars.Bar]]:
-    """A group a cap, the quickest row first."""
-
-    def row(case: Case) -> tuple[str, bars.Bar]:
-        heading = bars.under_cap(case.share)
-        figures = spread(run.token_seconds for run in good(runs, case.name))
-        return heading, bars.Bar(f"{case.runner}, {case.habits}", figures, case.is_ours)
-
-    return bars.grouped(row(case) for case in cases)
+def picture(title: str, runs: Sequence[MoeRun], cases: Sequence[Case]) -> pictures.Picture:
+    """A group a cap."""
+    seconds = {case: spread(run.token_seconds for run in good(runs, case.name)) for case in cases}
+    rows = [(pictures.under_cap(c.share), f"{c.runner}, {c.habits}", seconds[c], c.is_ours) for c in cases]
+    return pictures.bars(title, "seconds a token", rows)

@@ -4,7 +4,7 @@ A router's logits are the sum of parts, each normally distributed over the exper
 experts), the topic of the text, a theme that lasts for tens of tokens, the moment, which lasts for a few, and the word
 (drawn by Zipf's law). Every part is a block of a vector that a token carries, its meaning, and a router is a random
 matrix: so the same parts give other experts in each layer. The strengths were fitted to what was published of a model
-with 512 experts of which each token uses 10; see `PUBLISHED`.
+with 512 experts of which each token uses 10; tests/support/expert_use.py has it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from benchmarks.experts.trace import Trace, of_tokens
 
 Floats = npt.NDArray[np.float32]
 
@@ -46,34 +44,6 @@ FLAT = Habits()
 SKEWED = Habits(always=0.8, topic=1.0, theme=0.8, moment=1.5, word=0.7)
 
 
-@dataclass(frozen=True)
-class Published:
-    """Expert use that others measured of a trained model, and where it says so.
-
-    Attributes:
-        tokens: generated, of one text.
-        reuse: see `expert_trace.Use`.
-        hottest_share: of the hottest eighth; of layer 0 alone.
-    """
-
-    model: str
-    source: str
-    tokens: int
-    reuse: Mapping[float, float]
-    hottest_share: float
-
-
-PUBLISHED = Published(
-    "Qwen3.8-Flash-Next (512 experts, 10 a token)",
-    "https://github.com/kekzl/imp/pull/2061",
-    300,
-    {93 / 512: 0.435, 186 / 512: 0.620, 279 / 512: 0.720, 372 / 512: 0.789, 1.0: 0.850},
-    0.41,
-)
-PUBLISHED_OVERLAP = 0.256
-"""Of a token's experts with the last one's, 4 of 512 used: https://github.com/danveloper/flash-moe."""
-
-
 def meanings(habits: Habits, topic: int, tokens: int, seed: int) -> Floats:
     """[tokens, dimensions] of a text of one topic. Each block has a mean square of its strength's square in all.
 
@@ -102,25 +72,6 @@ def router(layer: int, experts: int) -> Floats:
     """[experts, dimensions]: what a layer's router multiplies meanings by."""
     random = np.random.default_rng((2, layer, experts))
     return random.standard_normal((experts, sum(DIMENSIONS.values())), np.float32)
-
-
-def trace(habits: Habits, texts: list[Floats], layers: int, experts: int, count: int) -> list[Trace]:
-    """What such routers choose for each text, without a model: traces of passes of one token.
-
-    Args:
-        habits: only `noise` counts here.
-        texts: meanings.
-        layers, experts, count: how many layers, experts in each, experts a token.
-    """
-    chosen: list[list[npt.NDArray[np.uint16]]] = [[] for _ in texts]
-    for layer in range(layers):
-        weights = router(layer, experts)
-        random = np.random.default_rng((3, layer))
-        for text, found in zip(texts, chosen, strict=True):
-            logits = text @ weights.T
-            logits += habits.noise * random.standard_normal(logits.shape, np.float32)
-            found.append(np.argpartition(-logits, count, axis=1)[:, :count].astype(np.uint16))
-    return [of_tokens(np.stack(found, axis=1), experts) for found in chosen]
 
 
 def _fixed(part: str, which: int) -> npt.NDArray[np.float64]:

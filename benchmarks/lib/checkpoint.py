@@ -6,6 +6,7 @@ import hashlib
 import json
 import mmap
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,25 +41,41 @@ SEED = 0
 _LONGEST_HEADER = 100 << 20
 
 
-def make_checkpoint(work: Path, scale_name: str, config_class: str = "Qwen2Config") -> Path:
-    """The checkpoint's folder, made unless an earlier run finished it.
+def made_once(folder: Path, recipe: Any, write: Callable[[Path], None]) -> Path:
+    """A folder that is written unless an earlier run finished it by the same recipe.
 
-    Random weights, no end-of-sequence token (so that a generation always has the wanted length), and a tokenizer of
-    one word a token, since some peers load one. A file next to the folder, written last, holds the shape and the
-    SHA-256 of each shard.
+    A file next to the folder, written last, holds the recipe and the SHA-256 of each shard.
+
+    Args:
+        folder: of the checkpoint.
+        recipe: what decides the content, for JSON.
+        write: fills the empty folder.
     """
-    kind = "" if config_class == "Qwen2Config" else f"-{config_class.removesuffix('Config').lower()}"
-    folder, stamp = work / f"checkpoint-{scale_name}{kind}", work / f"checkpoint-{scale_name}{kind}.json"
-    shape = asdict(SCALES[scale_name])
-    if stamp.exists() and json.loads(stamp.read_text())["shape"] == shape:
+    stamp, recipe = folder.with_name(folder.name + ".json"), json.loads(json.dumps(recipe))
+    if stamp.exists() and folder.is_dir() and json.loads(stamp.read_text())["recipe"] == recipe:
         return folder
     stamp.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _write_model(folder, SCALES[scale_name], config_class)
-    digests = {shard.name: hashlib.sha256(shard.read_bytes()).hexdigest() for shard in shards(folder)}
-    stamp.write_text(json.dumps({"shape": shape, "seed": SEED, "sha256": digests}, indent=1) + "\n")
+    write(folder)
+    digests = {}
+    for shard in shards(folder):
+        with shard.open("rb") as file:
+            digests[shard.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    stamp.write_text(json.dumps({"recipe": recipe, "sha256": digests}, indent=1) + "\n")
     return folder
+
+
+def make_checkpoint(work: Path, scale_name: str, config_class: str = "Qwen2Config") -> Path:
+    """The checkpoint's folder.
+
+    Random weights, no end-of-sequence token (so that a generation always has the wanted length), and a tokenizer of
+    one word a token, since some peers load one.
+    """
+    kind = "" if config_class == "Qwen2Config" else f"-{config_class.removesuffix('Config').lower()}"
+    scale = SCALES[scale_name]
+    folder, recipe = work / f"checkpoint-{scale_name}{kind}", {"shape": asdict(scale), "seed": SEED}
+    return made_once(folder, recipe, lambda empty: _write_model(empty, scale, config_class))
 
 
 def _write_model(folder: Path, scale: Scale, config_class: str) -> None:

@@ -7,14 +7,12 @@ routers are drawn at random, each token is routed again in every layer.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.checkpoint import SEED
+from benchmarks.lib.checkpoint import SEED, made_once
 
 FORMAT = 1
 
@@ -44,17 +42,10 @@ SCALES = {
 
 
 def make_even_checkpoint(work: Path, scale_name: str) -> Path:
-    """The checkpoint's folder, made unless an earlier run finished it; a file next to it, written last, says ofwhat."""
-    folder, stamp = work / f"checkpoint-{scale_name}-even", work / f"checkpoint-{scale_name}-even.json"
-    recipe = [FORMAT, SEED, asdict(SCALES[scale_name])]
-    if stamp.exists() and json.loads(stamp.read_text()) == recipe:
-        return folder
-    stamp.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    _write(folder, SCALES[scale_name])
-    stamp.write_text(json.dumps(recipe) + "\n")
-    return folder
+    """The checkpoint's folder, made unless an earlier run finished it."""
+    scale = SCALES[scale_name]
+    recipe = [FORMAT, SEED, asdict(scale)]
+    return made_once(work / f"checkpoint-{scale_name}-even", recipe, lambda folder: _write(folder, scale))
 
 
 def even_prompt(scale_name: str, tokens: int) -> Sequence[int]:

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.lib.checkpoint import write_tokenizer
 from benchmarks.lib.published import ELEMENT_BYTES, Checkpoint, Placed, Shard
 
 BLOCK_ELEMENTS = (1 << 23) - 15
@@ -136,3 +137,15 @@ def _key(shard: Shard, content: Content) -> str:
     """Everything that a shard's bytes depend on, in short."""
     place = f"{content.mark} {shard.position % len(content.block)} {shard.size}\n"
     return hashlib.sha256(place.encode() + shard.header).hexdigest()
+
+
+def write_around(folder: Path, made: Checkpoint, vocab_size: int) -> None:
+    """Write what a checkpoint has besides its shards: configs, index and tokenizer."""
+    files = {
+        "config.json": made.config,
+        "generation_config.json": made.model.generation_config,
+        "model.safetensors.index.json": made.index(),
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    write_tokenizer(folder, vocab_size)

@@ -13,7 +13,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from benchmarks.lib.peers import LLAMA_SERVER, PeerError, interpreter
+from benchmarks.lib.idle_process import PeerError
+from benchmarks.lib.peers import LLAMA_SERVER, interpreter
 
 PACKAGE = "llama-cpp-python"
 VERSION = "0.3.36"

@@ -11,6 +11,8 @@ What is shorter than the interval can be missed; `Sampler.longest_gap` says how 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
 import statistics
@@ -43,6 +45,13 @@ def spread(values: Iterable[float]) -> Spread | None:
     """None for no values."""
     known = list(values)
     return Spread(statistics.median(known), min(known), max(known)) if known else None
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The least value that at least so many percent of the values do not exceed; None for no values."""
+    if not values:
+        return None
+    return sorted(values)[max(math.ceil(len(values) * percent / 100), 1) - 1]
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -220,3 +229,14 @@ def fresh_copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     copy_files(source, target)
     drop_cached(target)
+
+
+@contextlib.contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """Empty at the start, whatever an earlier run left there, and gone at the end."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

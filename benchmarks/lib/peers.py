@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.command_line import SMALLEST
+from benchmarks.lib.control_group import control_group
 from benchmarks.lib.idle_process import REPOSITORY, Cap, PeerError, idle_process
 from benchmarks.lib.measure import Sampler
 from benchmarks.lib.worker import split
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
 RUN_LIMIT_SECONDS = 1800
+LEAST_ROOM_BYTES = 128 << 20
+"""More than the idle process, whatever the share: with less, a tiny model cannot compute."""
 
 _COMMON = ("torch==2.13.0", "accelerate==1.15.0", "safetensors==0.8.0", "bitsandbytes==0.50.2", "numpy==2.4.6")
 """As in constraints.txt, so that all rows compute with the same libraries."""
@@ -155,6 +159,11 @@ def prepare(environments: Mapping[str, Environment], work: Path) -> dict[str, st
     return unusable
 
 
+def room(weights: int, share: int | None) -> int | None:
+    """Bytes for a process in addition to what it takes idle: a share of the weights in percent; None for no limit."""
+    return None if share is None else max(weights * share // 100, LEAST_ROOM_BYTES)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a worker answered, what was sampled meanwhile, and the versions it ran with."""
@@ -172,7 +181,7 @@ def run_worker(
     cold: Sequence[Path],
     watched: Sequence[Path] = (),
     *,
-    cap: Cap | None = None,
+    cap_bytes: int | None = None,
     limit_seconds: float | None = None,
 ) -> Outcome:
     """Start a worker, wait until it is idle, drop files from the page cache, let it work while it is sampled.
@@ -184,28 +193,33 @@ def run_worker(
         label: names the log.
         cold: folders whose files are to be in no cache when it begins.
         watched: folders whose disk use is sampled.
-        cap: bounds its memory from when it is idle.
+        cap_bytes: what its memory may grow by from when it is idle; None for no limit.
         limit_seconds: when it is stopped; by default after `RUN_LIMIT_SECONDS`.
 
     Raises:
         PeerError: it failed, died, or took too long.
     """
     python = interpreter(environment, work)
-    with (
-        idle_process(
-            python,
-            WORKER,
-            job,
-            work,
-            label,
-            cold,
-            variables=variables(environment, work),
-            cap=cap,
-            # at the smallest size the machine may have other things to do
-            stop_seconds=RUN_LIMIT_SECONDS if limit_seconds is None or SMALLEST in os.environ else limit_seconds,
-        ) as idle,
-        Sampler(watched, idle.process.pid) as sampler,
-    ):
+    # at the smallest size the machine may have other things to do
+    seconds = RUN_LIMIT_SECONDS if limit_seconds is None or SMALLEST in os.environ else limit_seconds
+    with contextlib.ExitStack() as held:
+        cap = None
+        if cap_bytes is not None:
+            cap = Cap(held.enter_context(control_group(f"rabbitllm-benchmark-{os.getpid()}")), cap_bytes)
+        idle = held.enter_context(
+            idle_process(
+                python,
+                WORKER,
+                job,
+                work,
+                label,
+                cold,
+                variables=variables(environment, work),
+                cap=cap,
+                stop_seconds=seconds,
+            )
+        )
+        sampler = held.enter_context(Sampler(watched, idle.process.pid))
         idle.go()
         answer = idle.message()
     return Outcome(answer, sampler, idle.versions)

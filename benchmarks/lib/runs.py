@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+from benchmarks.lib.idle_process import PeerError
 from benchmarks.lib.measure import Spread, spread
-from benchmarks.lib.peers import Outcome, PeerError
+from benchmarks.lib.peers import Outcome
 
 
 @dataclass
@@ -43,13 +44,10 @@ class Run:
         """The seconds that matter most."""
         raise NotImplementedError
 
-    def take_answer(self, answer: Mapping[str, Any]) -> None:
-        """Take what a process said of itself, by the names that figures have here."""
-        for name, value in answer.items():
+    def take(self, outcome: Outcome) -> None:
+        """Take what a process said of itself, by the names of figures here, and what was sampled from outside."""
+        for name, value in outcome.answer.items():
             setattr(self, name, value)
-
-    def take_from(self, outcome: Outcome) -> None:
-        """Note what was sampled from outside."""
         sampler = outcome.sampler
         self.anonymous_idle, self.anonymous_peak = sampler.anonymous_idle, sampler.anonymous_peak
         self.file_peak, self.versions = sampler.file_peak, outcome.versions
@@ -175,3 +173,8 @@ def versions(runs: Sequence[Run]) -> list[str]:
             line = ", ".join(f"{name} {version}" for name, version in run.versions.items())
             rows.setdefault(line, []).append(run.row)
     return [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in rows.items()]
+
+
+def status(runs: Sequence[Run], ours: Callable[[str], bool] = lambda row: True) -> int:
+    """The exit status: 1 if a row of this project failed."""
+    return int(any(run.error is not None and ours(run.row) for run in runs))

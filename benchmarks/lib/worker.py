@@ -76,31 +76,46 @@ def bytes_read() -> int:
 
 
 class Clock:
-    """Notes when each token comes and what was read from the disk until then, as a streamer of `generate`."""
+    """Notes when each token comes and what was read from the disk until then, as a streamer of `generate`.
 
-    def __init__(self) -> None:
+    Args:
+        between: called after each token, its time not counted.
+    """
+
+    def __init__(self, between: Callable[[], None] = lambda: None) -> None:
         self.times: list[float] = []
+        self.resumed: list[float] = []
         self.read: list[int] = []
+        self._between = between
 
     def put(self, tokens: Any) -> None:
         """The prompt first, then each token."""
         self.times.append(time.perf_counter())
         self.read.append(bytes_read())
+        self._between()
+        self.resumed.append(time.perf_counter())
 
     def end(self) -> None:
         """Nothing to do: the text is not shown."""
 
+    def steps(self) -> list[float]:
+        """Seconds of each token after the first."""
+        return [ended - resumed for resumed, ended in zip(self.resumed[1:], self.times[2:], strict=False)]
 
-def decode(job: dict[str, Any]) -> dict[str, Any]:
-    """Load a model and generate greedily: load time, time to the first token, and of the steps after it."""
+    def step_bytes(self) -> list[int]:
+        """Read from the disk in each of those steps."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.read[1:])]
+
+
+def generate(model: Any, ids: list[int], length: int, clock: Clock, device: str = "cpu") -> dict[str, Any]:
+    """Generate greedily: time to the first token, and of the steps after it.
+
+    Raises:
+        RuntimeError: another number of tokens came.
+    """
     import torch
 
-    start = time.perf_counter()
-    model = LOADERS[job["loader"]](job)
-    loaded = time.perf_counter()
-    clock = Clock()
-    prompt = torch.tensor([job["prompt"]])
-    length = job["tokens"]
+    prompt = torch.tensor([ids], device=device)
     begun = time.perf_counter()
     output = model.generate(  # by name: one peer's takes nothing else
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, streamer=clock
@@ -108,19 +123,23 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     tokens = output[0, prompt.shape[1] :].tolist()
     if len(tokens) != length or len(clock.times) != length + 1:
         raise RuntimeError(f"{length} tokens were asked for; {len(tokens)} came, in {len(clock.times) - 1} steps")
-    at = clock.times[1:]
-    steps = [later - earlier for earlier, later in itertools.pairwise(at)]
-    return _limits(model) | {
-        "load_seconds": loaded - start,
-        "first_token_seconds": at[0] - begun,
-        "step_seconds": steps,
-        "step_bytes": [later - earlier for earlier, later in itertools.pairwise(clock.read[1:])],
-        "token_seconds": statistics.median(steps),
+    return {
+        "first_token_seconds": clock.times[1] - begun,
+        "step_seconds": clock.steps(),
+        "step_bytes": clock.step_bytes(),
+        "token_seconds": statistics.median(clock.steps()),
         "tokens": tokens,
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "placed": _placed(model),
     }
+
+
+def decode(job: dict[str, Any]) -> dict[str, Any]:
+    """Load a model and generate; see `generation.StepsRun`."""
+    start = time.perf_counter()
+    model = LOADERS[job["loader"]](job)
+    loaded = {"load_seconds": time.perf_counter() - start, "placed": _placed(model)}
+    return generate(model, job["prompt"], job["tokens"], Clock()) | loaded | _limits(model)
 
 
 class Routed:
@@ -150,38 +169,25 @@ def requests(job: dict[str, Any]) -> dict[str, Any]:
 
     What is timed and counted are the steps after the first token, of all requests but the first `warm_up`.
     """
-    import torch
-
     start = time.perf_counter()
     model = LOADERS[job["loader"]](job)
-    loaded = time.perf_counter()
-    routed, firsts, steps, read, tokens = Routed(model), [], [], [], []
+    loaded = time.perf_counter() - start
+    routed, made = Routed(model), []
     for number, given in enumerate(job["prompts"]):
         if number == job["warm_up"] and hasattr(model, "profiler"):
             model.profiler.clear()
-        clock, prompt = Clock(), torch.tensor([given])
-        begun = time.perf_counter()
-        output = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=job["tokens"],
-            do_sample=False,
-            streamer=clock,
-        )
-        tokens.append(output[0, prompt.shape[1] :].tolist())
-        if number >= job["warm_up"]:
-            firsts.append(clock.times[1] - begun)
-            steps += [later - earlier for earlier, later in itertools.pairwise(clock.times[1:])]
-            read += [later - earlier for earlier, later in itertools.pairwise(clock.read[1:])]
+        made.append(generate(model, given, job["tokens"], Clock()))
     routed.save(job["trace"])
+    counted = made[job["warm_up"] :]
+    steps = [seconds for one in counted for seconds in one["step_seconds"]]
     return _experts(model) | {
-        "load_seconds": loaded - start,
-        "first_token_seconds": statistics.median(firsts),
+        "load_seconds": loaded,
+        "first_token_seconds": statistics.median(one["first_token_seconds"] for one in counted),
         "step_seconds": steps,
-        "step_bytes": read,
+        "step_bytes": [nbytes for one in counted for nbytes in one["step_bytes"]],
         "token_seconds": statistics.fmean(steps),
-        "tokens": tokens,
-        "threads": torch.get_num_threads(),
+        "tokens": [one["tokens"] for one in made],
+        "threads": counted[0]["threads"],
         "placed": _placed(model),
     }
 
@@ -230,7 +236,7 @@ def _load_offloaded(job: dict[str, Any]) -> Any:
 
 def _load_ollm(job: dict[str, Any]) -> Any:
     """oLLM, every decoder layer from disk; it wants a Llama by one of the names it knows."""
-    from ollm import Inference
+    from ollm import Inference  # type: ignore[import-not-found,unused-ignore]
 
     inference = Inference("llama3-8B-chat", device="cpu", logging=False)
     inference.load_model(job["checkpoint"])
@@ -296,6 +302,24 @@ TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "requests": requests,
     "predict": predict,
 }
+LLAMA_CPP = ("llama_cpp", "gguf")
+"""Packages that need no torch, which they would be idle with."""
+OTHERS = {
+    "bulk": "worker_batch.py",
+    "scores": "worker_batch.py",
+    "score": "worker_score.py",
+    "score-plain": "worker_score.py",
+    "gpu probe": "worker_gpu.py",
+    "gpu decode": "worker_gpu.py",
+    "serve": "worker_serve.py",
+}
+"""Task -> the file next to this one that does it; its `tasks` takes this module and the job."""
+
+
+def other_tasks(file: str, job: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """What a file next to this one does."""
+    found = runpy.run_path(str(Path(__file__).with_name(file)))["tasks"](sys.modules[__name__], job)
+    return dict(found)
 
 
 def main() -> None:
@@ -308,20 +332,15 @@ def main() -> None:
 
     try:
         job = json.loads(sys.argv[1])
-        versions = import_libraries(job["package"])
-        if "gpu" in job:  # whatever a GPU needs is there before the job, so that all are idle alike
-            module = runpy.run_path(str(Path(__file__).with_name("worker_gpu.py")))
-            TASKS.update(module["GpuWork"](job, sys.modules[__name__]).tasks)
-        if job["task"].startswith("score"):
-            module = runpy.run_path(str(Path(__file__).with_name("worker_score.py")))
-            TASKS.update(module["Score"](globals()).tasks)
+        if "cores" in job:
+            os.sched_setaffinity(0, job["cores"])
+        versions = import_libraries(job["package"]) if job["package"] is not None else {}
+        if job["task"] in OTHERS:  # whatever it imports is there before the job, so that all are idle alike
+            TASKS.update(other_tasks(OTHERS[job["task"]], job))
         answer({"ready": versions})
         if sys.stdin.readline():
-            if job["package"] in ("llama_cpp", "gguf"):  # without torch, which it would be idle with
-                TASKS.update(runpy.run_path(str(Path(__file__).with_name("worker_llama_cpp.py")))["TASKS"])
-            if job["task"] in ("bulk", "scores"):
-                module = runpy.run_path(str(Path(__file__).with_name("worker_batch.py")))
-                TASKS.update(module["tasks"](sys.modules[__name__]))
+            if job["package"] in LLAMA_CPP:
+                TASKS.update(other_tasks("worker_llama_cpp.py", job))
             answer(TASKS[job["task"]](job))
     except Exception as error:
         traceback.print_exc()

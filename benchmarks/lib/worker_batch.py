@@ -42,12 +42,8 @@ def _ours(job: dict[str, Any], count: int) -> Any:
     )
 
 
-def tasks(worker: Any) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
-    """What there is to do.
-
-    Args:
-        worker: the module `lib/worker.py`.
-    """
+def tasks(worker: Any, job: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+    """What there is to do; `worker` is the module `worker.py`."""
 
     def bulk(job: dict[str, Any]) -> dict[str, Any]:
         """Generate for so many prompts at once: seconds from the first to the last of them, loading not counted."""

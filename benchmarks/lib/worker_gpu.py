@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import os
 import statistics
 import subprocess
@@ -176,35 +175,14 @@ class GpuWork:
                 "planned_read_bytes": model.placement.streamed_bytes,
             }
         copied = copied_bytes(model, job["loader"])
-        return timed | peaks | own | {"load_seconds": loaded - begun, "copied_bytes": copied}
+        return {**timed, **peaks, **own, "load_seconds": loaded - begun, "copied_bytes": copied}
 
     def _generate(self, model: Any, job: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
-        clock = _cold_clock(self._worker.Clock, job["cold"])
-        prompt = torch.tensor([job["prompt"]], device=self.gpu.inputs)
-        begun = time.perf_counter()
-        output = model.generate(  # by name: one peer's takes nothing else
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=job["tokens"],
-            do_sample=False,
-            streamer=clock,
-        )
-        tokens = output[0, prompt.shape[1] :].tolist()
-        if len(tokens) != job["tokens"] or len(clock.times) != len(tokens) + 1:
-            raise RuntimeError(f"{job['tokens']} tokens were asked for; {len(tokens)} came")
-        # the first token ends what the prompt's own entry begins; the steps are between the tokens
-        steps = [ended - resumed for resumed, ended in zip(clock.resumed[1:], clock.times[2:], strict=False)]
-        return {
-            "first_token_seconds": clock.times[1] - begun,
-            "step_seconds": steps,
-            "step_bytes": [later - earlier for earlier, later in itertools.pairwise(clock.read[1:])],
-            "token_seconds": statistics.median(steps),
-            "tokens": tokens,
-            "threads": torch.get_num_threads(),
-            "dtype": str(model.dtype).removeprefix("torch."),
-        }
+        """The clock stands still after each token, until files are out of the page cache. What is read ahead meanwhile
+        counts for nothing: a few layers at most, and of every implementation that reads ahead."""
+        clock = self._worker.Clock(lambda: forget_files(job["cold"]))
+        found: dict[str, Any] = self._worker.generate(model, job["prompt"], job["tokens"], clock, self.gpu.inputs)
+        return found
 
     def _bring_alone(self, model: Any, job: dict[str, Any]) -> float:
         """Seconds of a pass that brings all it must and computes nothing: of the last of a few, since the first finds
@@ -230,23 +208,6 @@ class GpuWork:
                 held.enter_context(_brought_to_a_stop(lane))
             found: float = self._generate(model, job | {"cold": []})["token_seconds"]
         return found
-
-
-def _cold_clock(clock: Any, folders: Sequence[str]) -> Any:
-    """A clock that stands still after each token, until files are out of the page cache. What is read ahead meanwhile
-    counts for nothing: a few layers at most, and of every implementation that reads ahead."""
-
-    class ColdClock(clock):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.resumed: list[float] = []
-
-        def put(self, tokens: Any) -> None:
-            super().put(tokens)
-            forget_files(folders)
-            self.resumed.append(time.perf_counter())
-
-    return ColdClock()
 
 
 @contextlib.contextmanager
@@ -280,7 +241,7 @@ def copied_bytes(model: Any, loader: str) -> int | None:
     if loader != "placed":
         return None
     brought = (parameter for parameter in model.parameters() if parameter.device.type == "meta")
-    return sum(parameter.numel() * parameter.element_size() for parameter in brought)
+    return int(sum(parameter.numel() * parameter.element_size() for parameter in brought))
 
 
 def _load_layered(job: dict[str, Any], gpu: Any) -> Any:
@@ -291,7 +252,8 @@ def _load_layered(job: dict[str, Any], gpu: Any) -> Any:
     limits = {"max_memory": _limits(job, 0)} if job["is_ours"] else {}
     if job["is_ours"] and job["told_ram"] is not None:
         # where no control group says it: else it would read through a page cache that is emptied behind it
-        importlib.import_module("rabbitllm.engine.load_plan").available_ram = lambda: job["told_ram"]
+        planning: Any = importlib.import_module("rabbitllm.engine.load_plan")
+        planning.available_ram = lambda: job["told_ram"]
     dtype = job["dtype"] if job["is_ours"] else getattr(torch, job["dtype"])
     return package.AutoModel.from_pretrained(
         job["checkpoint"], device=gpu.device, dtype=dtype, **limits, **job["options"]
@@ -318,3 +280,8 @@ def _limits(job: dict[str, Any], key: int | str) -> dict[int | str, int]:
 
 
 LOADERS = {"layered": _load_layered, "placed": _load_placed}
+
+
+def tasks(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """What there is to do; `worker` is the module `worker.py`."""
+    return GpuWork(job, worker).tasks

@@ -7,7 +7,7 @@ transformers pairs halves; for a Qwen3 it pairs halves too. `quality/gguf_weight
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 import os
 import statistics
@@ -125,34 +125,27 @@ def _float32(halves: Any) -> Any:
     return (halves.astype(np.uint32) << 16).view(np.float32)
 
 
-def _bytes_read() -> int:
-    """By this process from the disk so far (proc(5), io)."""
-    with open("/proc/self/io") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
-
-
-def decode(job: dict[str, Any]) -> dict[str, Any]:
+def decode(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Load the file, mapped, and generate greedily; the same figures as the other rows'."""
-    from llama_cpp import Llama
+    from llama_cpp import Llama  # type: ignore[import-not-found,unused-ignore]
 
     threads = len(os.sched_getaffinity(0))
     begun = time.perf_counter()
     model = Llama(job["path"], n_ctx=512, n_threads=threads, n_threads_batch=threads, use_mmap=True, verbose=False)
     loaded = time.perf_counter()
-    tokens, at, read = [], [time.perf_counter()], [0]
+    tokens, clock = [], worker.Clock()
+    clock.put(None)
     for token in model.generate(job["prompt"], top_k=1, temp=0.0, repeat_penalty=1.0):
-        at.append(time.perf_counter())
-        read.append(_bytes_read())
+        clock.put(token)
         tokens.append(token)
         if len(tokens) == job["tokens"]:
             break
-    steps = [later - earlier for earlier, later in itertools.pairwise(at[1:])]
     return {
         "load_seconds": loaded - begun,
-        "first_token_seconds": at[1] - at[0],
-        "step_seconds": steps,
-        "token_seconds": statistics.median(steps),
-        "step_bytes": [later - earlier for earlier, later in itertools.pairwise(read[1:])],
+        "first_token_seconds": clock.times[1] - clock.times[0],
+        "step_seconds": clock.steps(),
+        "token_seconds": statistics.median(clock.steps()),
+        "step_bytes": clock.step_bytes(),
         "tokens": tokens,
         "threads": threads,
         "dtype": job["kind"],
@@ -160,4 +153,6 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TASKS = {"gguf": write_gguf, "decode": decode}
+def tasks(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """What there is to do; `worker` is the module `worker.py`."""
+    return {"gguf": write_gguf, "decode": functools.partial(decode, worker)}

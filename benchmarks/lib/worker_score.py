@@ -21,9 +21,8 @@ def texts_of(job: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
 class Score:
     """The job of this project, with what `lib/worker.py` knows."""
 
-    def __init__(self, worker: dict[str, Any]) -> None:
+    def __init__(self, worker: Any) -> None:
         self.worker = worker
-        self.tasks = {"score": self.score, "score-plain": self.score_plain}
 
     def score(self, job: dict[str, Any]) -> dict[str, Any]:
         """All texts, by `rabbitllm.generation.scoring`; then the time of reading all weights once."""
@@ -32,20 +31,21 @@ class Score:
         from rabbitllm.generation.scoring import Room, ScoredText, score  # type: ignore[import-not-found,unused-ignore]
 
         start = time.perf_counter()
-        model = self.worker["LOADERS"][job["loader"]](job)
+        model = self.worker.LOADERS[job["loader"]](job)
         loaded = time.perf_counter()
         texts = [ScoredText(number, *pair) for number, pair in enumerate(texts_of(job))]
         plans: list[Any] = []
         room = Room(memory_bytes=job.get("memory_bytes"), tokens=job.get("batch_tokens"))
-        read = self.worker["bytes_read"]()
+        read = self.worker.bytes_read()
         begun = time.perf_counter()
         found = {one.index: one for one in score(model, texts, room, on_plan=plans.append)}
         seconds = time.perf_counter() - begun
-        read = self.worker["bytes_read"]() - read
+        read = self.worker.bytes_read() - read
         failed = next((one.error for one in found.values() if one.error is not None), None)
         if failed is not None:
             raise RuntimeError(str(failed))
-        return self.worker["_limits"](model) | {
+        return {
+            **self.worker._limits(model),
             "load_seconds": loaded - start,
             "seconds": seconds,
             "disk_bytes": read,
@@ -54,7 +54,7 @@ class Score:
             "passes": sum(len(plan.passes) for plan in plans),
             "micro_batches": sum(len(one) for plan in plans for one in plan.passes),
             "threads": torch.get_num_threads(),
-            "placed": self.worker["_placed"](model),
+            "placed": self.worker._placed(model),
         }
 
     def score_plain(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Score:
         import torch
 
         start = time.perf_counter()
-        model = self.worker["LOADERS"][job["loader"]](job)
+        model = self.worker.LOADERS[job["loader"]](job)
         loaded = time.perf_counter()
         texts = texts_of(job)
         size = job["batch"]
@@ -72,13 +72,13 @@ class Score:
         step = max(len(batches) // job["batches"], 1)
         tried = batches[step // 2 :: step][: job["batches"]]
         times, logprobs = [], {}
-        read = self.worker["bytes_read"]()
+        read = self.worker.bytes_read()
         for batch in tried:
             begun = time.perf_counter()
             for number, value in zip(batch, _forward(model, [texts[number] for number in batch]), strict=True):
                 logprobs[number] = value
             times.append(time.perf_counter() - begun)
-        read = self.worker["bytes_read"]() - read
+        read = self.worker.bytes_read() - read
         return {
             "load_seconds": loaded - start,
             "seconds": statistics.fmean(times) * len(batches),
@@ -88,7 +88,7 @@ class Score:
             "passes": len(batches),
             "micro_batches": len(batches),
             "threads": torch.get_num_threads(),
-            "placed": self.worker["_placed"](model),
+            "placed": self.worker._placed(model),
         }
 
 
@@ -115,3 +115,9 @@ def _forward(model: Any, texts: list[tuple[list[int], list[int]]]) -> list[float
         chances = torch.log_softmax(own[-len(continuation) :].float(), -1)
         found.append(float(chances.gather(1, torch.tensor(continuation)[:, None]).sum()))
     return found
+
+
+def tasks(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """What there is to do; `worker` is the module `worker.py`."""
+    made = Score(worker)
+    return {"score": made.score, "score-plain": made.score_plain}

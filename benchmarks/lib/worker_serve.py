@@ -1,23 +1,15 @@
-"""Starts one server, in the environment of its project, once it is told to. Imports nothing of this repository.
+"""Starts one server, for `worker.py`, in the environment of its project. It runs until it is ended by a signal.
 
-    python -P worker_serve.py '{"how": "transformers", "model": "folder", "port": 8000, ...}'
-
-The protocol is the worker's: `{"ready": {package: version}}` on stdout once the libraries are imported, then a line on
-stdin starts the server, which runs until it is ended by a signal; `{"error": "..."}` if it cannot run. What it prints
-goes to stderr.
+What it prints goes to stderr. Imports nothing of this repository.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
-import runpy
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 _IMPORTED = ("uvicorn", "fastapi", "openai", "transformers.cli.serve")
@@ -44,7 +36,7 @@ def transformers_disk(job: dict[str, Any]) -> None:
     from transformers.cli.serving.model_manager import ModelManager
 
     def load(manager: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        return _worker()["LOADERS"]["offloaded"]({"checkpoint": name.split("@")[0], **job})
+        return job["loaders"]["offloaded"]({"checkpoint": name.split("@")[0], **job})
 
     ModelManager._load_model = load
     transformers(job)
@@ -64,34 +56,11 @@ SERVERS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def _worker() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).with_name("worker.py")))
-
-
-def main() -> None:
-    """Take the cores that are meant for it, import, wait, serve."""
-    answers = os.fdopen(os.dup(1), "w")
-
-    def answer(message: dict[str, Any]) -> None:
-        print(json.dumps(message), file=answers, flush=True)
-
-    try:
-        job = json.loads(sys.argv[1])
-        os.sched_setaffinity(0, job["cores"])
-        os.dup2(2, 1)
-        versions: dict[str, str] = {}
-        if job["package"] is not None:
-            versions = _worker()["import_libraries"](job["package"])
-            for library in _IMPORTED:
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(library)
-        answer({"ready": versions})
-        if sys.stdin.readline():
-            SERVERS[job["how"]](job)
-    except Exception as error:
-        traceback.print_exc()
-        answer({"error": f"{type(error).__name__}: {error}"})
-
-
-if __name__ == "__main__":
-    main()
+def tasks(worker: Any, job: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], None]]:
+    """What there is to do; `worker` is the module `worker.py`. The server's libraries are imported now."""
+    if job["package"] is not None:
+        for library in _IMPORTED:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(library)
+    job["loaders"] = worker.LOADERS
+    return {"serve": lambda job: SERVERS[job["how"]](job)}

@@ -14,26 +14,23 @@ called `larger` prose that it was not trained on. RabbitLLM's rows go through th
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import rabbitllm.demo
-from benchmarks.lib import command_line, report
-from benchmarks.lib.peers import PeerError
-from benchmarks.lib.scatter import Point, draw
-from benchmarks.lib.work_folder import fresh_folder
+from benchmarks.lib import command_line, pictures, report
+from benchmarks.lib.idle_process import PeerError
+from benchmarks.lib.measure import fresh_folder
 from benchmarks.quality.gguf_weights import types, weights
-from benchmarks.quality.llama_logits import next_tokens
-from benchmarks.quality.llama_quantize import PLAIN, PRESETS, plain_file, quantized, tool
+from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, plain_file, quantized, tool
 from rabbitllm import AutoModel
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
@@ -207,10 +204,10 @@ def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
 def _stored(parameter: Any) -> int:
     """Bytes of a parameter of transformers with bitsandbytes: what is not quantized as bfloat16."""
     if (state := getattr(parameter, "quant_state", None)) is not None:
-        nbytes = parameter.numel() * parameter.element_size() + _bytes(state.absmax, state.code)
+        nbytes = int(parameter.numel() * parameter.element_size()) + _bytes(state.absmax, state.code)
         return nbytes + (_bytes(state.state2.absmax, state.state2.code, state.offset) if state.nested else 0)
     if parameter.dtype is torch.int8:
-        return parameter.numel() + 4 * len(parameter)  # a float32 for each row
+        return int(parameter.numel()) + 4 * len(parameter)  # a float32 for each row
     return 2 * int(parameter.numel())
 
 
@@ -279,41 +276,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = dict(one.split("=", 1) for one in options.model or [bundled])
     texts = dict(one.split("=", 1) for one in options.text)
     options.work.mkdir(parents=True, exist_ok=True)
-    every, pages = [], []
+    every: list[Row] = []
+    tables: dict[str, report.Table] = {}
+    notes: list[str] = []
+    drawn: pictures.Picture | None = None
     for name, folder in folders.items():
         subject = Subject(name, Path(folder), Path(texts[name]) if name in texts else None, extent)
-        rows: list[Row] = []
-        for row in (
-            *ours(subject, options.work),
-            *of_bitsandbytes(subject),
-            *(() if options.smallest else of_llama_cpp(subject, options.work)),
-        ):
-            rows.append(row)
-        found = table(rows, subject)
-        positions = rows[0].summary.positions
-        title = f"{name}: {sum(w.numel() for w in subject.weights.values()) / 1e6:.1f} million weights"
-        print(f"\n{title}, {positions:,} positions, perplexity {rows[0].summary.reference_perplexity:.4f}\n")
-        print(found.text())
-        notes = [f"{row.maker} {row.name}: {row.note}" for row in rows if row.note]
-        print("\n" + "\n".join(notes))
-        listed = "".join(f"* {note}\n" for note in notes)
-        pages.append(f"## {title}\n\n{positions:,} positions.\n\n{found.markdown()}\n\n{listed}")
-        every += rows
-        draw(
-            options.results.with_name(f"{options.results.name}-{name}.svg"),
-            title,
-            "MB of weights as stored",
-            "mean divergence from the checkpoint, nats a token",
-            [
-                Point(row.name, row.maker, row.nbytes / 1e6, row.summary.divergence.mean)
-                for row in sorted(rows, key=lambda row: row.maker != AUTO)
-                if row.summary.divergence.mean > 0
-            ],
-            joined=AUTO,
+        others = () if options.smallest else of_llama_cpp(subject, options.work)
+        rows = [*ours(subject, options.work), *of_bitsandbytes(subject), *others]
+        positions, perplexity = rows[0].summary.positions, rows[0].summary.reference_perplexity
+        million = sum(weight.numel() for weight in subject.weights.values()) / 1e6
+        tables[f"{name}: {million:.1f} million weights, {positions:,} positions, perplexity {perplexity:.4f}"] = table(
+            rows, subject
         )
-    machine = report.describe_machine(options.results.parent)
-    machine.pop("copied_with", None)
-    record = {"machine": machine, "rows": [asdict(row) for row in every]}
-    options.results.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    options.results.with_suffix(".md").write_text("# Loss against bytes\n\n" + "\n".join(pages), encoding="utf-8")
+        notes += [f"{name}, {row.maker} {row.name}: {row.note}" for row in rows if row.note]
+        every += rows
+        drawn = picture(name, rows)
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        pictures.draw(drawn, options.results.with_name(f"{options.results.name}-{name}.svg"))
+    machine, (first, *more) = report.describe_machine(options.work), tables
+    rest = {heading: tables[heading] for heading in more}
+    report.write(options.results, f"Loss against bytes. {first}", machine, tables[first], notes, every, None, rest)
     return 0
+
+
+def picture(name: str, rows: Sequence[Row]) -> pictures.Picture:
+    """Loss over bytes, a colour a maker."""
+    makers: dict[str, list[tuple[str, float, float]]] = {AUTO: []}
+    for row in rows:
+        if row.summary.divergence.mean > 0:
+            makers.setdefault(row.maker, []).append((row.name, row.nbytes / 1e6, row.summary.divergence.mean))
+    across, upwards = "MB of weights as stored", "mean divergence from the checkpoint, nats a token"
+    return pictures.points(name, across, upwards, {maker: found for maker, found in makers.items() if found})

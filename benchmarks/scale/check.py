@@ -43,6 +43,11 @@ class _Free(CpuDevice):
         return self._nbytes
 
 
+def _budget_of(nbytes: int, drawn: Drawn) -> int:
+    """What the engine takes for weights of so many free bytes."""
+    return default_budget(_Free(nbytes))
+
+
 @dataclass(frozen=True)
 class Check:
     """A row: what was run, where the figure is, and the two of them, seconds a token.
@@ -93,7 +98,7 @@ def checks() -> tuple[Check, ...]:
                 "capped-full",
                 f"rabbitllm-2, {share} %",
                 EPYC,
-                lambda drawn, share=share: default_budget(_Free(weights * share // 100)),
+                functools.partial(_budget_of, weights * share // 100),
             )
             for share in (25, 50, 75)
         ),

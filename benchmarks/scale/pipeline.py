@@ -19,16 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decode.capped import LEAST_ROOM_BYTES, LLAMA
-from benchmarks.lib import bars, command_line, report
+from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.checkpoint import make_checkpoint, weight_bytes
 from benchmarks.lib.control_group import control_group
+from benchmarks.lib.generation import StepsRun, prompt_for, tokens_equal
 from benchmarks.lib.idle_process import Cap, idle_process
-from benchmarks.lib.measure import Sampler, spread
-from benchmarks.lib.peers import THIS, Outcome, make_layer_files, variables
-from benchmarks.lib.runs import failures, good, ratios, run_all, versions
-from benchmarks.lib.steps import StepsRun, prompt_for, tokens_equal
-from benchmarks.lib.work_folder import fresh_folder
+from benchmarks.lib.measure import Sampler, fresh_folder, spread
+from benchmarks.lib.peers import THIS, Outcome, make_layer_files, room, variables
+from benchmarks.lib.runs import failures, good, ratios, run_all, status, versions
 
 PROCESSES = {"1 process": 1, "2 processes": 2, "3 processes": 3}
 ALONE, FREE = "1 process", "1 process, no cap"
@@ -88,9 +86,8 @@ def measure(run: PipelineRun, processes: int, share: int | None, workload: Workl
         idle = []
         for rank in range(processes):
             cap = None
-            if share is not None:
-                group = stack.enter_context(control_group(f"rabbitllm-pipeline-{os.getpid()}-{rank}"))
-                cap = Cap(group, max(workload.weights * share // 100, LEAST_ROOM_BYTES))
+            if (nbytes := room(workload.weights, share)) is not None:
+                cap = Cap(stack.enter_context(control_group(f"rabbitllm-pipeline-{os.getpid()}-{rank}")), nbytes)
             waiting = idle_process(
                 Path(sys.executable),
                 CHILD,
@@ -112,42 +109,33 @@ def measure(run: PipelineRun, processes: int, share: int | None, workload: Workl
                 one.process.stdin.write(address + "\n")
                 one.process.stdin.flush()
             answers = [one.message() for one in idle]
-    run.take_from(Outcome(answers[0], sampler, idle[0].versions))
-    run.take_answer(answers[0])
+    run.take(Outcome(answers[0], sampler, idle[0].versions))
     run.streamed = sum(answer["streamed"] for answer in answers)
 
 
-HEADINGS = (
-    "row",
-    "ok",
-    "layers",
-    "streamed MB",
-    "first token s",
-    "s/token",
-    "tokens/s beside 1 process",
-    "tokens equal",
-)
+Rows = Mapping[str, tuple[int, int | None]]
+"""Row -> processes, and the share of the weights that each has memory for, in percent."""
 
 
-def tabulate(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | None]], turns: int) -> report.Table:
-    """A line a row: medians, and in brackets the extremes."""
+def tabulate(runs: Sequence[PipelineRun], rows: Rows, turns: int) -> report.Table:
+    """A line a row."""
 
-    def cells(row: str, found: Sequence[PipelineRun]) -> Sequence[str]:
+    def alone(row: str) -> str:
         share = rows[row][1]
-        compared = ratios(runs, FREE if share is None else row_name(ALONE, share), row)
-        return (
-            "+".join(map(str, found[0].spans)) if found else "",
-            report.shown(spread(run.streamed for run in found), 0, 1e6),
-            report.shown(spread(run.first_token_seconds for run in found)),
-            report.shown(spread(run.token_seconds for run in found), 3),
-            report.shown(compared),
-            report.verdict(tokens_equal(runs, row, FREE)),
-        )
+        return FREE if share is None else row_name(ALONE, share)
 
-    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
+    columns: report.Columns[str, PipelineRun] = {
+        "layers": lambda row, found: "+".join(map(str, found[0].spans)) if found else "",
+        "streamed MB": report.each(lambda run: run.streamed, 0, 1e6),
+        "first token s": report.each(lambda run: run.first_token_seconds),
+        "s/token": report.each(lambda run: run.token_seconds, 3),
+        "tokens/s beside 1 process": lambda row, found: report.shown(ratios(runs, alone(row), row)),
+        "tokens equal": lambda row, found: report.verdict(tokens_equal(runs, row, FREE)),
+    }
+    return report.tabulated(runs, {row: row for row in rows}, turns, columns)
 
 
-def notes_on(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | None]]) -> list[str]:
+def notes_on(runs: Sequence[PipelineRun], rows: Rows) -> list[str]:
     """What the columns mean, errors, and the goal."""
     notes = [
         "layers: of each process. streamed: what all processes together read from the disk for each token.",
@@ -172,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.settle(options, "pipeline")
     command_line.check_tokens(options)
     work = options.work_dir
-    checkpoint = make_checkpoint(work, options.scale, LLAMA)
+    checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
     weights = weight_bytes(checkpoint)
     place = work / "pipeline-run"
     rows: dict[str, tuple[int, int | None]] = {FREE: (1, None)}
@@ -188,17 +176,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = f"{weights / 1e9:.2f} GB"
     title = f"{options.tokens} tokens of a model of {size} over processes with memory capped, on the CPU, "
     title += command_line.turns(options)
-    report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes_on(runs, rows), runs)
-    bars.draw(report.picture(options.results), title, "seconds a token", _bars(runs, rows))
-    return int(any(run.error for run in runs))
+    table, notes = tabulate(runs, rows, options.turns), notes_on(runs, rows)
+    report.write(options.results, title, machine, table, notes, runs, picture(title, runs, rows))
+    return status(runs)
 
 
-def _bars(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | None]]) -> dict[str, list[bars.Bar]]:
+def picture(title: str, runs: Sequence[PipelineRun], rows: Rows) -> pictures.Picture:
     """A group a cap."""
-
-    def row_of(name: str) -> tuple[str, bars.Bar]:
-        processes, share = rows[name]
-        figures = spread(run.token_seconds for run in good(runs, name))
-        return bars.under_cap(share), bars.Bar(name.partition(",")[0], figures, processes > 1)
-
-    return bars.grouped(map(row_of, rows))
+    seconds = {row: spread(run.token_seconds for run in good(runs, row)) for row in rows}
+    drawn = [
+        (pictures.under_cap(share), row.partition(",")[0], seconds[row], processes > 1)
+        for row, (processes, share) in rows.items()
+    ]
+    return pictures.bars(title, "seconds a token", drawn)

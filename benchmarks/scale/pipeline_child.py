@@ -5,34 +5,12 @@ Says "ready" when everything is imported, waits for "go", and says what it measu
 
 from __future__ import annotations
 
-import itertools
 import json
-import statistics
 import sys
 import time
 from typing import Any
 
-from benchmarks.lib.worker import Clock
-
-
-def generated(model: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Greedy tokens, and when they came; seconds."""
-    import torch
-
-    clock, ids = Clock(), torch.tensor([prompt])
-    begun = time.perf_counter()
-    output = model.generate(ids, max_new_tokens=tokens, do_sample=False, streamer=clock)
-    at = clock.times[1:]
-    steps = [later - earlier for earlier, later in itertools.pairwise(at)]
-    return {
-        "first_token_seconds": at[0] - begun,
-        "token_seconds": statistics.median(steps),
-        "step_seconds": steps,
-        "step_bytes": [later - earlier for earlier, later in itertools.pairwise(clock.read[1:])],
-        "tokens": output[0, ids.shape[1] :].tolist(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
+from benchmarks.lib.worker import Clock, generate
 
 
 def main() -> None:
@@ -63,13 +41,13 @@ def main() -> None:
     model = AutoModel.from_pretrained(
         job["folder"], device="cpu", max_memory=limits, show_layer_progress=False, hosts=hosts
     )
-    loaded = {"load_seconds": time.perf_counter() - start}
+    loaded: dict[str, Any] = {"load_seconds": time.perf_counter() - start}
     if job["rank"]:
         loaded["streamed"] = model.model.placement.streamed_bytes
         model.work()
     else:
         loaded["streamed"] = model.placement.streamed_bytes
-        loaded |= generated(model, job["prompt"], job["tokens"])
+        loaded |= generate(model, job["prompt"], job["tokens"], Clock())
         if model.hosts is not None:
             loaded["spans"] = [len(span) for span in model.hosts.spans]
             model.hosts.close()

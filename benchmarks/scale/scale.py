@@ -1,6 +1,6 @@
 """What a large model would make of machines that are not at hand: tokens a second and dollars, from rates and sizes.
 
-    python -m benchmarks scale [--plot FILE] [--markdown] [--price NAME=DOLLARS ...]
+    python -m benchmarks scale [--price NAME=DOLLARS ...] [--results FILE]
 
 Two ways to use several machines are compared: each streams for itself ("alone"), or the layers lie over as many as hold
 all of them, and micro-batches go around ("spread"). The model is in `scale/pace.py`, rates, prices and where they are
@@ -17,9 +17,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.lib import command_line
+from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.report import Table
-from benchmarks.scale import picture as scale_picture
 from benchmarks.scale.check import Check, checks
 from benchmarks.scale.facts import EPYC, HOSTS, XEON, Figure, Host
 from benchmarks.scale.pace import (
@@ -271,37 +270,37 @@ def with_prices(hosts: Sequence[Host], given: Sequence[str]) -> tuple[Host, ...]
     return tuple(found.values())
 
 
-def draw(path: Path, hosts: Sequence[Host] = HOSTS) -> None:
+MACHINES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 300, 500, 700, 1000)
+
+
+def picture(hosts: Sequence[Host] = HOSTS) -> pictures.Picture:
     """Tokens a second over machines, and dollars over the batch."""
-    panels = []
+    drawn: dict[str, tuple[str, list[tuple[str, Mapping[int, float], bool]]]] = {}
     for model in MODELS:
-        lines = []
+        lines: list[tuple[str, Mapping[int, float], bool]] = []
         for host, way in itertools.product(hosts, WAYS):
-            found = {count: best_of(way, host, model, count) for count in scale_picture.COUNTS}
+            found = {count: best_of(way, host, model, count) for count in MACHINES}
             points = {count: of_many(one[1], count) for count, one in found.items() if one is not None}
-            lines.append(scale_picture.Line(host.name, points, is_dashed=way == "spread"))
-        panels.append(scale_picture.Panel(f"{NAMES[model]}: tokens a second", "machines", lines))
+            lines.append((host.name, points, way == "spread"))
+        drawn[f"{NAMES[model]}: tokens a second"] = ("machines", lines)
     for model in MODELS:
         lines = []
         for host in hosts:
-            points = {one.sequences: dollars(host, one) for one in alone(host, model, "4bit") if host.hourly.value}
-            lines.append(scale_picture.Line(host.name, points))
-        panels.append(scale_picture.Panel(f"{NAMES[model]} at 4bit, one machine: $ a million tokens", "batch", lines))
-    title = f"Reckoned, not measured: {PROMPT} tokens asked, {ANSWER} made; dashed: layers spread over machines"
-    scale_picture.draw(path, title, panels)
+            made = alone(host, model, "4bit") if host.hourly.value else ()
+            lines.append((host.name, {one.sequences: dollars(host, one) for one in made}, False))
+        drawn[f"{NAMES[model]} at 4bit, one machine: $ a million tokens"] = ("batch", lines)
+    title = f"Computed, not measured: {PROMPT} tokens asked, {ANSWER} made; dashed: layers spread over machines"
+    return pictures.panels(title, drawn)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compute and print; draw where asked."""
+    """Compute, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", type=Path, help="draw into this file, .png or .svg")
-    parser.add_argument("--markdown", action="store_true", help="tables as docs/SCALE.md has them")
+    parser.add_argument("--results", type=Path, default=command_line.RESULTS / "scale-model", help="without suffix")
     parser.add_argument("--price", nargs="+", default=[], metavar="NAME=DOLLARS", help="an hour of a machine")
     options = command_line.parsed(parser, arguments)
     hosts = with_prices(HOSTS, options.price)
-    for heading, table in tables(hosts).items():
-        print(f"## {heading}\n\n{table.markdown()}\n" if options.markdown else f"{heading}\n\n{table.text()}\n")
-    print("\n".join(f"* {line}" for line in notes(hosts)))
-    if options.plot is not None:
-        draw(options.plot, hosts)
+    (first, table), *more = tables(hosts).items()
+    title, machine = f"Computed, not measured. {first}", report.describe_machine(Path.cwd())
+    report.write(options.results, title, machine, table, notes(hosts), checks(), picture(hosts), dict(more))
     return 0

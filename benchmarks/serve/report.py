@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.lib import lines, report
-from benchmarks.lib.measure import spread
+from benchmarks.lib import pictures, report
+from benchmarks.lib.measure import percentile, spread
 from benchmarks.lib.runs import Run, failures, good, versions
-from benchmarks.serve.latencies import Level, linearity, percentile
+from benchmarks.lib.server_process import Level
 from benchmarks.serve.rows import SERVERS
 
 LINEAR_GOAL, LINEAR_TO = 0.8, 16
@@ -70,9 +70,9 @@ def figures(level: Level, disk_bytes: int, core_seconds: float) -> dict[str, Any
 def of_linear(run: ServeRun, at_once: int) -> float | None:
     """Tokens a second over those of so many times one client alone; None where one of the two is missing."""
     alone, together = run.level(1), run.level(at_once)
-    if alone is None or together is None:
+    if alone is None or together is None or not alone["tokens_a_second"]:
         return None
-    return linearity(at_once, together["tokens_a_second"], alone["tokens_a_second"])
+    return float(together["tokens_a_second"] / alone["tokens_a_second"] / at_once)
 
 
 def against_ours(runs: Sequence[ServeRun], run: ServeRun, at_once: int) -> float | None:
@@ -93,9 +93,9 @@ HEADINGS = (
     "of linear",
     "x ours",
     "first token s, p50",
-    "p95",
+    "first token s, p95",
     "between s, p50",
-    "p95",
+    "between s, p95",
     "MB/token from disk",
     "core-s/token",
     "anon MiB over idle",
@@ -172,9 +172,9 @@ def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def curves(runs: Sequence[ServeRun], rows: Sequence[str]) -> list[lines.Line]:
-    """A line a row: medians of tokens a second over clients; and what would be linear for ours."""
-    made = []
+def picture(title: str, runs: Sequence[ServeRun], rows: Sequence[str]) -> pictures.Picture:
+    """A line a row: medians of tokens a second over clients."""
+    made = {}
     for row in rows:
         points = {}
         for number in sorted({level["at_once"] for run in good(runs, row) for level in run.levels}):
@@ -182,5 +182,5 @@ def curves(runs: Sequence[ServeRun], rows: Sequence[str]) -> list[lines.Line]:
             if (middle := report.median(spread(rates))) is not None:
                 points[number] = middle
         if points:
-            made.append(lines.Line(row, points, SERVERS[row].is_ours))
-    return made
+            made[row] = (points, SERVERS[row].is_ours)
+    return pictures.lines(title, "requests at once", "tokens a second", made)

@@ -12,28 +12,25 @@ for "-disk" the same command runs with its loading of the model replaced by acce
 its option for continuous batching. llama.cpp's server is its own `llama-server`, with a slot for each client.
 
     sudo python -m benchmarks serve [--share 50] [--share-4bit 25] [--at-once 1 4 16 64] [--seconds 60]
-                                    [--only ROW ...] [--add] [--scale tiny]
-
-`--add` keeps the other rows of the results file, so that rows can be measured at several times.
+                                    [--only ROW ...] [--scale tiny]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.lib import command_line, lines, report
+from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.lib.control_group import control_group
-from benchmarks.lib.measure import drop_cached
-from benchmarks.lib.peers import Cap, PeerError, prepare
-from benchmarks.lib.runs import run_all, unprepared
+from benchmarks.lib.idle_process import Cap, PeerError
+from benchmarks.lib.measure import drop_cached, fresh_folder
+from benchmarks.lib.peers import prepare
+from benchmarks.lib.runs import run_all, status, unprepared
 from benchmarks.lib.server_process import Served, asked, served
-from benchmarks.lib.work_folder import fresh_folder
-from benchmarks.serve.report import ServeRun, curves, figures, notes_on, tabulate
+from benchmarks.serve.report import ServeRun, figures, notes_on, picture, tabulate
 from benchmarks.serve.rows import SERVERS, Workload, body_of, job_of, prepare_files
 
 LEAST_ROOM_BYTES = 384 << 20
@@ -76,17 +73,6 @@ def _ask_all(run: ServeRun, server: Served, workload: Workload) -> None:
         run.levels.append(figures(level, server.bytes_read() - read, server.core_seconds() - computed))
 
 
-def kept_runs(results: Path, leaving_out: Sequence[str]) -> list[ServeRun]:
-    """Those of an earlier results file, but for the rows that are measured again."""
-    path = results.with_name(results.name + ".json")
-    if not path.exists():
-        return []
-    written = json.loads(path.read_text())
-    known = written["versions"]
-    found = [ServeRun(**run, versions=known.get(run["row"], {})) for run in written["runs"]]
-    return [run for run in found if run.row not in leaving_out]
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = command_line.parser(__doc__, 1, list(SERVERS))
@@ -97,7 +83,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=2, help="requests of each client (default: %(default)s)")
     made.add_argument("--prompt-tokens", type=int, default=16)
     made.add_argument("--tokens", type=int, default=32, help="of each answer (default: %(default)s)")
-    made.add_argument("--add", action="store_true", help="keep the other rows of the results file")
     return made
 
 
@@ -126,14 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unusable = unprepared(options.only, unusable, "its files", lambda row: prepare_files(row, workload, work))
         drop_cached(workload.folder)
         machine = report.describe_machine(work)
-        made = run_all(
+        runs = run_all(
             options.only, options.turns, ServeRun, lambda run: measure(run, workload, shares, work), unusable
         )
-    runs = [*(kept_runs(options.results, options.only) if options.add else ()), *made]
-    rows = [row for row in SERVERS if any(run.row == row for run in runs)]
+    rows = list(options.only)
     size = f"{workload.weights / 1e9:.2f} GB"
     title = f"A server of a model of {size} with memory capped, on the CPU, {command_line.turns(options)}"
     table = tabulate(runs, rows, options.at_once)
-    report.write(options.results, title, machine, table, notes_on(runs, rows, options.at_once, options.seconds), runs)
-    lines.draw(report.picture(options.results), title, "requests at once", "tokens a second", curves(runs, rows))
-    return int(any(run.error for run in made if SERVERS[run.row].is_ours))
+    notes, drawn = notes_on(runs, rows, options.at_once, options.seconds), picture(title, runs, rows)
+    report.write(options.results, title, machine, table, notes, runs, drawn if drawn["lines"] else None)
+    return status(runs, lambda row: SERVERS[row].is_ours)

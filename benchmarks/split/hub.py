@@ -5,7 +5,7 @@
 It answers what huggingface_hub and rabbitllm ask for: the model's listing (sizes, SHA-256) and tree, and files by HEAD,
 GET and GET of one range, with ETag and X-Repo-Commit. Once the digests are known it says on stdout, in one line of
 JSON, where it is; it ends when its stdin does. What it has sent is counted in a file (`Counters`), so that a watching
-process need not ask. Knows no faults, tokens or second origins.
+process need not ask. `HubProcess` starts and ends it. Knows no faults, tokens or second origins.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import mmap
+import os
 import re
 import socket
 import socketserver
+import struct
+import subprocess
 import sys
 import threading
 import time
@@ -27,14 +31,63 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from benchmarks.lib.generated import PIECE_BYTES, Content, digests
-from benchmarks.lib.published import Checkpoint, Shard, checkpoint
-from benchmarks.split.counters import Counters
-from benchmarks.split.models import MODELS
+import psutil
 
-DIGESTS_NAME = "kaggle-72b-digests.json"
+from benchmarks.lib.generated import PIECE_BYTES, Content, digests
+from benchmarks.lib.idle_process import REPOSITORY
+from benchmarks.lib.models import MODELS
+from benchmarks.lib.published import Checkpoint, Shard, checkpoint
+
+DIGESTS_NAME, _COUNTERS_NAME = "kaggle-72b-digests.json", "kaggle-72b-sent"
+_FORM = struct.Struct("<4q")
 _RATE_STEP_SECONDS = 0.02
 _LEAST_PIECE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of shards.
+
+    Attributes:
+        sent: to a client that fetches a shard to its end.
+        again: of those, bytes that had been sent before.
+        probed: looked at: ranges that end before their file does, for headers.
+        open: no bytes but answers that are under way.
+    """
+
+    sent: int = 0
+    again: int = 0
+    probed: int = 0
+    open: int = 0
+
+    @property
+    def new(self) -> int:
+        """Sent for the first time: how far the whole is."""
+        return self.sent - self.again
+
+
+class Counters:
+    """The counters in a file, which one process writes (`new`) and others read. A context manager."""
+
+    def __init__(self, path: Path, *, new: bool = False) -> None:
+        if new:
+            path.write_bytes(bytes(_FORM.size))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _FORM.size)
+
+    def __enter__(self) -> Counters:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._map.close()
+
+    def add(self, *, sent: int = 0, again: int = 0, probed: int = 0, open: int = 0) -> None:
+        """Add to them; one thread at a time."""
+        old = self.read()
+        _FORM.pack_into(self._map, 0, old.sent + sent, old.again + again, old.probed + probed, old.open + open)
+
+    def read(self) -> Sent:
+        return Sent(*_FORM.unpack_from(self._map, 0))
 
 
 @dataclass(frozen=True)
@@ -284,6 +337,82 @@ def parse_range(header: str | None, size: int) -> tuple[int, int, bool] | None:
     return (start, stop, True) if start < stop else None
 
 
+_QUIET_SECONDS = 5
+_UNSET = ("PYTHONHOME", "HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRANSFORMERS_OFFLINE")
+
+
+class HubProcess:
+    """The running hub: a context manager, ready when it is entered.
+
+    Attributes:
+        url, commit: of the repository `made.model.repository`.
+        digests: how many bytes had to be hashed for it, in what time.
+    """
+
+    def __init__(self, made: Checkpoint, scale: float, work: Path, rate: float | None = None) -> None:
+        name = next(name for name, model in MODELS.items() if model is made.model)
+        self._command = [sys.executable, "-m", "benchmarks.split.hub", "--model", name, "--scale", repr(scale)]
+        self._command += ["--work-dir", str(work), "--counters", str(work / _COUNTERS_NAME)]
+        self._command += ["--rate", repr(rate)] if rate is not None else []
+        self._work = work
+        self.url = self.commit = ""
+        self.digests: Mapping[str, Any] = {}
+
+    def __enter__(self) -> HubProcess:
+        self._process = subprocess.Popen(
+            self._command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"The hub ended with exit status {self._process.wait()} before it was ready.")
+        ready = json.loads(line)
+        self.url, self.commit, self.digests = ready["url"], ready["commit"], ready["digests"]
+        self._counters = Counters(self._work / _COUNTERS_NAME)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._counters.__exit__()
+        self._process.communicate("")
+        (self._work / _COUNTERS_NAME).unlink(missing_ok=True)
+
+    def sent(self) -> Sent:
+        """Since it was started."""
+        return self._counters.read()
+
+    def quiet(self) -> Sent:
+        """The same, once no shard is being sent any more: a client that was killed leaves answers behind."""
+        limit = time.monotonic() + _QUIET_SECONDS
+        while self.sent().open and time.monotonic() < limit:
+            time.sleep(0.001)
+        return self.sent()
+
+    def cpu_seconds(self) -> float:
+        """Of all its threads, since it was started."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def variables(self, home: Path) -> dict[str, str]:
+        """The environment of a process whose hub this is, with `home` as its Hugging Face home."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _UNSET and not name.lower().endswith("_proxy")
+        }
+        return kept | {
+            "PYTHONPATH": str(REPOSITORY),
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_CACHE": str(home / "hub"),
+            "RABBITLLM_HOME": str(home / "rabbitllm"),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until stdin ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -296,7 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made, content = checkpoint(MODELS[options.model], options.scale), Content()
     found = digests(made, content, options.work_dir / DIGESTS_NAME)
     rate = options.rate * 1e6 if options.rate else None
-    with Counters(options.counters or options.work_dir / "kaggle-72b-sent", new=True) as counters:
+    with Counters(options.counters or options.work_dir / _COUNTERS_NAME, new=True) as counters:
         hub = GeneratedHub(made, content, found.of, counters, rate)
         threading.Thread(target=hub.serve, daemon=True).start()
         took = {key: value for key, value in asdict(found).items() if key != "of"}

@@ -2,13 +2,12 @@
 
 A hub in a process of its own serves a checkpoint with the published config, names and shapes (Qwen2.5-72B: 145 GB in 37
 shards, 45 GiB of disk; Qwen3-Coder-Next: 159 GB in 40 shards with 74,000 matrices of experts, 48 GiB) and weights that
-are made while they are sent. The splitting half of `AutoModel` takes it one shard at a time, in a process
-that is killed with SIGKILL at random moments and started again with the same call. Disk and memory are sampled ten
-times a second. Afterwards every layer file is verified, and a sample of every tensor is compared with what bitsandbytes
-itself makes of the weights.
+are made while they are sent. The splitting half of `AutoModel` takes it one shard at a time, in a process that is
+killed with SIGKILL at random moments and started again with the same call. Afterwards every layer file is verified, and
+a sample of every tensor is compared with what bitsandbytes itself makes of the weights.
 
     python -m benchmarks split.kaggle [--model coder-next] [--scale 0.05] [--modes file,stream] [--kills 5] [--forward]
-                                    [--work-dir FOLDER]
+                                      [--work-dir FOLDER]
 
 `--scale` leaves out decoder layers, and with them their share of the allowed disk, but changes no shape; embeddings and
 head alone are 5 GB of the 72B model and 1.2 GB of the other. The whole wants 51 or 54 GB of free disk. The first run of
@@ -18,35 +17,38 @@ a scale hashes every shard once.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import command_line, report
-from benchmarks.lib.disk_speed import read_speed
+from benchmarks.lib import command_line, pictures, report
+from benchmarks.lib.disk_speed import THREADS, read_speed
 from benchmarks.lib.generated import Content
-from benchmarks.lib.measure import Sampler, drop_cached
+from benchmarks.lib.idle_process import PeerError
+from benchmarks.lib.measure import drop_cached
+from benchmarks.lib.models import MODELS
+from benchmarks.lib.peers import THIS, run_worker
 from benchmarks.lib.published import Checkpoint, checkpoint, max_disk
 from benchmarks.split import spot_check
-from benchmarks.split.hub_process import HubProcess
-from benchmarks.split.models import MODELS
-from benchmarks.split.rehearsal import RehearsalError, Setting, rehearse
-from benchmarks.split.rehearsal_report import Outcome, Surroundings, notes_on, write
+from benchmarks.split.hub import HubProcess
+from benchmarks.split.rehearsal import INTERVAL_SECONDS, Rehearsal, RehearsalError, Setting, peak_of, rehearse, thinned
+from benchmarks.split.spot_check import SpotCheck
 from rabbitllm.base.options import parse_size
-from rabbitllm.store.layer_store import verify
+from rabbitllm.store.layer_store import Verification, verify
 
 MODES = ("file", "stream", "auto")
 DEFAULT_MODEL = "qwen2.5-72b"
 SPARE_BYTES = 2 * 1000**3
 """In addition to what the split may take: what stays free during it, the hub cache, logs."""
 SPEED_BYTES = 2 * 1000**3
-"""Read from the hub, in each way, and from the disk, to say how fast they are by themselves."""
+"""Read from the disk to say how fast it is by itself."""
+MAX_POINTS = 600
+"""Of the curve that is kept."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,7 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills (default: %(default)s)")
     parser.add_argument("--max-disk", help="for the split (default: see above, less what layers left out would take)")
     parser.add_argument("--rate", type=float, help="MB/s of each of the hub's connections (default: all it can)")
-    parser.add_argument("--forward", action="store_true", help="one forward pass on the CPU, when the split is whole")
+    parser.add_argument("--forward", action="store_true", help="three tokens on the CPU, when the split is whole")
     parser.add_argument("--work-dir", type=Path, default=command_line.WORK, help="for splits and digests")
     parser.add_argument("--results", type=Path, help="files to write, without mode and suffix")
     smallest = {"model": "tiny", "scale": 1.0, "modes": "file", "kills": 1, "max_disk": None, "rate": 6.0}
@@ -100,6 +102,58 @@ def _folder(options: argparse.Namespace, mode: str) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """All there is to say of one mode; seconds and bytes.
+
+    Attributes:
+        setting: what was asked for.
+        rehearsal: how it went.
+        verification: of all layer files.
+        spots: a sample of every tensor compared with bitsandbytes.
+        checking_seconds: for both.
+        checksums: of the layer files, by layer.
+        forward: of a few tokens, or its error; None if none was asked for.
+        load_average: at the start.
+    """
+
+    setting: Setting
+    rehearsal: Rehearsal
+    verification: Verification
+    spots: SpotCheck
+    checking_seconds: float
+    checksums: Mapping[str, int]
+    forward: Mapping[str, Any] | None
+    load_average: float
+
+    @property
+    def standard_route(self) -> int:
+        """What the standard route would need: the checkpoint in the hub cache, and the layer files."""
+        return self.setting.made.nbytes + self.verification.nbytes
+
+    def peaks(self) -> dict[str, int]:
+        """The most at any sample: on the disk, and of the memory of whichever process ran."""
+        samples = self.rehearsal.samples
+        return {
+            "split_directory": peak_of(samples, lambda sample: sample.splits),
+            "split_directory_and_hub_cache": peak_of(samples, lambda sample: sample.disk),
+            "fetched_shards": peak_of(samples, lambda sample: sample.staged),
+            "anonymous": peak_of(samples, lambda sample: sample.anonymous),
+            "resident": peak_of(samples, lambda sample: sample.resident),
+        }
+
+    def checks(self) -> dict[str, bool]:
+        """What must hold."""
+        setting = self.setting
+        return {
+            "all layer files are sound (verify)": not self.verification.damaged,
+            "every tensor is what bitsandbytes makes of it (sample)": not self.spots.wrong,
+            f"killed {setting.kills} times": len(self.rehearsal.kills) == setting.kills,
+            "the split directory stayed within max_disk": self.peaks()["split_directory"] <= setting.max_disk,
+            **({"tokens were generated": "error" not in self.forward} if self.forward is not None else {}),
+        }
+
+
 def measure(options: argparse.Namespace, mode: str, hub: HubProcess, content: Content) -> Outcome:
     """Rehearse one mode, check what it made, and clear it away."""
     folder = _folder(options, mode)
@@ -108,6 +162,7 @@ def measure(options: argparse.Namespace, mode: str, hub: HubProcess, content: Co
     load_average = os.getloadavg()[0]
     try:
         rehearsal = rehearse(setting, hub)
+        assert rehearsal.folder is not None
         print(f"{mode}: whole after {rehearsal.seconds:.1f} s; checking it …", file=sys.stderr, flush=True)
         begun = time.perf_counter()
         verification = verify(rehearsal.folder)
@@ -115,49 +170,160 @@ def measure(options: argparse.Namespace, mode: str, hub: HubProcess, content: Co
         seconds = time.perf_counter() - begun
         assert verification.manifest is not None
         checksums = {record.id: record.crc32 for record in verification.manifest.layers}
-        forward = _forward(rehearsal.folder, hub.variables(setting.home)) if options.forward else None
+        forward = _forward(rehearsal.folder, folder) if options.forward else None
         return Outcome(setting, rehearsal, verification, spots, seconds, checksums, forward, load_average)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def hub_speed(made: Checkpoint, scale: float, work: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """What the hub sends by itself, and through rabbitllm's own fetching; and what its digests took."""
-    job = json.dumps({"repository": made.model.repository, "nbytes": SPEED_BYTES})
-    command = [sys.executable, "-m", "benchmarks.split.hub_speed", job]
-    home = work / "kaggle-72b-hf-home"
+def _forward(folder: Path, work: Path) -> dict[str, Any]:
+    """A few tokens in a process of its own, with nothing of the layer files in the page cache; or its error."""
+    drop_cached(folder)
+    disk = read_speed(sorted(folder.glob("*.safetensors")), SPEED_BYTES)
+    job = {"task": "decode", "package": "rabbitllm", "loader": "layered", "checkpoint": str(folder)}
     try:
-        with HubProcess(made, scale, work) as hub:
-            said = subprocess.run(command, env=hub.variables(home), stdout=subprocess.PIPE, text=True, check=True)
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
-    found: dict[str, Any] = json.loads(said.stdout)
-    return found, hub.digests
-
-
-def _forward(folder: Path, variables: Mapping[str, str]) -> dict[str, Any]:
-    """One forward pass in a process of its own, with nothing of the layer files in the page cache; or its error."""
-    command = [sys.executable, "-m", "benchmarks.split.forward_child", json.dumps({"folder": str(folder)})]
-    with subprocess.Popen(
-        command, env=dict(variables), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdout.readline()
-        drop_cached(folder)
-        disk = read_speed(sorted(folder.glob("*.safetensors")), SPEED_BYTES)
-        with Sampler([], child.pid) as sampler:
-            child.stdin.write("go\n")
-            child.stdin.flush()
-            said = child.stdout.readline()
-        child.stdin.close()
-    if not said:
-        return {"error": f"exit status {child.returncode}"}
+        outcome = run_worker(THIS, {**job, "options": {}, "prompt": [1], "tokens": 3}, work, "forward", [folder])
+    except PeerError as error:
+        return {"error": str(error)}
+    answer = outcome.answer
     return {
-        **json.loads(said),
+        "load_seconds": answer["load_seconds"],
+        "token_seconds": answer["first_token_seconds"],
+        "further_seconds": answer["step_seconds"],
+        "further_read": sum(answer["step_bytes"]),
+        "placed": answer["placed"],
+        "threads": answer["threads"],
         "disk_bytes_per_second": disk,
-        "anonymous_peak": sampler.anonymous_peak,
-        "file_peak": sampler.file_peak,
+        "anonymous_peak": outcome.sampler.anonymous_peak,
+    }
+
+
+def figures(outcome: Outcome, cores: int) -> report.Table:
+    """A line for each figure; `cores` that the split and the hub had."""
+    took, made, peaks = outcome.rehearsal, outcome.setting.made, outcome.peaks()
+    uninterrupted = took.seconds - sum(kill.lost_seconds for kill in took.kills)
+    shared = (took.cpu_seconds + took.hub_cpu_seconds) / cores
+    rows = [
+        ("checkpoint", f"{made.nbytes / 1e9:.1f} GB in {len(made.shards)} shards"),
+        ("layer files", f"{outcome.verification.nbytes / 1e9:.2f} GB in {outcome.verification.files}"),
+        ("wall time, restarts and all", f"{took.seconds:.1f} s"),
+        ("of the checkpoint a second", f"{made.nbytes / took.seconds / 1e6:.0f} MB/s"),
+        ("… without the seconds that kills cost", f"{made.nbytes / max(uninterrupted, 1e-9) / 1e6:.0f} MB/s"),
+        ("core-seconds a GB of the checkpoint", f"{took.cpu_seconds / made.nbytes * 1e9:.2f}"),
+        ("… of the hub beside it", f"{took.hub_cpu_seconds / made.nbytes * 1e9:.2f}"),
+        ("wall time without kills / (both / cores)", f"{uninterrupted / max(shared, 1e-9):.2f}"),
+        ("peak disk, split directory", _size(peaks["split_directory"])),
+        ("… of it fetched shards, at their own peak", _size(peaks["fetched_shards"])),
+        ("… with the hub cache", _size(peaks["split_directory_and_hub_cache"])),
+        ("… announced before the first byte", _size(took.planned_peak)),
+        ("… allowed (max_disk)", _size(outcome.setting.max_disk)),
+        ("… that the standard route would need", _size(outcome.standard_route)),
+        ("peak anonymous memory", f"{peaks['anonymous'] / 2**20:.0f} MiB"),
+        ("… above that when the split began (last process)", f"{took.added_memory / 2**20:.0f} MiB"),
+        ("peak resident memory, mapped libraries too", f"{peaks['resident'] / 2**20:.0f} MiB"),
+        ("sent by the hub", f"{took.sent / 1e9:.2f} GB, {took.again / 1e6:.1f} MB of it again"),
+        ("… to look at headers", f"{took.probed / 1e6:.1f} MB"),
+        ("compared with bitsandbytes", f"{outcome.spots.nbytes / 1e6:.0f} MB of {outcome.spots.tensors} tensors"),
+        ("that and verify", f"{outcome.checking_seconds:.1f} s"),
+    ]
+    forward = outcome.forward
+    if forward is not None and "error" in forward:
+        rows.append(("tokens on the CPU", f"failed: {forward['error']}"))
+    elif forward is not None:
+        further = forward["further_seconds"]
+        read, disk = forward["further_read"] / len(further), forward["disk_bytes_per_second"]
+        rows += [
+            ("first token on the CPU", f"{forward['token_seconds']:.2f} s on {forward['threads']} threads"),
+            ("… further tokens", ", ".join(f"{seconds:.2f} s" for seconds in further)),
+            ("… read for one of these", f"{read / 1e9:.2f} GB ({forward['placed']})"),
+            ("… what the disk gives", f"{disk / 1e9:.2f} GB/s"),
+            ("… loading before it", f"{forward['load_seconds']:.1f} s"),
+            ("… peak anonymous memory", f"{forward['anonymous_peak'] / 2**30:.2f} GiB"),
+        ]
+    return report.Table(("figure", "value"), rows)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB ({nbytes / 2**30:.2f} GiB)"
+
+
+def kills(outcome: Outcome) -> report.Table:
+    """A line for each kill."""
+    rows = []
+    for number, kill in enumerate(outcome.rehearsal.kills, 1):
+        cells = (f"{kill.sent / 1e9:.2f}", f"{kill.seconds:.1f}", str(kill.used_shards), f"{kill.again / 1e6:.1f}")
+        rows.append((str(number), *cells, f"{kill.lost_seconds:.1f}"))
+    return report.Table(("kill", "at GB", "at s", "shards used up", "MB sent again", "s lost"), rows)
+
+
+def stages(outcome: Outcome) -> report.Table:
+    """A line for each stage of the last process, which no kill cut short."""
+    found = outcome.rehearsal.stages
+    taken = max((stage["nbytes"] for stage in found.values()), default=0) or 1
+    rows = []
+    for name, stage in found.items():
+        core = f"{stage['cpu_seconds'] / taken * 1e9:.2f}" if stage["cpu_seconds"] else ""
+        rows.append((name, f"{stage['seconds'] / stage['threads']:.1f}", f"{stage['threads']:.0f}", core))
+    return report.Table((f"stage, of {taken / 1e9:.1f} GB", "busy s", "threads", "core-s a GB"), rows)
+
+
+def notes_on(outcome: Outcome, hashed: Mapping[str, Any], rate: float | None, others: Sequence[Outcome]) -> list[str]:
+    """What the figures mean, and what held; `others` are modes that made the same layer files."""
+    setting, spots = outcome.setting, outcome.spots
+    same = [(other.setting.mode, other.checksums == outcome.checksums) for other in others]
+    return [
+        "MB and GB are 10^6 and 10^9 bytes.",
+        "Killed with SIGKILL when the hub had sent so much for the first time; one moment at random in each of "
+        f"{setting.kills} equal parts of the checkpoint (seed {setting.seed}).",
+        "s lost: from a kill until the layer files grew beyond what they were; the start of Python and its libraries "
+        "is in it.",
+        "Stages: of the process that finished. What fetches in the background shows as the wait for it; busy s is what "
+        "the threads of a stage spent in it, each, waiting included.",
+        f"Disk and memory were sampled every {INTERVAL_SECONDS} s; the longest time between two samples was "
+        f"{outcome.rehearsal.longest_gap:.3f} s.",
+        f"The hub sends {'all it can' if rate is None else f'{rate:g} MB/s a connection'}; the disk by itself: whole "
+        f"chunks of 4 MiB of layer files, read with O_DIRECT in {THREADS} threads.",
+        f"Digests: {hashed['hashed'] / 1e9:.1f} GB were hashed before, by {hashed['threads']} threads in "
+        f"{hashed['seconds']:.1f} s; the rest was known.",
+        f"Load average at the start: {outcome.load_average:.2f}.",
+        *(f"{'yes' if held else 'NO'}: {what}" for what, held in outcome.checks().items()),
+        *(f"DAMAGED {damage.file}: {damage.problem}" for damage in outcome.verification.damaged),
+        *([f"WRONG: {spot_check.named(spots.wrong)}"] if spots.wrong else []),
+        *(f"{'yes' if so else 'NO'}: the layer files have the checksums of those of {mode!r}" for mode, so in same),
+    ]
+
+
+def picture(outcome: Outcome) -> pictures.Picture:
+    """The disk in use over time."""
+    setting, samples = outcome.setting, thinned(outcome.rehearsal.samples, MAX_POINTS)
+    parts = {
+        "layer files": [sample.layers / 1e9 for sample in samples],
+        "fetched shards and the hub cache": [(sample.disk - sample.layers) / 1e9 for sample in samples],
+    }
+    levels = {
+        f"standard route: {_size(outcome.standard_route)}": outcome.standard_route / 1e9,
+        f"max_disk: {_size(setting.max_disk)}": setting.max_disk / 1e9,
+    }
+    title = f'{setting.made.model.title}, shards as "{setting.mode}": disk in use'
+    marks = [kill.seconds for kill in outcome.rehearsal.kills]
+    return pictures.areas(title, parts, [sample.seconds for sample in samples], levels, marks)
+
+
+def facts(outcome: Outcome) -> dict[str, Any]:
+    """For the JSON."""
+    setting, made, took = outcome.setting, outcome.setting.made, asdict(outcome.rehearsal)
+    took["samples"] = [list(asdict(one).values()) for one in thinned(outcome.rehearsal.samples, MAX_POINTS)]
+    del took["folder"]
+    return {
+        "checkpoint": {"layers": made.layers, "bytes": made.nbytes, "shards": [shard.size for shard in made.shards]},
+        "setting": {"mode": setting.mode, "max_disk": setting.max_disk, "kills": setting.kills, "seed": setting.seed},
+        "layer_files": {"files": outcome.verification.files, "bytes": outcome.verification.nbytes},
+        "standard_route": outcome.standard_route,
+        "peaks": outcome.peaks(),
+        "checks": outcome.checks(),
+        "compared": {"tensors": outcome.spots.tensors, "bytes": outcome.spots.nbytes},
+        "forward": outcome.forward,
+        "rehearsal": took,
     }
 
 
@@ -166,16 +332,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     made: Checkpoint = options.made
     machine = report.describe_machine(options.work_dir)
-    machine.pop("copied_with")
-    speed, hashed = hub_speed(made, options.scale, options.work_dir)
-    around = Surroundings(machine, speed, hashed, options.rate)
     content = Content()
     done: list[Outcome] = []
     failed = False
     for mode in options.modes:
         try:
             with HubProcess(made, options.scale, options.work_dir, options.rate) as hub:
-                outcome = measure(options, mode, hub, content)
+                outcome, hashed = measure(options, mode, hub, content), hub.digests
         except RehearsalError as error:
             print(f"{mode}: {error}", file=sys.stderr, flush=True)
             failed = True
@@ -185,8 +348,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{made.model.title}'s shapes, {made.nbytes / 1e9:.1f} GB, to 4bit within "
             f"{options.max_disk / 2**30:.2f} GiB, shards as {mode!r}, killed {options.kills} times{trial}"
         )
-        base = options.results.with_name(f"{options.results.name}-{mode}")
-        write(base, title, outcome, around, notes_on(outcome, around, done))
+        report.write(
+            options.results.with_name(f"{options.results.name}-{mode}"),
+            title,
+            machine,
+            figures(outcome, int(machine["cores"])),
+            notes_on(outcome, hashed, options.rate, done),
+            [],
+            picture(outcome),
+            {"Kills": kills(outcome), "Stages": stages(outcome)},
+            facts(outcome),
+        )
         done.append(outcome)
         failed = failed or not all(outcome.checks().values())
     return int(failed)

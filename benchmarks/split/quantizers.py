@@ -8,13 +8,11 @@ The two take turns on the same values, in runs as long as the splitter's, and mu
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib import command_line, report
@@ -57,7 +55,7 @@ def measure(scheme: str, dtype: str, nbytes: int, turns: int) -> Row:
     import torch
 
     values = torch.randn(nbytes // torch_dtype(dtype).itemsize, generator=torch.Generator().manual_seed(0)) * 0.02
-    data = memoryview(values.to(torch_dtype(dtype)).view(torch.uint8).numpy()).cast("B")
+    data = values.to(torch_dtype(dtype)).view(torch.uint8).numpy().data.cast("B")
     part = data[: max(nbytes // SLOW_PART, min(nbytes, CHUNK_BYTES))]
 
     def compiled(run: memoryview) -> tuple[memoryview, memoryview]:
@@ -95,38 +93,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     nbytes = options.megabytes * 1000**2 // CHUNK_BYTES * CHUNK_BYTES or CHUNK_BYTES
     rows = [measure(scheme, dtype, nbytes, options.turns) for scheme in ("4bit", "8bit") for dtype in DTYPES]
-    machine = report.describe_machine(options.results.parent if options.results.parent.exists() else Path.cwd())
-    machine.pop("copied_with")
-    _write(options.results, rows, machine, options.turns)
+    machine = report.describe_machine(Path.cwd())
+    report.write(options.results, f"Quantizing on one core, {options.turns} turns", machine, *_shown(rows), rows)
     return int(not all(row.same for row in rows))
 
 
-def _write(base: Path, rows: Sequence[Row], machine: dict[str, object], turns: int) -> None:
-    table = report.Table(
-        ("scheme, dtype", "compiled, MB/s", "bitsandbytes, MB/s", "times", "same bytes"),
-        [
-            (
-                f"{row.scheme}, {row.dtype}",
-                report.shown(spread(row.ours), 0, 1e6),
-                report.shown(spread(row.theirs), 0, 1e6),
-                report.shown(spread(row.ratios), 1),
-                report.verdict([row.same]),
-            )
-            for row in rows
-        ],
-    )
-    title = f"Quantizing on one core, {turns} turns"
-    described = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in machine.items())
+def _shown(rows: Sequence[Row]) -> tuple[report.Table, list[str]]:
+    headings = ("scheme, dtype", "compiled, MB/s", "bitsandbytes, MB/s", "times", "same bytes")
+    lines = [
+        (
+            f"{row.scheme}, {row.dtype}",
+            report.shown(spread(row.ours), 0, 1e6),
+            report.shown(spread(row.theirs), 0, 1e6),
+            report.shown(spread(row.ratios), 1),
+            report.verdict([row.same]),
+        )
+        for row in rows
+    ]
     found = {(row.scheme, row.dtype): report.median(spread(row.ratios)) for row in rows}
-    notes = [
-        "Median (lowest-highest); MB are 10^6 bytes of the source; ratios are of the same turn.",
-        f"bitsandbytes {version('bitsandbytes')}, numba {version('numba')}, torch {version('torch')}.",
-        *(report.reach(f"{scheme} of {dtype}, times", found[scheme, dtype], goal, at_most=False)
-          for (scheme, dtype), goal in GOALS.items()),
-    ]  # fmt: skip
-    print("\n\n".join([title, described, table.text(), "\n".join(notes)]))
-    base.parent.mkdir(parents=True, exist_ok=True)
-    listed = "\n".join(f"* {note}" for note in notes)
-    base.with_name(base.name + ".md").write_text(f"# {title}\n\n{described}\n\n{table.markdown()}\n\n{listed}\n")
-    raw = {"title": title, "machine": machine, "notes": notes, "rows": [asdict(row) for row in rows]}
-    base.with_name(base.name + ".json").write_text(json.dumps(raw, indent=1) + "\n")
+    notes = ["MB are 10^6 bytes of the source; ratios are of the same turn."]
+    for (scheme, dtype), goal in GOALS.items():
+        notes.append(report.reach(f"{scheme} of {dtype}, times", found[scheme, dtype], goal, at_most=False))
+    return report.Table(headings, lines), notes

@@ -1,12 +1,13 @@
 """Splits a repository of the local hub in processes that are killed on the way, and measures what that takes.
 
-Each process makes the same call. One is killed with SIGKILL when the hub has sent so many bytes for the first time;
-the next one goes on, until one ends by itself. What a kill cost is what the hub sends once more after it, and the time
-until the layer files grow beyond what they were.
+Each process makes the same call. One is killed with SIGKILL when the hub has sent so many bytes for the first time; the
+next one goes on, until one ends by itself. Disk and memory are sampled ten times a second. What a kill cost is what the
+hub sends once more after it, and the time until the layer files grow beyond what they were.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -14,25 +15,102 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
+import psutil
+
+from benchmarks.lib.measure import DiskWatch, Sampling, memory_of
 from benchmarks.lib.published import Checkpoint
-from benchmarks.split.hub_process import HubProcess
-from benchmarks.split.sampler import INTERVAL_SECONDS, Sample, SeriesSampler, cpu_seconds, peak_of
+from benchmarks.split.hub import HubProcess
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.store.manifest import directory_name
 
+INTERVAL_SECONDS = 0.1
 _POLL_SECONDS = 0.005
 _JOURNAL_BYTES = 64 << 10
 """By which a split directory may grow without a layer file's doing."""
-STALL_SECONDS = 600
-"""A process that fetches and computes nothing for so long has failed."""
 
 
 class RehearsalError(Exception):
     """A split failed; the message says what the process said last."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One moment; seconds since the start, and bytes.
+
+    Attributes:
+        splits: allocated below the split directory.
+        home: allocated below the Hugging Face home.
+        staged: of `splits`, fetched shards.
+        anonymous, resident: of the process that runs; 0 between two.
+    """
+
+    seconds: float
+    splits: int
+    home: int
+    staged: int
+    anonymous: int = 0
+    resident: int = 0
+
+    @property
+    def disk(self) -> int:
+        return self.splits + self.home
+
+    @property
+    def layers(self) -> int:
+        """Of the split directory, without fetched shards."""
+        return self.splits - self.staged
+
+
+class SeriesSampler(Sampling):
+    """Samples while its context is open, through processes that follow each other.
+
+    Args:
+        splits, home, staged: folders; the last one is within the first.
+    """
+
+    def __init__(self, splits: Path, home: Path, staged: Path) -> None:
+        super().__init__(INTERVAL_SECONDS)
+        self.samples: list[Sample] = []
+        self._watches = [DiskWatch([folder]) for folder in (splits, home, staged)]
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        return super().__enter__()
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+    def follow(self, pid: int | None) -> None:
+        """Watch this process from now on; files that it holds open count though they have no name any more."""
+        for watch in self._watches:
+            watch.pid = pid
+
+    def _sample(self) -> None:
+        pid = self._watches[0].pid
+        disk = [watch.allocated() for watch in self._watches]
+        memory = memory_of(pid) if pid is not None else None
+        used = (memory.anonymous, memory.anonymous + memory.file) if memory is not None else (0, 0)
+        self.samples.append(Sample(self.now(), disk[0], disk[1], disk[2], *used))
+
+
+def peak_of(samples: Iterable[Sample], which: Callable[[Sample], int]) -> int:
+    """The largest value of something."""
+    return max((which(sample) for sample in samples), default=0)
+
+
+def thinned(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """At most so many of them: of each stretch of equal length the one with the most disk in use."""
+    if len(samples) <= most:
+        return list(samples)
+    bounds = [len(samples) * number // most for number in range(most + 1)]
+    return [max(samples[begin:end], key=lambda sample: sample.disk) for begin, end in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -41,7 +119,7 @@ class Setting:
 
     Attributes:
         made: the checkpoint that the hub serves.
-        mode: "file" or "stream".
+        mode: "file", "stream" or "auto".
         max_disk: bytes.
         kills: how many.
         seed: of their moments.
@@ -57,12 +135,10 @@ class Setting:
 
     @property
     def splits(self) -> Path:
-        """Where the split directory is made."""
         return self.folder / "splits"
 
     @property
     def home(self) -> Path:
-        """The Hugging Face home."""
         return self.folder / "hf-home"
 
 
@@ -94,32 +170,31 @@ class Rehearsal:
     """What came of it; bytes and seconds.
 
     Attributes:
-        folder: the finished split directory.
+        folder: the finished split directory; None until then.
         kills: those that came; one that was due after the end did not.
         seconds: wall time of everything.
         cpu_seconds: of the processes that split.
         hub_cpu_seconds: of the hub meanwhile.
-        sent, again, probed: by the hub, see `counters.Sent`.
+        sent, again, probed: by the hub, see `hub.Sent`.
         planned_peak: what the first process said that it would add to the disk.
         added_memory: anonymous memory of the last process, above that when its split began.
         stages: of the last process, as the profiler has them.
-        samples: disk is of (split directory, Hugging Face home), the part is that of fetched shards.
         longest_gap: between two samples.
     """
 
-    folder: Path
-    kills: list[Kill]
-    seconds: float
-    cpu_seconds: float
-    hub_cpu_seconds: float
-    sent: int
-    again: int
-    probed: int
-    planned_peak: int
-    added_memory: int
-    stages: dict[str, dict[str, float]]
-    samples: list[Sample]
-    longest_gap: float
+    folder: Path | None = None
+    kills: list[Kill] = field(default_factory=list)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    hub_cpu_seconds: float = 0.0
+    sent: int = 0
+    again: int = 0
+    probed: int = 0
+    planned_peak: int = 0
+    added_memory: int = 0
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    longest_gap: float = 0.0
 
 
 def moments(total: int, kills: int, seed: int) -> list[int]:
@@ -137,93 +212,68 @@ def rehearse(setting: Setting, hub: HubProcess) -> Rehearsal:
     setting.splits.mkdir(parents=True)
     setting.home.mkdir()
     before, hub_before = hub.sent(), hub.cpu_seconds()
-    due = moments(setting.made.nbytes, setting.kills, setting.seed)
-    done = _Progress(setting, hub, due)
+    due, found = moments(setting.made.nbytes, setting.kills, setting.seed), Rehearsal()
     staged = setting.splits / directory_name("4bit") / STAGING_NAME
-    with SeriesSampler([setting.splits, setting.home], staged, lambda: hub.sent().new - before.new) as sampler:
-        while done.folder is None:
-            done.run_once(sampler, before.new)
-        seconds = sampler.now()
+    with SeriesSampler(setting.splits, setting.home, staged) as sampler:
+        for number in itertools.count():
+            _run_once(number, setting, hub, found, sampler, due, before.new)
+            if found.folder is not None:
+                break
+        found.seconds = sampler.now()
     after = hub.sent()
-    for kill in done.kills:
+    found.sent, found.again = after.sent - before.sent, after.again - before.again
+    found.probed, found.hub_cpu_seconds = after.probed - before.probed, hub.cpu_seconds() - hub_before
+    found.samples, found.longest_gap = sampler.samples, sampler.longest_gap
+    for kill in found.kills:
         kill.lost_seconds = _grown_at(sampler.samples, kill.again_at) - kill.seconds
-    return Rehearsal(
-        done.folder,
-        done.kills,
-        seconds,
-        done.cpu_seconds,
-        hub.cpu_seconds() - hub_before,
-        after.sent - before.sent,
-        after.again - before.again,
-        after.probed - before.probed,
-        done.planned_peak,
-        done.added_memory,
-        done.stages,
-        sampler.samples,
-        sampler.longest_gap,
-    )
+    return found
 
 
-@dataclass
-class _Progress:
-    """What is known so far."""
-
-    setting: Setting
-    hub: HubProcess
-    due: Sequence[int]
-    kills: list[Kill] = field(default_factory=list)
-    cpu_seconds: float = 0.0
-    planned_peak: int = 0
-    added_memory: int = 0
-    stages: dict[str, dict[str, float]] = field(default_factory=dict)
-    folder: Path | None = None
-    _runs: int = 0
-
-    def run_once(self, sampler: SeriesSampler, sent_before: int) -> None:
-        """One process, to its kill or its end."""
-        at_start, last = self.hub.quiet(), self.kills[-1] if self.kills else None
-        if last is not None:  # what was on its way to the process that was killed counts as well
-            last.sent, last.again_at = at_start.new - sent_before, sampler.now()
-        said, errors = self.setting.folder / f"said-{self._runs}", self.setting.folder / f"errors-{self._runs}"
-        self._runs += 1
-        process = _start(self.setting, self.hub, said, errors)
-        sampler.follow(process.pid)
-        try:
-            kill = self._watch(process.pid, sampler, sent_before)
-            self.cpu_seconds += cpu_seconds(process.pid)
-        finally:
-            sampler.follow(None)
-            process.kill()
-            process.wait()
-        events = [json.loads(line) for line in said.read_text().splitlines() if line.endswith("}")]
-        begun: dict[str, int] = next((event["SplitStarted"] for event in events if "SplitStarted" in event), {})
-        if last is not None:
-            last.again, last.used_shards = self.hub.sent().again - at_start.again, begun.get("resumed", 0)
-        else:
-            self.planned_peak = begun.get("peak_bytes", 0)
-        if kill is not None and process.returncode == -signal.SIGKILL:
-            print(f"{self.setting.mode}: killed at {kill.sent / 1e9:.3f} GB", file=sys.stderr, flush=True)
-            self.kills.append(kill)
-        elif process.returncode:
-            said_last = _last_words(errors.read_text(errors="replace"))
-            raise RehearsalError(f"the split ended with exit status {process.returncode}; last said: {said_last}")
-        else:
-            self.folder, self.stages = Path(events[-1]["folder"]), events[-1]["stages"]
-            self.added_memory = next(e["SplitDone"]["peak_memory_bytes"] for e in events if "SplitDone" in e)
-
-    def _watch(self, pid: int, sampler: SeriesSampler, sent_before: int) -> Kill | None:
-        """Wait until a process has ended, and kill it when that is due."""
-        due, kill = self.due[len(self.kills)] if len(self.kills) < len(self.due) else None, None
-        stall = _Stall(pid)
-        while not _has_ended(pid):
-            sent = self.hub.sent().new - sent_before
-            if kill is None and due is not None and sent >= due:
-                kill = Kill(due, sent, sampler.now())
-                os.kill(pid, signal.SIGKILL)
-            if stall.is_so(sent):
-                raise RehearsalError(f"the split has done nothing for {STALL_SECONDS} s")
+def _run_once(
+    number: int,
+    setting: Setting,
+    hub: HubProcess,
+    found: Rehearsal,
+    sampler: SeriesSampler,
+    due: Sequence[int],
+    sent_before: int,
+) -> None:
+    """One process, to its kill or its end."""
+    at_start, last = hub.quiet(), found.kills[-1] if found.kills else None
+    if last is not None:  # what was on its way to the process that was killed counts as well
+        last.sent, last.again_at = at_start.new - sent_before, sampler.now()
+    said, errors = setting.folder / f"said-{number}", setting.folder / f"errors-{number}"
+    wanted = due[len(found.kills)] if len(found.kills) < len(due) else None
+    process, kill = _start(setting, hub, said, errors), None
+    sampler.follow(process.pid)
+    try:
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            sent = hub.sent().new - sent_before
+            if kill is None and wanted is not None and sent >= wanted:
+                kill = Kill(wanted, sent, sampler.now())
+                os.kill(process.pid, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
-        return kill
+        times = psutil.Process(process.pid).cpu_times()  # of an ended process that was not waited for
+        found.cpu_seconds += times.user + times.system
+    finally:
+        sampler.follow(None)
+        process.kill()
+        process.wait()
+    events: list[dict[str, Any]] = [json.loads(line) for line in said.read_text().splitlines() if line.endswith("}")]
+    begun: dict[str, Any] = next((event["SplitStarted"] for event in events if "SplitStarted" in event), {})
+    if last is not None:
+        last.again, last.used_shards = hub.sent().again - at_start.again, begun.get("resumed", 0)
+    else:
+        found.planned_peak = begun.get("peak_bytes", 0)
+    if kill is not None and process.returncode == -signal.SIGKILL:
+        print(f"{setting.mode}: killed at {kill.sent / 1e9:.3f} GB", file=sys.stderr, flush=True)
+        found.kills.append(kill)
+    elif process.returncode:
+        words = _last_words(errors.read_text(errors="replace"))
+        raise RehearsalError(f"the split ended with exit status {process.returncode}; last said: {words}")
+    else:
+        found.folder, found.stages = Path(events[-1]["folder"]), events[-1]["stages"]
+        found.added_memory = next(e["SplitDone"]["peak_memory_bytes"] for e in events if "SplitDone" in e)
 
 
 def _start(setting: Setting, hub: HubProcess, said: Path, errors: Path) -> subprocess.Popen[bytes]:
@@ -251,37 +301,8 @@ def _last_words(text: str) -> str:
     return " ".join(line.strip() for line in lines[begin:])
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether a child has; it stays to be waited for, so that its CPU time can still be read."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
 def _grown_at(samples: Sequence[Sample], since: float) -> float:
     """When after a moment the layer files had more than they had at it; the end, if they never had."""
-    before = peak_of((sample for sample in samples if sample.seconds <= since + INTERVAL_SECONDS), layer_bytes)
-    later = (s.seconds for s in samples if s.seconds > since and layer_bytes(s) > before + _JOURNAL_BYTES)
+    before = peak_of((one for one in samples if one.seconds <= since + INTERVAL_SECONDS), lambda one: one.layers)
+    later = (one.seconds for one in samples if one.seconds > since and one.layers > before + _JOURNAL_BYTES)
     return next(later, samples[-1].seconds)
-
-
-def layer_bytes(sample: Sample) -> int:
-    """Of the split directory, without fetched shards."""
-    return sample.disk[0] - sample.part
-
-
-class _Stall:
-    """Notes when a process last did something."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._seen: tuple[int, float] = (0, 0.0)
-        self._since = self._looked = time.monotonic()
-
-    def is_so(self, sent: int) -> bool:
-        now = time.monotonic()
-        if now - self._looked < 1:
-            return False
-        self._looked = now
-        seen = (sent, cpu_seconds(self._pid))
-        if seen[0] != self._seen[0] or seen[1] > self._seen[1] + 0.1:
-            self._seen, self._since = seen, now
-        return now - self._since > STALL_SECONDS

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, same_tensors, shards
-from benchmarks.lib.measure import CACHE_STATE, Sampler, copy_files, fresh_copy, spread, sync_tree
+from benchmarks.lib.measure import CACHE_STATE, Sampler, copy_files, fresh_copy, sync_tree
 from benchmarks.lib.peers import AIRLLM, RABBITLLM_1, THIS, Environment, prepare, run_worker
-from benchmarks.lib.runs import Run, failures, good, ratios, run_all, versions
+from benchmarks.lib.runs import Run, failures, good, ratios, run_all, status, versions
 
 RATIO_GOAL = 1.3
 BYTES_A_LAYER_FILE = 64 << 10
@@ -79,6 +79,8 @@ class SplitRun(Run):
         shards_left: of the checkpoint's.
         layer_files: that there are afterwards.
         same_tensors: whether the layer files hold what the checkpoint holds; None where that is not to be expected.
+        core_seconds: of the call, all cores.
+        folder: of the layer files.
     """
 
     seconds: float = 0.0
@@ -89,6 +91,8 @@ class SplitRun(Run):
     shards_left: int = 0
     layer_files: int = 0
     same_tensors: bool | None = None
+    core_seconds: float = 0.0
+    folder: str = ""
 
     @property
     def headline(self) -> float:
@@ -124,10 +128,10 @@ def _split(run: SplitRun, checkpoint: Path, copy: Path, work: Path) -> Sampler:
     job = {"task": "split", "package": splitter.package, "checkpoint": str(copy), "options": dict(splitter.options)}
     outcome = run_worker(splitter.environment, job, work, f"split-{run.row}-{run.turn}", [copy.parent], [copy.parent])
     run.sync_seconds = _seconds_to_sync(copy.parent)
-    run.seconds = outcome.answer["seconds"]
-    run.take_from(outcome)
+    run.take(outcome)
     output = Path(outcome.answer["folder"])
     run.shards_left, run.layer_files = len(shards(copy)), len(shards(output))
+    run.folder = output.name
     if not splitter.compressed:
         run.same_tensors = same_tensors(checkpoint, output)
     return outcome.sampler
@@ -139,38 +143,23 @@ def _seconds_to_sync(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-HEADINGS = (
-    "row",
-    "ok",
-    "s to disk",
-    "x cp",
-    "peak disk MB",
-    "end disk MB",
-    "anon MiB over idle",
-    "mapped MiB",
-    "shards left",
-    "same",
-)
-
-
 def tabulate(runs: Sequence[SplitRun], rows: Sequence[str], turns: int) -> report.Table:
-    """A line a row: medians, and in brackets the extremes."""
+    """A line a row."""
 
-    def cells(row: str, found: Sequence[SplitRun]) -> Sequence[str]:
-        processes = [run for run in found if row != COPY]
-        same = [run.same_tensors for run in found if run.same_tensors is not None]
-        return (
-            report.shown(spread(run.headline for run in found)),
-            report.shown(ratios(runs, row, COPY)),
-            report.shown(spread(run.disk_added_peak for run in found), 1, 1e6),
-            report.shown(spread(run.disk_added_end for run in found), 1, 1e6),
-            report.shown(spread(run.anonymous_added for run in processes), 1, 2**20),
-            report.shown(spread(run.file_peak for run in processes), 0, 2**20),
-            str(max(run.shards_left for run in processes)) if processes else "-",
-            report.verdict(same),
-        )
+    def splits(cell: Callable[[str, Sequence[SplitRun]], str]) -> Callable[[str, Sequence[SplitRun]], str]:
+        return lambda row, found: cell(row, found) if found and row != COPY else "-"
 
-    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
+    columns: report.Columns[str, SplitRun] = {
+        "s to disk": report.each(lambda run: run.headline),
+        "x cp": lambda row, found: report.shown(ratios(runs, row, COPY)),
+        "peak disk MB": report.each(lambda run: run.disk_added_peak, 1, 1e6),
+        "end disk MB": report.each(lambda run: run.disk_added_end, 1, 1e6),
+        "anon MiB over idle": splits(report.ADDED_MEMORY),
+        "mapped MiB": splits(report.each(lambda run: run.file_peak, 0, 2**20)),
+        "shards left": splits(lambda row, found: str(max(run.shards_left for run in found))),
+        "same": lambda row, found: report.verdict([run.same_tensors for run in found if run.same_tensors is not None]),
+    }
+    return report.tabulated(runs, {row: row for row in rows}, turns, columns)
 
 
 def notes_on(runs: Sequence[SplitRun], rows: Sequence[str], checkpoint: Path, layer_files: int) -> list[str]:
@@ -205,11 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale)
     unusable = prepare({row: SPLITTERS[row].environment for row in options.only}, work)
-    machine = report.describe_machine(work)
+    machine = report.describe_machine(work) | {"copied_with": report.said(["cp", "--version"])[0]}
     rows = [COPY, *options.only]
     runs = run_all(rows, options.turns, SplitRun, lambda run: measure(run, checkpoint, work), unusable)
     sizes = [shard.stat().st_size for shard in shards(checkpoint)]
     title = f"Split of {sum(sizes) / 1e6:.0f} MB in {len(sizes)} shards, {command_line.turns(options)}"
     notes = notes_on(runs, rows, checkpoint, SCALES[options.scale].layer_files)
     report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes, runs)
-    return int(any(run.error for run in runs if run.row == COPY or SPLITTERS[run.row].environment == THIS))
+    return status(runs, lambda row: row == COPY or SPLITTERS[row].environment == THIS)

@@ -185,7 +185,7 @@ def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles)
     beyond = _blocks_beyond(left, weights)
     if beyond and not _predicts_further_tokens(model.config):
         raise IncompleteSplitError(
-            f"{store.label} has layers that its config leaves out: {', '.join(beyond[:3])}.", _DIFFERENT
+            f"{store.label} has more layers than its config: {', '.join(beyond[:3])}.", _DIFFERENT
         )
     nbytes, total = (sum(store.tensors[name].nbytes for name in names) for names in (left, store.tensors))
     if nbytes > UNUSED_SHARE * total:
@@ -317,8 +317,8 @@ def _check_scales(stored: Mapping[str, StoredTensor], unused: Iterable[str]) -> 
         if tensor.quantized is None and torch_dtype(tensor.parts[0].dtype).itemsize == 1 and owner in by_owner:
             raise IncompleteSplitError(
                 f"the tensor {name} holds codes ({tensor.parts[0].dtype}) and {by_owner[owner]} its scales, but "
-                "config.json has no quantization_config that says how they are used.",
-                "Name the model's checkpoint in a form whose config.json describes it, or its unquantized one.",
+                "config.json has no quantization_config that describes them.",
+                "Use a checkpoint of the model whose config.json describes them, or its unquantized one.",
             )
 
 

@@ -185,7 +185,7 @@ def _put(machine: PickleMachine, number: int | None) -> None:
 
 def _get(machine: PickleMachine, number: int) -> None:
     if number not in machine.memo:
-        raise ValueError(f"asks for value {number:,} of the memo, which is not there")
+        raise ValueError(f"asks for value {number:,} of the memo, which does not exist")
     machine.push(machine.memo[number])
 
 

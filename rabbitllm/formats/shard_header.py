@@ -70,7 +70,7 @@ FORMATS = (
     WeightFormat(
         Weights.GGUF,
         lambda head: head.startswith(b"GGUF"),
-        remedy="Give the original weights: safetensors, or files of torch.save.",
+        remedy="Use the original weights: safetensors or torch.save files.",
     ),
     WeightFormat(
         Weights.TORCH_LEGACY,

@@ -124,7 +124,7 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
     start = max(0, file_size - longest)
     tail = read(start, file_size - start)
     if file_size < _END.size or len(tail) != file_size - start or tail[-_END.size :][:4] != b"PK\x05\x06":
-        raise corrupt_zip(file, "it does not end with a zip's end record; it is cut off, or has bytes behind its end")
+        raise corrupt_zip(file, "it does not end with a zip end record; it is truncated, or has bytes after its end")
     _, disk, first_disk, here, count, size, offset, comment = _END.unpack(tail[-_END.size :])
     if comment or disk or first_disk or here != count:
         raise corrupt_zip(file, "its end record has a comment, or speaks of several disks; a checkpoint has neither")

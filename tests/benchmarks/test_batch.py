@@ -10,11 +10,11 @@ from benchmarks.batch.batch import (
     BatchRun,
     Case,
     against_ours,
-    curves,
     main,
     notes_on,
     of_linear,
     of_the_goal,
+    picture,
     tabulate,
 )
 from benchmarks.lib.worker_batch import prompt
@@ -64,7 +64,9 @@ def test_table_notes_and_curves() -> None:
     assert "rabbitllm-2, 16 at once, of linear: 0.5 (at least 0.9): NOT reached" in notes
     assert "over one pass and computing: 1.2 (at most 1.2): reached" in notes
     assert "airllm-4.0.0, 4 at once failed: killed" in notes
-    drawn = {line.name: line.points for line in curves(RUNS, cases)}
+    found = picture("title", RUNS, cases)
+    assert found is not None
+    drawn = {line["name"]: dict(line["points"]) for line in found["lines"]}
     assert drawn["rabbitllm-2"] == {1: 1.0, 4: 6.0, 16: 8.0}
 
 

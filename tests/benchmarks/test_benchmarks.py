@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.decode import capped, decode, predict
-from benchmarks.lib import bars, command_line, peers, report, runners, runs, steps
+from benchmarks.lib import command_line, generation, peers, pictures, report, runs
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, same_tensors, shards
 from benchmarks.lib.measure import (
     BLOCK_BYTES,
@@ -28,10 +28,10 @@ from benchmarks.lib.measure import (
     copy_files,
     drop_cached,
     fresh_copy,
+    fresh_folder,
     memory_of,
     spread,
 )
-from benchmarks.lib.work_folder import fresh_folder
 from benchmarks.split import split
 from tests.support.builders import build_checkpoint
 
@@ -228,13 +228,13 @@ def test_ratios_are_taken_within_a_turn() -> None:
 
 def test_tokens_are_compared_with_transformers_in_the_same_turn() -> None:
     made = [
-        decode.DecodeRun(decode.REFERENCE, 0, tokens=[1, 2]),
-        decode.DecodeRun("other", 0, tokens=[1, 2]),
-        decode.DecodeRun(decode.REFERENCE, 1, tokens=[1, 3]),
-        decode.DecodeRun("other", 1, tokens=[1, 2]),
-        decode.DecodeRun("other", 2, tokens=[1, 2]),
+        generation.StepsRun(decode.REFERENCE, 0, tokens=[1, 2]),
+        generation.StepsRun("other", 0, tokens=[1, 2]),
+        generation.StepsRun(decode.REFERENCE, 1, tokens=[1, 3]),
+        generation.StepsRun("other", 1, tokens=[1, 2]),
+        generation.StepsRun("other", 2, tokens=[1, 2]),
     ]
-    assert steps.tokens_equal(made, "other", decode.REFERENCE) == [True, False]
+    assert generation.tokens_equal(made, "other", decode.REFERENCE) == [True, False]
 
 
 def test_a_peer_that_fails_is_reported_and_the_rest_goes_on() -> None:
@@ -263,7 +263,7 @@ def test_a_row_that_lacks_its_files_is_not_run() -> None:
     assert tried == ["fine", "broken"]
     cases = [capped.Case(runner, share) for runner in ("fine", "broken") for share in (None, 50)]
     measured = []
-    made = runs.run_cases(cases, 1, decode.DecodeRun, lambda run, case: measured.append((run.row, case)), found)
+    made = runs.run_cases(cases, 1, generation.StepsRun, lambda run, case: measured.append((run.row, case)), found)
     assert measured == [(case.name, case) for case in cases[:2]]
     assert {run.row: run.error for run in made} == {
         "fine, no cap": None,
@@ -299,20 +299,48 @@ def test_layer_files_are_made_once_and_for_layered_rows_alone(monkeypatch: pytes
         f"open({str(tmp_path / 'made')!r}, 'a').write('.')\n"
         "print('{}', flush=True)\n",
     )
-    layered = runners.Runner(peers.THIS, "rabbitllm")
-    for runner in (runners.Runner(peers.THIS, "transformers", "in memory"), layered, layered):
-        runners.ensure_layer_files(runner, tmp_path, tmp_path / "layers", tmp_path, "stub")
+    layered = generation.Runner(peers.THIS, "rabbitllm")
+    for runner in (generation.Runner(peers.THIS, "transformers", "in memory"), layered, layered):
+        generation.prepare_files(runner, tmp_path, tmp_path / "layers", tmp_path, "stub")
     assert (tmp_path / "made").read_text() == "."
     assert (tmp_path / "layers").is_dir()
 
 
-def test_bars_are_sorted_within_their_headings() -> None:
-    def bar(name: str, value: float | None) -> bars.Bar:
-        return bars.Bar(name, spread([] if value is None else [value]), is_ours=False)
+def test_bars_are_sorted_within_their_groups() -> None:
+    def row(group: str, name: str, *values: float) -> tuple[str, str, Spread | None, bool]:
+        return group, name, spread(values), False
 
-    slow, failed, quick, alone = bar("slow", 3.0), bar("failed", None), bar("quick", 1.0), bar("alone", 2.0)
-    found = bars.grouped([("two", slow), ("one", alone), ("two", failed), ("two", quick)])
-    assert list(found.items()) == [("two", [quick, slow, failed]), ("one", [alone])]
+    drawn = [row("two", "slow", 3.0), row("one", "alone", 2.0), row("two", "failed"), row("two", "quick", 1.0)]
+    found = pictures.bars("title", "s", drawn)["groups"]
+    assert {group: [bar["name"] for bar in bars] for group, bars in found.items()} == {
+        "two": ["quick", "slow", "failed"],
+        "one": ["alone"],
+    }
+
+
+PICTURES = {
+    "bars": pictures.bars("title", "s", [("all", "ours", Spread(1.0, 0.5, 2.0), True), ("all", "x", None, False)]),
+    "lines": pictures.lines("title", "at once", "s", {"ours": ({1: 1.0, 4: 4.0}, True), "other": ({1: 1.1}, False)}),
+    "points": pictures.points("title", "MB", "nats", {"RabbitLLM": [("4bit", 14.5, 1e-2), ("8bit", 27, 1e-4)]}),
+    "panels": pictures.panels("title", {"one": ("machines", [("T4", {1: 1.0, 10: 9.0}, False), ("T4", {}, True)])}),
+    "areas": pictures.areas("title", {"a": [1, 2], "b": [0, 1]}, [0.0, 1.0], {"limit": 3.0}, [0.5]),
+}
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_pictures_are_drawn_from_the_json(kind: str, tmp_path: Path) -> None:
+    table = report.Table(("row", "s"), [("one", report.shown(Spread(2.0, 1.0, 3.0)))])
+    report.write(tmp_path / "r", "title", report.describe_machine(tmp_path), table, ["note"], [], PICTURES[kind])
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["rows"] == [{"row": "one", "s": {"median": 2.0, "low": 1.0, "high": 3.0}}]
+    assert {"cpu", "cores", "instruction_sets", "ram_gib"} <= found["machine"].keys()
+    assert {"python", "torch", "transformers"} <= found["versions_here"].keys()
+    assert (tmp_path / "r.svg").read_text().startswith("<?xml")
+    (tmp_path / "r.svg").unlink()
+    assert pictures.redraw(tmp_path / "r.json") == tmp_path / "r.svg"
+    assert (tmp_path / "r.svg").exists()
+    pictures.draw(PICTURES[kind], tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_for_the_time_of_a_run(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.decode import capped
 from benchmarks.decode.capped import Case
-from benchmarks.decode.decode import DecodeRun
-from benchmarks.lib import bars, worker
+from benchmarks.lib import worker
 from benchmarks.lib.control_group import ControlGroup, can_limit_memory, control_group
+from benchmarks.lib.generation import StepsRun
 from benchmarks.lib.measure import drop_cached
 
 MOUNT = Path("/sys/fs/cgroup")
@@ -63,8 +63,8 @@ def test_where_no_group_can_be_made(tmp_path: Path) -> None:
 
 
 def test_what_is_compared_with_what() -> None:
-    def run(name: str, turn: int, seconds: float, read: float = 0.0) -> DecodeRun:
-        made = DecodeRun(name, turn)
+    def run(name: str, turn: int, seconds: float, read: float = 0.0) -> StepsRun:
+        made = StepsRun(name, turn)
         made.token_seconds, made.read_seconds, made.tokens = seconds, read, [1, 2]
         return made
 
@@ -78,8 +78,8 @@ def test_what_is_compared_with_what() -> None:
     ]
     assert capped.of_the_limit(runs, ours) == pytest.approx([1.2, 1.5])
     assert capped.of_the_limit(runs, Case("transformers", 50)) == []
-    assert capped.our_case_for(Case("llama.cpp-q4_0", 25)) == Case("rabbitllm-2-4bit", 25)
-    assert capped.our_case_for(Case("llama.cpp-bf16", 25)) == Case("rabbitllm-2", 25)
+    assert Case("llama.cpp-q4_0", 25).ours == Case("rabbitllm-2-4bit", 25)
+    assert Case("llama.cpp-bf16", 25).ours == Case("rabbitllm-2", 25)
 
 
 def test_bytes_that_this_process_reads_are_counted(tmp_path: Path) -> None:
@@ -92,21 +92,16 @@ def test_bytes_that_this_process_reads_are_counted(tmp_path: Path) -> None:
     assert worker.bytes_read() - before >= 4 << 20
 
 
-def test_bars_are_drawn_for_what_ran_and_what_failed(tmp_path: Path) -> None:
-    runs = [DecodeRun("rabbitllm-2, 50 %", 0), DecodeRun("transformers, 50 %", 0, error="died")]
+def test_bars_are_drawn_for_what_ran_and_what_failed() -> None:
+    runs = [StepsRun("rabbitllm-2, 50 %", 0), StepsRun("transformers, 50 %", 0, error="died")]
     runs[0].token_seconds = 0.25
-    groups = capped._bars(runs, [Case("transformers", 50), Case("rabbitllm-2", 50)])
-    ((heading, found),) = groups.items()
-    assert heading == "idle process + 50 % of the weights"
-    assert [(bar.name, bar.figures is None, bar.is_ours) for bar in found] == [
-        ("rabbitllm-2", False, True),
-        ("transformers", True, False),
-    ]
-    for name in ("x.svg", "x.png"):
-        bars.draw(tmp_path / name, "title", "seconds a token", groups)
-    drawn = (tmp_path / "x.svg").read_text()
-    assert drawn.startswith("<?xml")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    found = capped.picture("title", runs, [Case("transformers", 50), Case("rabbitllm-2", 50)])
+    assert found["groups"] == {
+        "idle process + 50 % of the weights": [
+            {"name": "rabbitllm-2", "figures": [0.25] * 3, "ours": True},
+            {"name": "transformers", "figures": None, "ours": False},
+        ]
+    }
 
 
 @pytest.mark.long

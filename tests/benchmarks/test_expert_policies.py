@@ -8,8 +8,9 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from benchmarks.experts.policies import Clairvoyant, Frequency, Policy, Recency, TwoSpans, groups_of, replay
-from benchmarks.experts.trace import Trace, batched, joined, of_tokens
+from benchmarks.experts.policies import Clairvoyant, Recency, groups_of, replay
+from benchmarks.experts.trace import Trace
+from tests.support.expert_use import joined, of_tokens
 
 
 def drawn(tokens: int, layers: int, experts: int, count: int, seed: int) -> Trace:
@@ -58,48 +59,18 @@ def test_recency_is_lru() -> None:
     assert outcome.rate == hits / 600
 
 
-@pytest.mark.parametrize("policy", [Recency(), Frequency(8), Frequency(np.inf), TwoSpans(2, 64, 1.0)])
-def test_nothing_beats_the_clairvoyant_and_all_hit_what_fits(policy: Policy) -> None:
+def test_nothing_beats_the_clairvoyant_and_all_hit_what_fits() -> None:
     trace = drawn(60, 2, 10, 3, 1)
     for capacity in (4, 10):
-        assert replay(trace, capacity, policy).hits <= replay(trace, capacity, Clairvoyant()).hits
+        assert replay(trace, capacity, Recency()).hits <= replay(trace, capacity, Clairvoyant()).hits
     firsts = sum(len(np.unique(trace.ids[:, layer])) for layer in range(2))
-    assert replay(trace, trace.slots, policy).hits == 60 * 2 * 3 - firsts
-
-
-def test_frequency_keeps_what_is_often_used_and_forgets_with_time() -> None:
-    ids = np.array([0] * 6 + [1, 2] * 3 + [0])[:, None, None].astype(np.uint16)
-    trace = of_tokens(ids, 3)
-    last = [False] * (len(ids) - 1) + [True]
-    assert replay(trace, 1, Frequency(np.inf), counted=last).hits == 1
-    assert replay(trace, 1, Frequency(1.0), counted=last).hits == 0
-    assert replay(trace, 1, Recency(), counted=last).hits == 0
-
-
-def test_two_spans_are_recency_near_and_frequency_far() -> None:
-    ids = np.array([*[0] * 8, 1, 2, 1, 0])[:, None, None].astype(np.uint16)
-    trace = of_tokens(ids, 3)
-    only = [[number == at for number in range(len(ids))] for at in (10, 11)]
-    both = TwoSpans(2, 512, 1.0)
-    # with room for two, the 1 of just now and the 0 of often are kept, and the 2 of once makes room
-    assert [replay(trace, 2, both, counted=which).hits for which in only] == [0, 1]
-    assert [replay(trace, 2, Recency(), counted=which).hits for which in only] == [1, 0]
-
-
-def test_a_layer_of_its_own_room_is_not_pushed_out_by_another() -> None:
-    ids = np.zeros((6, 2, 1), np.uint16)
-    ids[:, 1, 0] = np.arange(6)  # the second layer never asks for the same one
-    trace = of_tokens(ids, 6)
-    assert replay(trace, 2, Recency(), by_layer=True).hits == 5
-    assert replay(trace, 1, Recency()).hits == 0
+    assert replay(trace, trace.slots, Recency()).hits == 60 * 2 * 3 - firsts
 
 
 def test_what_several_tokens_of_a_pass_ask_for_is_asked_for_once() -> None:
     first, second = (of_tokens(np.array(ids, np.uint16)[:, None, None], 4) for ids in ([0, 1], [0, 2]))
-    together = batched([first, second])
+    together = Trace(np.array([0, 0, 1, 2], np.uint16)[:, None, None], np.array([2, 4]), 4)
     assert [group.slots.tolist() for group in groups_of(together)] == [[0], [1, 2]]
-    assert [group.counts.tolist() for group in groups_of(together)] == [[2], [1, 1]]
-    assert [group.time for group in groups_of(together)] == [0, 2]
     after = joined([first, second])
     assert [group.slots.tolist() for group in groups_of(after)] == [[0], [1], [0], [2]]
     assert replay(after, 4, Recency(), counted=[False, False, True, True]).hits == 1

@@ -9,7 +9,6 @@ import shutil
 import struct
 import sys
 import threading
-import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +18,12 @@ import pytest
 
 from benchmarks.lib import generated
 from benchmarks.lib.generated import Content, digests
+from benchmarks.lib.models import MODELS
 from benchmarks.lib.published import Checkpoint, Model, checkpoint, max_disk
-from benchmarks.split import curve, hub_speed, rehearsal, spot_check
 from benchmarks.split import kaggle as kaggle_72b
-from benchmarks.split.counters import Counters, Sent
-from benchmarks.split.hub import GeneratedHub, files_of, parse_range
-from benchmarks.split.hub_process import HubProcess
-from benchmarks.split.models import MODELS
-from benchmarks.split.sampler import Sample, SeriesSampler, thinned
+from benchmarks.split import rehearsal, spot_check
+from benchmarks.split.hub import Counters, GeneratedHub, HubProcess, Sent, files_of, parse_range
+from benchmarks.split.rehearsal import Sample, SeriesSampler, thinned
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.schemes import is_compressible
 from tests.support.hub_fixtures import HubEnvironment, _forget_connections_and_listings, point_at
@@ -302,22 +299,6 @@ def test_ranges() -> None:
     assert parse_range("lines=1-2", 10) == (0, 10, False)
 
 
-def test_the_speed_of_a_hub(
-    hub: GeneratedHub,
-    client: HubEnvironment,
-    tiny: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    job = {"repository": tiny.model.repository, "nbytes": 10**9}
-    monkeypatch.setattr(sys, "argv", ["hub_speed", json.dumps(job)])
-    hub_speed.main()
-    said = json.loads(capsys.readouterr().out)
-    assert said["nbytes"] == max(shard.size for shard in tiny.shards)
-    assert said["socket"]["mb_per_second"] > 0
-    assert said["fetch.stream"]["mb_per_second"] > 0
-
-
 def test_a_hub_in_a_process_ends_with_its_context(tiny: Checkpoint, tmp_path: Path) -> None:
     with HubProcess(tiny, 1, tmp_path) as hub:
         connection = http.client.HTTPConnection(urlsplit(hub.url).netloc)
@@ -338,7 +319,7 @@ def test_moments_are_spread_and_repeatable() -> None:
 
 
 def sample(seconds: float, layers: int, staged: int = 0, other: int = 0) -> Sample:
-    return Sample(seconds, (layers + staged, other), staged, 0, 0, 0)
+    return Sample(seconds, layers + staged, other, staged)
 
 
 def test_what_a_kill_cost_in_time() -> None:
@@ -354,26 +335,18 @@ def test_samples_of_a_folder_and_a_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (part / "file").write_bytes(bytes([1]) * 40960)
     (tmp_path / "two" / "file").write_bytes(bytes([1]) * 8192)
-    with SeriesSampler([tmp_path / "one", tmp_path / "two"], part, lambda: 17) as sampler:
+    with SeriesSampler(tmp_path / "one", tmp_path / "two", part) as sampler:
         pass
     assert len(sampler.samples) >= 2  # one at each end, and on a busy machine more in between
-    assert {(s.disk, s.part, s.progress, s.anonymous) for s in sampler.samples} == {((40960, 8192), 40960, 17, 0)}
+    assert {(s.splits, s.home, s.staged, s.anonymous) for s in sampler.samples} == {(40960, 8192, 40960, 0)}
 
 
 def test_a_thinned_curve_keeps_its_peak() -> None:
     samples = [sample(number, 1000 - abs(number - 77)) for number in range(200)]
     kept = thinned(samples, 10)
     assert len(kept) == 10
-    assert max(s.disk_total for s in kept) == 1000
+    assert max(s.disk for s in kept) == 1000
     assert thinned(samples[:5], 10) == samples[:5]
-
-
-def test_a_drawing_is_sound_and_says_what_it_shows() -> None:
-    points = [curve.Point(0, 0, 0), curve.Point(100, 10**9, 4 * 10**9), curve.Point(300, 2 * 10**9, 0)]
-    levels = [curve.Level(9 * 10**9, "all & more", "#777"), curve.Level(5 * 10**9, "limit", "#080")]
-    root = xml.etree.ElementTree.fromstring(curve.drawing("a <title>", points, levels, [50.0], "kill"))
-    texts = {element.text for element in root.iter() if element.tag.endswith("text")}
-    assert {"a <title>", "all & more", "limit", "kill", "minutes", "5"} <= texts
 
 
 @pytest.fixture
@@ -447,24 +420,16 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_split_that_fails_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kaggle_72b, "hub_speed", lambda *arguments: (SPEED, HASHED))
+def test_a_split_that_fails_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "tiny", "--modes", "stream", "--max-disk", "1MB", "--work-dir", str(tmp_path)]
     assert kaggle_72b.main(arguments) == 1
     assert "NotEnoughSpaceException" in capsys.readouterr().err
     assert not list(tmp_path.glob("kaggle-tiny-*"))
 
 
-SPEED = {way: {"mb_per_second": 1.0, "core_seconds_per_gb": 1.0} for way in ("socket", "fetch.stream")}
-HASHED = {"hashed": 0, "seconds": 0.0, "threads": 1}
-
-
 @pytest.mark.long
-def test_a_tiny_rehearsal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tiny_rehearsal(tmp_path: Path) -> None:
     """Killed in the middle of the first shard; the long test has kills after some are used up."""
-    monkeypatch.setattr(kaggle_72b, "hub_speed", lambda *arguments: (SPEED, HASHED))
     arguments = ["--model", "tiny", "--modes", "stream", "--kills", "1", "--seed", "1", "--rate", "6"]
     folders = ["--work-dir", str(tmp_path / "w"), "--results", str(tmp_path / "r" / "tiny")]
     assert kaggle_72b.main([*arguments, *folders]) == 0
@@ -487,9 +452,8 @@ def test_a_tiny_rehearsal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_tiny_rehearsal_of_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tiny_rehearsal_of_experts(tmp_path: Path) -> None:
     """Both kinds of layers, shards as files, to its end and through the model."""
-    monkeypatch.setattr(kaggle_72b, "hub_speed", lambda *arguments: (SPEED, HASHED))
     arguments = ["--model", "tiny-moe", "--modes", "file", "--kills", "0", "--forward"]
     folders = ["--work-dir", str(tmp_path / "w"), "--results", str(tmp_path / "r" / "moe")]
     assert kaggle_72b.main([*arguments, *folders]) == 0

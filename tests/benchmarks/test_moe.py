@@ -14,10 +14,11 @@ from benchmarks.experts import report as moe_report
 from benchmarks.experts import routing
 from benchmarks.experts.checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
 from benchmarks.experts.report import Case, MoeRun
-from benchmarks.experts.trace import Trace, joined, of_tokens, use_of
+from benchmarks.experts.trace import Trace
 from benchmarks.lib import worker
 from benchmarks.lib.control_group import can_limit_memory
 from benchmarks.lib.published import ELEMENT_BYTES
+from tests.support.expert_use import PUBLISHED, PUBLISHED_OVERLAP, joined, of_tokens, trace, use_of
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_trace_is_what_it_was_once_it_is_read_again(tmp_path: Path) -> None:
     ids = np.arange(24, dtype=np.uint16).reshape(4, 2, 3)
-    trace = joined([of_tokens(ids[:1], 30), Trace(ids[1:], np.array([3]), 30)])
-    trace.save(tmp_path / "trace.npz")
+    made = joined([of_tokens(ids[:1], 30), Trace(ids[1:], np.array([3]), 30)])
+    made.save(tmp_path / "trace.npz")
     again = Trace.load(tmp_path / "trace.npz")
     assert [one.tolist() for one in again.passes()] == [ids[:1].tolist(), ids[1:].tolist()]
     assert (again.experts, again.layers, again.slots) == (30, 2, 60)
@@ -44,11 +45,11 @@ def test_how_experts_are_used_is_measured() -> None:
 
 
 def test_routing_is_like_what_was_published() -> None:
-    published = routing.PUBLISHED
+    published = PUBLISHED
     text = routing.meanings(routing.FLAT, 0, published.tokens, 0)
-    use = use_of(routing.trace(routing.FLAT, [text], 2, 512, 10)[0], list(published.reuse))
+    use = use_of(trace(routing.FLAT, [text], 2, 512, 10)[0], list(published.reuse))
     assert use.reuse == pytest.approx(published.reuse, abs=0.06)
-    assert use.overlap == pytest.approx(routing.PUBLISHED_OVERLAP, abs=0.06)
+    assert use.overlap == pytest.approx(PUBLISHED_OVERLAP, abs=0.06)
     assert use.hottest_share == pytest.approx(published.hottest_share, abs=0.08)
 
 
@@ -56,7 +57,7 @@ def test_skewed_texts_use_fewer_experts() -> None:
     uses = []
     for habits in HABITS.values():
         texts = [routing.meanings(habits, topic, 100, 0) for topic in (0, 1)]
-        uses.append(use_of(joined(routing.trace(habits, texts, 2, 128, 8)), [0.25]))
+        uses.append(use_of(joined(trace(habits, texts, 2, 128, 8)), [0.25]))
     assert uses[1].hottest_share > 1.2 * uses[0].hottest_share
     assert uses[1].reuse[0.25] > 1.1 * uses[0].reuse[0.25]
 

@@ -10,7 +10,6 @@ import torch
 from bitsandbytes import functional
 
 import rabbitllm.demo
-from benchmarks.lib.scatter import Point, draw
 from benchmarks.quality import quality
 from rabbitllm.evaluation.compare import compare
 from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture
@@ -52,11 +51,3 @@ def test_weights_of_others_are_measured_as_ours_are(subject: quality.Subject, tm
     found = compare(load(split(folder, "4bit"), **options), load(split(folder), **options), subject.texts)
     assert theirs.divergence.mean == pytest.approx(found.divergence.mean, rel=1e-3)
     assert theirs.divergence.mean > 0
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    made = (("4bit", "RabbitLLM", 14.5, 1e-2), ("8bit", "RabbitLLM", 27, 1e-4), ("Q4_0", "llama.cpp", 15, 2e-2))
-    points = [Point(*one) for one in made]
-    draw(tmp_path / "loss.svg", "Loss", "MB", "nats", points, joined="RabbitLLM")
-    written = (tmp_path / "loss.svg").read_text(encoding="utf-8")
-    assert "svg" in written[:600]

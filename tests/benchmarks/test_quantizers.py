@@ -35,7 +35,7 @@ def test_both_give_the_same_bytes_and_the_figures_are_written(tmp_path: Path) ->
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    rows = json.loads(base.with_suffix(".json").read_text())["rows"]
+    rows = json.loads(base.with_suffix(".json").read_text())["runs"]
     assert [(row["scheme"], row["dtype"]) for row in rows] == [
         (scheme, dtype) for scheme in ("4bit", "8bit") for dtype in ("BF16", "F16", "F32")
     ]

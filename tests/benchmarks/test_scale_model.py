@@ -11,7 +11,7 @@ import transformers
 
 from benchmarks.scale import scale as scale_model
 from benchmarks.scale.check import SERVED, Check, checks
-from benchmarks.scale.facts import EPYC, HOSTS, KAGGLE, RTX_4090, XEON, Figure
+from benchmarks.scale.facts import EPYC, HOSTS, KAGGLE, RTX_4090, XEON, Figure, Host
 from benchmarks.scale.pace import Outcome, cache_bytes, of_many, pass_over, spread, streaming
 from benchmarks.scale.shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, cache_of, drawn_for, shape_of
 from rabbitllm.estimate.outline import published
@@ -25,7 +25,7 @@ def quick(name: str) -> Figure:
     return Figure(1e30, name)
 
 
-def only(name: str, value: float) -> scale_model.Host:
+def only(name: str, value: float) -> Host:
     """A machine of which one thing takes time."""
     nothing = {field: quick(field) for field in ("memory", "flops", "link", "disk", "network")}
     none = Figure(0.0, "a test")
@@ -166,11 +166,10 @@ def test_the_page_has_what_they_come_to() -> None:
     assert [line for line in scale_model.notes() if f"* {line}" not in PAGE] == []
 
 
-def test_the_picture(tmp_path: Path) -> None:
-    scale_model.draw(tmp_path / "scale.svg")
-    drawn = (tmp_path / "scale.svg").read_text()
-    assert drawn.startswith("<?xml")
-    assert (tmp_path / "scale.svg").stat().st_size > 20_000
+def test_the_picture() -> None:
+    found = scale_model.picture()["panels"]
+    assert len(found) == 4
+    assert all(any(points for _, points, _ in panel["lines"]) for panel in found.values())
 
 
 def test_a_ratio_is_of_predicted_to_measured() -> None:

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib import lines
-from benchmarks.lib.server_process import asked
-from benchmarks.serve import clients as serve_clients
+from benchmarks.lib import clients as serve_clients
+from benchmarks.lib.measure import percentile
+from benchmarks.lib.server_process import Answer, Level, asked
 from benchmarks.serve import serve
-from benchmarks.serve.latencies import Answer, Level, linearity, percentile
-from benchmarks.serve.report import ServeRun, against_ours, curves, figures, notes_on, of_linear, tabulate
+from benchmarks.serve.report import ServeRun, against_ours, figures, notes_on, of_linear, picture, tabulate
 from benchmarks.serve.rows import SERVERS, Workload, body_of, prepared
 from tests.benchmarks.test_capped import needs_groups
 
@@ -54,11 +53,6 @@ def test_a_level_in_figures() -> None:
     assert (found["between_p50"], found["between_p95"], found["errors"]) == (0.5, 1.0, [])
 
 
-def test_what_is_linear() -> None:
-    assert linearity(16, 12.8, 1.0) == 0.8
-    assert linearity(4, 1.0, 0.0) is None
-
-
 def run(row: str, rates: dict[int, float], turn: int = 0) -> ServeRun:
     made = ServeRun(row, turn, limit_bytes=1 << 20, share=50)
     for at_once, rate in rates.items():
@@ -85,25 +79,7 @@ def test_rows_compared_with_each_other() -> None:
     assert "rabbitllm-serve, 4 at once, of linear: 0.9 (at least 0.8): reached" in notes
     assert "rabbitllm-serve, 16 at once, of linear: 0.5 (at least 0.8): NOT reached" in notes
     assert "llama-server-bf16, 1 at once, tokens/s beside ours: 2 (at most 1): NOT reached" in notes
-    assert [line.name for line in curves(runs, rows)] == rows
-
-
-def test_rows_that_were_measured_before_are_kept(tmp_path: Path) -> None:
-    runs = [run("rabbitllm-serve", {1: 1.0}), run("llama-server-bf16", {1: 2.0})]
-    runs[0].versions = {"rabbitllm": "2"}
-    serve.report.write(tmp_path / "r", "title", {}, tabulate(runs, [one.row for one in runs], [1]), [], runs)
-    (kept,) = serve.kept_runs(tmp_path / "r", ["llama-server-bf16"])
-    assert (kept.row, kept.versions, kept.level(1)) == ("rabbitllm-serve", {"rabbitllm": "2"}, runs[0].level(1))
-    assert serve.kept_runs(tmp_path / "none", []) == []
-
-
-def test_lines_are_drawn(tmp_path: Path) -> None:
-    drawn = [lines.Line("ours", {1: 1.0, 4: 4.0}, True), lines.Line("other", {1: 1.1}, False)]
-    for name in ("x.svg", "x.png"):
-        lines.draw(tmp_path / name, "title", "requests at once", "tokens a second", drawn)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    heights = [height for _, height in lines._apart([(drawn[0], 1.0), (drawn[1], 1.0)])]
-    assert heights[1] > heights[0] * 1.1
+    assert [line["name"] for line in picture("title", runs, rows)["lines"]] == rows
 
 
 def workload(folder: Path) -> Workload:

@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.decode import gpu_needed, vram, vram_model, vram_report
+from benchmarks.decode import vram, vram_model, vram_report
 from benchmarks.decode.vram_report import Case, VramRun
 from benchmarks.lib import peers, worker, worker_gpu
 from benchmarks.lib.control_group import can_limit_memory
-from benchmarks.lib.runners import Runner
+from benchmarks.lib.generation import Runner
 from rabbitllm.engine import devices, load_plan
 from rabbitllm.engine.placement import SLOTS, STAGING
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE
@@ -71,7 +71,7 @@ def test_the_remedy_suits_what_is_missing(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     if driver:
         (tmp_path / "version").touch()
-    said = gpu_needed.what_is_missing(tmp_path / "version")
+    said = vram.what_is_missing(tmp_path / "version")
     assert said is not None
     assert found in said
     assert remedy in said
@@ -79,7 +79,7 @@ def test_the_remedy_suits_what_is_missing(
 
 def test_with_a_gpu_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu_needed.what_is_missing() is None
+    assert vram.what_is_missing() is None
 
 
 def test_a_gpu_that_does_not_suit(
@@ -205,9 +205,9 @@ def test_what_is_reported(tmp_path: Path) -> None:
     assert "rabbitllm-2, 2 GiB, disk, of its limit: 1.053 (at most 1.1): reached" in notes
     assert any("10.00 (10.00-10.00) GB/s; disk past the page cache: 2.00" in note for note in notes)
     assert "Computed in float16; weights are stored in bfloat16." in notes
-    ((heading, found),) = vram_report.bars_of(runs, cases).items()
+    ((heading, found),) = vram_report.picture("title", runs, cases)["groups"].items()
     assert heading == "2 GiB of VRAM, the rest from the disk"
-    assert [(bar.name, bar.figures is None, bar.is_ours) for bar in found] == [
+    assert [(bar["name"], bar["figures"] is None, bar["ours"]) for bar in found] == [
         ("rabbitllm-2", False, True),
         ("airllm-4.0.0", True, False),
     ]
@@ -344,12 +344,12 @@ def test_after_each_token_files_are_out_of_the_page_cache_and_the_clock_stands_s
     path = tmp_path / "below" / "file"
     path.parent.mkdir()
     path.write_bytes(np.zeros(1 << 20, np.uint8).tobytes())
-    clock = worker_gpu._cold_clock(worker.Clock, [])
+    clock = worker.Clock()
     clock.put(None)
     before = resident_pages(path)
     with path.open("rb") as file:  # what is not on the disk yet cannot be dropped
         worker_gpu.os.fsync(file.fileno())
-    clock = worker_gpu._cold_clock(worker.Clock, [str(tmp_path)])
+    clock = worker.Clock(lambda: worker_gpu.forget_files([str(tmp_path)]))
     clock.put(None)
     if before == resident_pages(path):
         pytest.skip("this file system keeps its files in memory")

@@ -79,7 +79,7 @@ def test_a_system_prompt_needs_a_place(raw: bool) -> None:
     tokenizer = make_tokenizer()
     if not raw:
         tokenizer.chat_template = None
-    with pytest.raises(OptionError, match="no place for a system prompt"):
+    with pytest.raises(OptionError, match="a system prompt is not possible"):
         prompt_ids(tokenizer, "Hello", "Be brief.", raw=raw)
 
 
@@ -88,7 +88,7 @@ def test_a_template_that_refuses() -> None:
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
     )
-    with pytest.raises(OptionError, match="does not take a system prompt: System role not supported"):
+    with pytest.raises(OptionError, match="refuses a system prompt: System role not supported"):
         prompt_ids(tokenizer, "Hello", "Be brief.")
     assert prompt_ids(tokenizer, "Hello").shape == (1, 1)
 
@@ -99,13 +99,13 @@ def test_a_template_that_refuses() -> None:
 def test_a_template_that_fails(template: str, why: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(OptionError, match=f"chat template does not take this: .*{why}"):
+    with pytest.raises(OptionError, match=f"chat template refuses this: .*{why}"):
         prompt_ids(tokenizer, "Hello")
 
 
 TWICE = "{% for i in range(99999) %}{% for j in range(99999) %}"
 ENDLESS = {
-    "it calls itself without end": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "its recursion does not end": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     "it takes more than": TWICE + "{% endfor %}{% endfor %}",
     "it makes a text of more than": TWICE + "xxxxxxxx{% endfor %}{% endfor %}",
     "it makes a text": "{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
@@ -121,9 +121,9 @@ def test_a_template_that_does_not_end(why: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(template, "TEMPLATE_LETTERS", 1 << 20)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ENDLESS[why]
-    with pytest.raises(OptionError, match=f"chat template does not take this: {why}"):
+    with pytest.raises(OptionError, match=f"chat template refuses this: {why}"):
         prompt_ids(tokenizer, "Hello")
-    with pytest.raises(APIError, match="chat template does not take this conversation"):
+    with pytest.raises(APIError, match="chat template refuses this conversation"):
         Template(tokenizer).ids([{"role": "user", "content": "Hello"}], [], {})
     assert Template(make_tokenizer()).ids([{"role": "user", "content": "Hello"}], [], {})
 

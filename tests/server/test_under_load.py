@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serve.latencies import percentile
+from benchmarks.lib.measure import percentile
 from tests.support import ill_behaved
 from tests.support.questions import Question, model_of_words, questions
 from tests.support.served_model import ServedModel

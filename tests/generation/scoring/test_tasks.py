@@ -41,7 +41,7 @@ def test_what_is_too_long_loses_its_beginning() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (ScoredText(7, (1, 2)), "asks for nothing"),
+        (ScoredText(7, (1, 2)), "requests nothing"),
         (ScoredText(7, (), (1,)), "empty context"),
         (ScoredText(7, (), (), "last"), "no tokens"),
         (ScoredText(7, (1,), (), "first"), "pooling='first'"),  # type: ignore[arg-type]

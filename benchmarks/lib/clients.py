@@ -1,10 +1,11 @@
 """Clients of one server, all in this process: so many at once, each sends its next request when one is answered.
 
-    python -P -m benchmarks.serve.clients < job.json
+    python -P -m benchmarks.lib.clients < job.json
 
 The job: `url` of a route of OpenAI's form that streams, `bodies` of the requests, how many `at_once`, the `seconds`
-after which clients hang up, and the `cores` to run on. One JSON object comes out: `answers` as `latencies.Answer` has
-them, and `seconds`. Knows no server in particular: text is what is in `choices`, tokens are what `usage` says.
+after which clients hang up, and the `cores` to run on. One JSON object comes out: `answers`, as
+`server_process.Answer` has them, and `seconds`. Knows no server in particular: text is what is in `choices`, tokens are
+what `usage` says.
 """
 
 from __future__ import annotations

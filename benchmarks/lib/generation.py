@@ -1,0 +1,154 @@
+"""Rows that generate one token after the other: what generates, what it is asked, and what is measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.checkpoint import SCALES
+from benchmarks.lib.peers import LLAMA_CPP, Environment, Outcome, make_layer_files, run_worker
+from benchmarks.lib.runs import Run, equal_in_turn
+
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What generates, and how.
+
+    Attributes:
+        environment: what it runs in.
+        package: what is imported there.
+        loader: see `worker.py`; the type of the file for llama.cpp.
+        options: for its `AutoModel.from_pretrained`.
+    """
+
+    environment: Environment
+    package: str
+    loader: str = "layered"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_compressed(self) -> bool:
+        return "compression" in self.options
+
+    @property
+    def files_name(self) -> str:
+        """Of what it loads beside the checkpoint; rows of one environment and compression share layer files."""
+        if self.environment == LLAMA_CPP:
+            return f"{self.loader}.gguf"
+        return f"{self.environment.name}-{self.options.get('compression', 'none')}"
+
+
+def prepare_files(runner: Runner, checkpoint: Path, place: Path, work: Path, label: str) -> None:
+    """Make a runner's layer files, or its one file, unless they are there or it loads the checkpoint itself.
+
+    Args:
+        runner: what they are for.
+        checkpoint: to split or convert.
+        place: of the files.
+        work: see `run_worker`.
+        label: names the log.
+
+    Raises:
+        PeerError: it failed.
+    """
+    if place.exists():
+        return
+    if runner.environment == LLAMA_CPP:
+        job = {"task": "gguf", "package": runner.package, "kind": runner.loader, "path": str(place)}
+        run_worker(LLAMA_CPP, job | {"checkpoint": str(checkpoint)}, work, label, [checkpoint])
+    elif runner.loader == "layered":
+        compression = runner.options.get("compression")
+        make_layer_files(runner.environment, runner.package, checkpoint, place, compression, work, label)
+
+
+@dataclass
+class StepsRun(Run):
+    """One row of one turn; seconds.
+
+    Attributes:
+        load_seconds: until the model can be used; layer files are there already.
+        first_token_seconds: from the call of `generate`.
+        token_seconds: median of `step_seconds`, which leave out the first token.
+        step_bytes: read from the disk in those steps.
+        read_bytes, read_seconds: what this project's pass reads, and how long that takes when nothing computes.
+        placed: where the weights were, as far as the model tells.
+    """
+
+    load_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    token_seconds: float = 0.0
+    step_seconds: Sequence[float] = ()
+    step_bytes: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    dtype: str = ""
+    threads: int = 0
+    read_bytes: float = 0
+    read_seconds: float = 0.0
+    placed: str = ""
+
+    @property
+    def headline(self) -> float:
+        """Seconds a token."""
+        return self.token_seconds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every row does: generate after a prompt, from a checkpoint or from files in a folder."""
+
+    checkpoint: Path
+    folder: Path
+    prompt: Sequence[int]
+    tokens: int
+
+    def decode(
+        self,
+        runner: Runner,
+        work: Path,
+        label: str,
+        *,
+        checkpoint: Path | None = None,
+        cap_bytes: int | None = None,
+        limit_seconds: float | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Outcome:
+        """Carry out one row of one turn; the files are in no cache when it begins.
+
+        Args:
+            runner: what generates.
+            work, label, cap_bytes, limit_seconds: see `run_worker`.
+            checkpoint: another one, for a runner that cannot read this one.
+            options: in addition to the runner's.
+
+        Raises:
+            PeerError: it failed.
+        """
+        place, source = str(self.folder / runner.files_name), checkpoint or self.checkpoint
+        job = {
+            "task": "decode",
+            "package": runner.package,
+            "loader": runner.loader,
+            "kind": runner.loader,
+            "path": place,
+            "checkpoint": str(source),
+            "options": {"layer_shards_saving_path": place, **runner.options, **(options or {})},
+            "offload_folder": str(self.folder / "offload"),
+            "prompt": list(self.prompt),
+            "tokens": self.tokens,
+        }
+        cold = [source, self.folder]
+        return run_worker(runner.environment, job, work, label, cold, cap_bytes=cap_bytes, limit_seconds=limit_seconds)
+
+
+def prompt_for(scale: str, tokens: int = PROMPT_TOKENS) -> list[int]:
+    """So many tokens of a scale's vocabulary, the same each time."""
+    return [(i * 37 + 11) % SCALES[scale].vocab_size for i in range(tokens)]
+
+
+def tokens_equal(runs: Sequence[StepsRun], row: str, reference: str) -> list[bool]:
+    """Whether a row made the tokens of another one, for every turn in which both ran."""
+    return equal_in_turn(runs, row, reference, lambda run: run.tokens)
