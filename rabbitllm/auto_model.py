@@ -220,7 +220,7 @@ def load(request: LoadRequest) -> Any:
     """Return the model as `AutoModel.from_pretrained` does, and split it first unless that is done.
 
     Raises:
-        RabbitLLMError: see the tree in `rabbitllm.errors`.
+        RabbitLLMError: as `AutoModel.from_pretrained`.
     """
     options, devices = request.run, _devices(request.run)
     source = prepare.find(request.spec, only_look=request.split is None)
