@@ -9,7 +9,7 @@ JOBS ?= 1
 # the tests of one room of the package: make test-room ROOM=engine; of one file, by name: ROOM=engine/test_load.py K=skeleton
 ROOM ?= engine
 
-.PHONY: demo test test-room test-long matrix fuzz lint clean
+.PHONY: demo test test-room test-long matrix fuzz lint docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,14 @@ $(VENV)/.fuzz: $(VENV)/.installed
 # under Linux, where atheris has wheels; `make fuzz SECONDS=600`, what was found is in build/fuzz
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m fuzz --seconds $(SECONDS) --jobs $(JOBS)
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
+	touch $@
+
+# the site of the documents, in build/site; open build/site/index.html
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -92,69 +92,69 @@ class AutoModel:
         hosts: Hosts | None = None,
         **unknown: Any,
     ) -> Any:
-        """Split a checkpoint into layer files, unless that is done, and load the model from them.
+        """Load a model from its split directory; split the checkpoint first if there is none.
 
         Arguments up to `offload_small_layers_use_cpu_cache` may be given by position, in the order of RabbitLLM 1.1.
 
         Args:
             path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, or Llama as published by
                 Meta), a split directory, or a repository on the hub.
-            device: "cuda:N", "cpu", or "auto" for every GPU; by default the first GPU, else the CPU.
-            dtype: a floating torch dtype or its name; by default the config's, or float16 for bfloat16 on a GPU that
-                has none.
-            layer_shards_saving_path: folder for the split directory; by default the folder of a local checkpoint, and
-                for a repository `HF_HOME/rabbitllm` (or `RABBITLLM_HOME`).
-            profiling_mode: record where time is spent; see `model.profiler.report()`.
-            compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with quantized scales), None, or "auto":
-                one of these for each tensor, for the least expected loss in `max_disk` (or the free disk), and in
-                `max_memory` (or what is free) if all weights can be resident there, so that none are read for each
-                token.
-            token, hf_token: for the hub; the two names mean the same.
-            prefetching: read the next layer while this one computes.
-            prefetch_pin_memory: pinned host buffers for a GPU; False also keeps no layers in RAM for it.
+            device: "cuda:N", "cpu", or "auto" for all GPUs. The default is the first GPU, else the CPU.
+            dtype: a floating torch dtype or its name. The default is the config's; float16 in place of bfloat16 on a
+                GPU without bfloat16.
+            layer_shards_saving_path: folder for the split directory. The default is the folder of a local checkpoint,
+                and `RABBITLLM_HOME` for a repository.
+            profiling_mode: record where time is spent; see `model.profiler`.
+            compression: "8bit", "4bit", "4bit-double", "auto" or None. "4bit-double" also quantizes the scales. "auto"
+                chooses one of these for each tensor: the least expected loss that fits `max_disk` (or the free disk)
+                and, if all weights can stay in memory, `max_memory` (or the free memory).
+            token: access token for the hub.
+            hf_token: another name of `token`.
+            prefetching: read the next layer while the current one computes.
+            prefetch_pin_memory: use pinned host memory for a GPU. False also keeps no layers in RAM for it.
             delete_original: delete the original checkpoint when the split is complete.
-            attn_implementation: as in transformers; "auto" prefers FlashAttention 2 on a GPU that supports it.
-            show_layer_progress: on stderr, the progress of a split, and during each pass that takes 2 s or more a line
-                with its position, tokens per second, and where the time is spent.
-            cache_layers: keep the bytes of this many decoder layers in host memory, whatever `max_memory` says.
-            offload_small_layers: give embeddings, norm and head no preference over decoder layers.
-            sequential_shard_processing: take one shard at a time, and delete it as soon as it is used up. Without it
-                all are kept; those of a repository are first fetched into the hub cache. (The commands and
-                `rabbitllm.batch` take them one at a time, and do not keep those that they fetch.)
-            revision: branch, tag or commit of the repository; resolved to a commit once.
-            cache_dir: the hub cache.
+            attn_implementation: as in transformers. "auto" prefers FlashAttention 2 on a GPU that supports it.
+            show_layer_progress: show the progress of a split on stderr, and one line for each pass of 2 seconds or
+                more.
+            cache_layers: number of decoder layers whose bytes stay in host memory, regardless of `max_memory`.
+            offload_small_layers: do not prefer embeddings, norm and head to decoder layers when memory is short.
+            sequential_shard_processing: process one shard at a time, and delete each after its last use. If False, all
+                shards are kept, and those of a repository are fetched into the hub cache first.
+            revision: branch, tag or commit of the repository.
+            cache_dir: folder of the hub cache.
             local_files_only: send no requests to the hub.
-            max_memory: device -> bytes for weights, e.g. `{0: "14GiB", "cpu": "24GiB"}`; by default what is free. With
-                GPUs, "cpu" is for weights that do not fit on them.
-            max_disk: bytes that layer files and fetched shards together may occupy, e.g. "57GiB".
-            min_free_disk: bytes to keep free: a split that would need them is refused, or stops.
-            shard_transfer: how a repository's shards arrive on the sequential route: "file" (each is fetched whole, and
-                the next one meanwhile if the disk has room), "stream" (none is ever a file on this disk), or "auto"
-                (the first of these that fits).
-            trust_remote_code: run Python code that comes with the model.
-            fit_scales: at 4bit and 4bit-double, choose the scales with the least squared error instead of bitsandbytes'
-                own: the same bytes and kernels, less loss, and a slower split.
-            verify_source: read every shard that still exists and compare its bytes with the recorded checksum, or with
-                the hub's digest. If the split begins with this call, record the checksums of all shards.
-            exact: compute 4bit and 8bit with the dequantized matrices, identical to the last bit to an ordinary model
-                with those; on the CPU several times slower than with their codes, and no better.
-            fast_bfloat16: on a CPU without instructions for bfloat16, multiply it with a kernel of this package:
-                faster, especially for prompts; sums are float32 as in torch, in another order, so the last bits of
-                logits differ from transformers'. No effect elsewhere.
-            verify_checksums: compare layer files with their checksums when they are first read in this process, and
-                raise an error instead of answering from a damaged file.
-            split: False streams from the checkpoint's own shards, safetensors or files of torch.save: ready at once,
-                and nothing is written; uncompressed only. An existing split is still used.
-            hosts: processes, here or on other machines, that compute the model together, each a span of its layers.
+            max_memory: maximum bytes of weights for each device, e.g. `{0: "14GiB", "cpu": "24GiB"}`. The default is
+                the free memory. With a GPU, "cpu" limits the weights that do not fit on it.
+            max_disk: maximum bytes of layer files and fetched shards together, e.g. "57GiB".
+            min_free_disk: bytes of the disk that must stay free. A split that needs them is refused, or stops.
+            shard_transfer: how the shards of a repository arrive if `sequential_shard_processing` is True: "file" (each
+                is a file), "stream" (none is a file on this disk), or "auto" (the first of these that fits).
+            trust_remote_code: run Python code that the repository contains.
+            fit_scales: with 4bit and 4bit-double, search for the scales with the least squared error. The layer files
+                have the same size, the loss is smaller, the split is slower.
+            verify_source: read all shards that still exist, and compare them with their recorded checksums or with the
+                hub's digests. If this call begins the split, record the checksums of all shards.
+            exact: dequantize 4bit and 8bit weights instead of multiplying by codes. Results have the bits of an
+                unquantized model with the dequantized weights; several times slower on the CPU.
+            fast_bfloat16: use a faster bfloat16 kernel on CPUs without native bfloat16. Results differ in the last
+                bits.
+            verify_checksums: compare layer files with their checksums when this process first reads them.
+            split: False reads the checkpoint's own shards and writes nothing; not with `compression`. An existing split
+                is still used.
+            hosts: processes, here or on other machines, that compute the model together.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
         Returns:
-            The transformers model itself, with the attributes `tokenizer`, `profiler` and `placement`. With `hosts`, in
-            all processes but the first, a `rabbitllm.pipeline.driver.Worker`: its `work()` computes until the first
-            process ends.
+            A model of transformers with the attributes and methods of `model` below. With `hosts`, all processes but
+            the first get a worker: its `work()` computes until the first process ends.
 
         Raises:
-            RabbitLLMError: see the tree in `rabbitllm.errors`.
+            OptionError: an argument has an invalid value.
+            CheckpointError: the checkpoint is missing, damaged or not supported.
+            HubError: the hub cannot be reached, or refuses access.
+            SplitError: the split does not fit on the disk, is in use, or belongs to another model.
+            NotEnoughMemoryError: the model needs more memory than there is.
+            RabbitLLMError: any other error of this package.
             TypeError: an unknown argument.
         """
         reject_unknown(unknown, _known_arguments(), "from_pretrained")

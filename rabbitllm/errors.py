@@ -1,48 +1,6 @@
 """Every error that this package raises on purpose.
 
-    RabbitLLMError
-    ├── OptionError (ValueError)               an argument has an invalid value
-    │   └── DeviceError                        a device this machine does not have
-    ├── AbsentWeightError (RuntimeError)       attempt to read a weight that is not in memory
-    ├── ReadOnlyWeightError (RuntimeError)     attempt to write to a weight that is not in memory
-    ├── MissingPackageError (ImportError)      an optional dependency is not installed
-    ├── ChatError                              a conversation cannot continue
-    │   └── ChatFileError                      a file is not a saved conversation, or cannot be written
-    ├── CopyError (TypeError)                  attempt of another library to copy, pickle or place a model
-    ├── ForkedError (RuntimeError)             a forked process uses something that works only in its parent
-    ├── HostsError                             processes cannot compute one model together
-    │   └── HostGoneError                      one of them has ended or cannot be reached
-    ├── BatchError                             a batch cannot accept another request
-    │   ├── BusyError                          the limit of waiting requests is reached
-    │   └── ClosedError                        it is shutting down, or has ended
-    ├── ClusterError                           a Ray cluster cannot do the work, or lost it
-    ├── InputError                             the input of a batch cannot be read, or repeats an id
-    ├── ResultsError                           results of a batch belong to another one, or cannot be written
-    ├── ScoringError                           texts cannot be scored on this model, or memory is too small
-    ├── QualityError                           two models cannot be compared, or not on this text
-    ├── CheckpointError                        the source is not what it claims to be
-    │   ├── CheckpointNotFoundError (FileNotFoundError)
-    │   ├── UnsafePathError                    a name that points outside its folder
-    │   ├── InvalidIndexError                  a malformed or contradictory index
-    │   ├── CorruptShardError                  a shard whose bytes contradict its header
-    │   ├── UnreadableFormatError              weights in a format that this version does not read
-    │   ├── CorruptVocabularyError             a malformed or contradictory tokenizer vocabulary
-    │   ├── UnsafePickleError                  a pickle with more than tensors and plain values
-    │   ├── MissingShardError (FileNotFoundError)
-    │   ├── IncompleteCheckpointError          its tensors are not those of its config
-    │   ├── ClosedCheckpointError (ValueError)  a lazy tensor is used after its file was closed
-    │   └── UnknownArchitectureError
-    ├── HubError                               the hub refused or could not be reached
-    │   └── GatedRepositoryError
-    ├── StorageError (OSError)                 the system refuses an operation on a file or a folder
-    ├── NotEnoughMemoryError (MemoryError)     the call needs more memory than this process may have
-    └── SplitError                             the split directory
-        ├── NotEnoughSpaceException            refused before the first byte
-        ├── DiskFullError                      stopped midway: the disk is full, or nearly
-        ├── InUseError                         another process reads, or deletes, files that this call needs
-        ├── SplitMismatchError                 it belongs to another model, revision or compression
-        └── IncompleteSplitError               a tensor the model needs is not in it
-
+The docstring of each class says what the error means, and what to do; docs/reference/errors.md is made from it.
 `system_errors_by_name` turns errors of the operating system into the last three kinds; every public entry point
 runs inside it. Each message says what was found and what was expected; `remedy` says what to do about it. Both are
 shown by `str()`.
@@ -75,51 +33,104 @@ class RabbitLLMError(Exception):
 
 
 class OptionError(RabbitLLMError, ValueError):
-    """An argument has an invalid value."""
+    """An argument has an invalid value.
+
+    What to do:
+        Change the argument that the message names. The message lists the accepted values.
+    """
 
 
 class DeviceError(OptionError):
-    """The requested device is not on this machine."""
+    """The requested device is not on this machine.
+
+    What to do:
+        Name a device of this machine, or leave `device` out. `rabbitllm doctor` lists the devices.
+    """
 
 
 class AbsentWeightError(RabbitLLMError, RuntimeError):
-    """Attempt to read or pickle a weight that is not in memory, by code that cannot load it."""
+    """Attempt to read or pickle a weight that is not in memory, by code that cannot load it.
+
+    What to do:
+        Read a streamed weight inside a forward pass only, or raise `max_memory` so that it stays in memory.
+        To read single tensors, use `rabbitllm.lazy_load`.
+    """
 
 
 class ReadOnlyWeightError(RabbitLLMError, RuntimeError):
-    """Attempt to write to a weight that is not in memory, or is there only as codes."""
+    """Attempt to write to a weight that is not in memory, or is there only as codes.
+
+    What to do:
+        Load the model without `compression` and with enough `max_memory` for the weight, and change it then.
+    """
 
 
 class MissingPackageError(RabbitLLMError, ImportError):
-    """A package that only some features need is not installed."""
+    """A package that only some features need is not installed.
+
+    What to do:
+        Install the package that the message names.
+    """
 
 
 class ChatError(RabbitLLMError):
-    """A conversation cannot continue: the context is full, or the chat template refuses it."""
+    """A conversation cannot continue: the context is full, or the chat template refuses it.
+
+    What to do:
+        Remove old messages (`/drop`, `/reset`), or start a new conversation.
+    """
 
 
 class ChatFileError(ChatError):
-    """A file is not a saved conversation, or cannot be written."""
+    """A file is not a saved conversation, or cannot be written.
+
+    What to do:
+        Check the path and the place in the file that the message names. The conversation in memory is
+        unchanged.
+    """
 
 
 class CopyError(RabbitLLMError, TypeError):
-    """Attempt of another library to copy, pickle or place a model whose weights stay in its files."""
+    """Attempt of another library to copy, pickle or place a model whose weights stay in its files.
+
+    What to do:
+        Load the model again with `AutoModel.from_pretrained` in the process that needs it, and set `device`,
+        `dtype` and `max_memory` there.
+    """
 
 
 class ForkedError(RabbitLLMError, RuntimeError):
-    """A forked process uses something that works only in its parent."""
+    """A forked process uses something that works only in its parent.
+
+    What to do:
+        Load the model in the child process, or start the process with `spawn`.
+    """
 
 
 class HostsError(RabbitLLMError):
-    """Processes cannot compute one model together: they differ, or the model cannot be divided."""
+    """Processes cannot compute one model together: they differ, or the model cannot be divided.
+
+    What to do:
+        Give all processes the same model, versions and number of threads. See the guide about several
+        machines.
+    """
 
 
 class HostGoneError(HostsError):
-    """One of the processes that compute a model together has ended, or does not answer."""
+    """One of the processes that compute a model together has ended, or does not answer.
+
+    What to do:
+        Start all processes again. Check that they reach each other, and name the network interface in
+        `GLOO_SOCKET_IFNAME`.
+    """
 
 
 class BatchError(RabbitLLMError):
-    """A batch cannot accept another request."""
+    """A batch cannot accept another request.
+
+    What to do:
+        See the classes below it.
+    """
 
 
 class BusyError(BatchError):
@@ -128,6 +139,9 @@ class BusyError(BatchError):
     Args:
         problem, remedy: see `RabbitLLMError`.
         retry_after: seconds until there will probably be room.
+
+    What to do:
+        Wait `retry_after` seconds and submit the request again, or raise the limit of waiting requests.
     """
 
     def __init__(self, problem: str, remedy: str = "", retry_after: float = 1.0) -> None:
@@ -136,118 +150,237 @@ class BusyError(BatchError):
 
 
 class ClosedError(BatchError):
-    """The batch is shutting down, or has ended."""
+    """The batch is shutting down, or has ended.
+
+    What to do:
+        Start a new batch or server.
+    """
 
 
 class ClusterError(RabbitLLMError):
-    """A Ray cluster cannot be reached, cannot do the work, or lost it too often."""
+    """A Ray cluster cannot be reached, cannot do the work, or lost it too often.
+
+    What to do:
+        Check `ray status`, and make the same call again: finished work is kept.
+    """
 
 
 class InputError(RabbitLLMError):
-    """The input of `rabbitllm batch` cannot be read, or repeats an id."""
+    """The input of `rabbitllm batch` cannot be read, or repeats an id.
+
+    What to do:
+        Correct the input: JSON lines or Parquet, each id once.
+    """
 
 
 class ResultsError(RabbitLLMError):
-    """Results of `rabbitllm batch` exist already, belong to another batch, or cannot be written."""
+    """Results of `rabbitllm batch` exist already, belong to another batch, or cannot be written.
+
+    What to do:
+        Name another output, pass `overwrite=True` (`--overwrite`), or repeat the command that made the
+        output.
+    """
 
 
 class ScoringError(RabbitLLMError):
-    """Texts cannot be scored on this model, or not in the available memory."""
+    """Texts cannot be scored on this model, or not in the available memory.
+
+    What to do:
+        Shorten the texts, or give weights less memory (`max_memory`). Models without causal attention cannot
+        score texts.
+    """
 
 
 class QualityError(RabbitLLMError):
-    """Two models cannot be compared, or not on this text."""
+    """Two models cannot be compared, or not on this text.
+
+    What to do:
+        Compare two models with the same tokenizer, and give a text that is long enough.
+    """
 
 
 class CheckpointError(RabbitLLMError):
-    """The source checkpoint is not what it claims to be."""
+    """The source checkpoint is not what it claims to be.
+
+    What to do:
+        See the classes below it.
+    """
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the given location."""
+    """There is no checkpoint at the given location.
+
+    What to do:
+        Check the path or the repository id. A private repository needs a token.
+    """
 
 
 class UnsafePathError(CheckpointError):
-    """A checkpoint names a file outside its own folder, or by a name that is not plain."""
+    """A checkpoint names a file outside its own folder, or by a name that is not plain.
+
+    What to do:
+        Do not use this checkpoint unless you trust its author. Put the files themselves, without links, into
+        one folder.
+    """
 
 
 class InvalidIndexError(CheckpointError):
-    """The index is malformed, or contradicts the headers of the shards."""
+    """The index is malformed, or contradicts the headers of the shards.
+
+    What to do:
+        Fetch the index and the shards again, from one revision.
+    """
 
 
 class CorruptShardError(CheckpointError):
-    """A shard is truncated or its header is malformed."""
+    """A shard is truncated or its header is malformed.
+
+    What to do:
+        Fetch the named shard again. Keep the split directory: it may hold the only copy of other tensors.
+    """
 
 
 class UnreadableFormatError(CheckpointError):
-    """A file of weights is in a format that this version does not read."""
+    """A file of weights is in a format that this version does not read.
+
+    What to do:
+        Convert the weights to safetensors with the program that wrote them.
+    """
 
 
 class CorruptVocabularyError(CheckpointError):
-    """A tokenizer's vocabulary is truncated, malformed or contradicts itself."""
+    """A tokenizer's vocabulary is truncated, malformed or contradicts itself.
+
+    What to do:
+        Fetch the tokenizer files again.
+    """
 
 
 class UnsafePickleError(CheckpointError):
-    """A pickle holds a global, an opcode or a structure that no checkpoint of tensors needs; nothing of it was run."""
+    """A pickle holds a global, an opcode or a structure that no checkpoint of tensors needs; nothing of it was run.
+
+    What to do:
+        Do not load this file with other programs. Ask its author for safetensors. `rabbitllm inspect
+        --opcodes` shows the pickle.
+    """
 
 
 class MissingShardError(CheckpointError, FileNotFoundError):
-    """The index names a shard that is missing and cannot be fetched."""
+    """The index names a shard that is missing and cannot be fetched.
+
+    What to do:
+        Put the named shard at the named path, or name the repository so that it can be fetched.
+    """
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """A checkpoint lacks tensors that its model needs, or has them in another shape or dtype. Nothing was deleted."""
+    """A checkpoint lacks tensors that its model needs, or has them in another shape or dtype. Nothing was deleted.
+
+    What to do:
+        Fetch the named shards again, or use the config that belongs to the weights.
+    """
 
 
 class ClosedCheckpointError(CheckpointError, ValueError):
-    """A tensor of a lazily loaded checkpoint is first used after the checkpoint was closed."""
+    """A tensor of a lazily loaded checkpoint is first used after the checkpoint was closed.
+
+    What to do:
+        Use the tensor before `close()`, or open the checkpoint again.
+    """
 
 
 class UnknownArchitectureError(CheckpointError):
-    """The installed transformers does not support the model's architecture."""
+    """The installed transformers does not support the model's architecture.
+
+    What to do:
+        Update transformers, or pass `trust_remote_code=True` for a model with its own code.
+    """
 
 
 class HubError(RabbitLLMError):
-    """The hub refused a request or could not be reached."""
+    """The hub refused a request or could not be reached.
+
+    What to do:
+        Check the connection and the revision, and make the same call again. Without a connection, pass
+        `local_files_only=True`.
+    """
 
 
 class GatedRepositoryError(HubError):
-    """The repository exists, but this token (or no token) may not read it."""
+    """The repository exists, but this token (or no token) may not read it.
+
+    What to do:
+        Accept the terms on the model's page, then run `hf auth login` or pass `token`.
+    """
 
 
 class SplitError(RabbitLLMError):
-    """Base of errors about the split directory."""
+    """Base of errors about the split directory.
+
+    What to do:
+        See the classes below it.
+    """
 
 
 class NotEnoughSpaceException(SplitError):
     """The split would not fit on the disk; raised before the first byte is written.
 
     The name is RabbitLLM 1.1's, which callers catch.
+
+    What to do:
+        Free disk space, raise `max_disk`, choose a smaller `compression`, or set
+        `sequential_shard_processing=True`. `rabbitllm plan` shows what fits.
     """
 
 
 class DiskFullError(SplitError):
-    """The disk is full, or its free space fell below the reserve; the same call resumes."""
+    """The disk is full, or its free space fell below the reserve; the same call resumes.
+
+    What to do:
+        Free disk space, and make the same call again: it resumes.
+    """
 
 
 class InUseError(SplitError):
-    """Another process reads files that a call would delete, or deletes files that it would read."""
+    """Another process reads files that a call would delete, or deletes files that it would read.
+
+    What to do:
+        Wait for the process that the message names, or end it. Then make the same call again.
+    """
 
 
 class SplitMismatchError(SplitError):
-    """A split directory belongs to another model, revision or compression than requested."""
+    """A split directory belongs to another model, revision or compression than requested.
+
+    What to do:
+        Name another folder (`layer_shards_saving_path`), or remove the split directory with `rabbitllm rm`.
+    """
 
 
 class IncompleteSplitError(SplitError):
-    """A split directory lacks tensors that the model needs, or a layer file is damaged."""
+    """A split directory lacks tensors that the model needs, or a layer file is damaged.
+
+    What to do:
+        Run `rabbitllm verify FOLDER --repair`. Without the shards, split the checkpoint again into another
+        folder.
+    """
 
 
 class StorageError(RabbitLLMError, OSError):
-    """The operating system refuses to read, write or create a file or a folder; has the `errno` of its cause."""
+    """The operating system refuses to read, write or create a file or a folder; has the `errno` of its cause.
+
+    What to do:
+        Check the path, its permissions and the disk. The message names the operation.
+    """
 
 
 class NotEnoughMemoryError(RabbitLLMError, MemoryError):
-    """The call needs more memory than this process may have."""
+    """The call needs more memory than this process may have.
+
+    What to do:
+        Lower `max_memory`, choose a smaller `compression`, or raise the limit of the process (`ulimit -v`,
+        its container).
+    """
 
 
 def _numbers(*names: str) -> frozenset[int]:

@@ -39,7 +39,7 @@ _DEEPEST = 6
 
 @dataclass(frozen=True)
 class Places:
-    """The folders to use.
+    """The folders to use; prints as a table.
 
     Attributes:
         kind: "Kaggle", "Colab", or "this machine".
@@ -56,7 +56,14 @@ class Places:
     attached: tuple[Path, ...] = ()
 
     def max_disk(self, model: str | Path) -> int | None:
-        """Return the bytes that a split of this model may occupy: the room, less the splits of other models."""
+        """Return the bytes that a split of this model may occupy: the room, less the splits of other models.
+
+        Args:
+            model: repository or folder of the model.
+
+        Returns:
+            Bytes; None if the free space of the disk is the limit.
+        """
         if self.room is None:
             return None
         return max(self.room - sum(disk_bytes(folder) for folder in self._others(str(model))), 0)
@@ -80,6 +87,9 @@ def find(environment: Mapping[str, str] = os.environ) -> Places:
     """Return the folders for the notebook that this process runs in; on any other machine, the default ones.
 
     `RABBITLLM_HOME` and `HF_HOME` are kept if they are set.
+
+    Args:
+        environment: variables to read.
     """
     kind = _kind(environment)
     scratch = _scratch(kind)
@@ -101,6 +111,12 @@ def settle() -> Places:
     """Find the folders; in a hosted notebook create them, and set `RABBITLLM_HOME` and `HF_HOME` to them.
 
     Must be called before anything imports huggingface_hub, which reads its variable once.
+
+    Returns:
+        The folders.
+
+    Raises:
+        OSError: a folder cannot be created.
     """
     places = find()
     if places.kind == ELSEWHERE:

@@ -103,22 +103,22 @@ def split_and_save_layers(
     """Split a checkpoint in a folder into layer files, unless that is done.
 
     Args:
-        checkpoint_path: the folder.
-        layer_shards_saving_path: where to put the split directory; by default into `checkpoint_path`.
+        checkpoint_path: folder of the checkpoint.
+        layer_shards_saving_path: folder for the split directory; the default is `checkpoint_path`.
         splitted_model_dir_name: its name, without the compression's suffix.
         compression: "4bit", "4bit-double", "8bit" or None.
         layer_names: RabbitLLM's table (`embed`, `layer_prefix`, `norm`, `lm_head`), or a `LayerNaming`; by default
             the naming of the model's family.
         delete_original: delete the checkpoint's weights when the split is whole.
         repo_id: a repository to fetch shards from that the folder lacks.
-        token, hf_token: for the hub.
-        sequential_shard_processing: delete each shard as soon as it is used up.
+        token, hf_token: access token for the hub.
+        sequential_shard_processing: process one shard at a time, and delete each after its last use.
 
     Returns:
-        The split directory.
+        Path of the split directory.
 
     Raises:
-        RabbitLLMError: see the tree in `rabbitllm.errors`.
+        RabbitLLMError: as `AutoModel.from_pretrained`.
     """
     check_compression(compression)
     spec = prepare.ModelSpec(
@@ -167,11 +167,11 @@ def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | No
     """Quantize a layer's tensors as a split does, into the keys of a layer file.
 
     Args:
-        layer_state_dict: name -> tensor.
-        compression: "4bit", "4bit-double", "8bit", or None, which returns the very dict given.
+        layer_state_dict: name -> tensor of any floating dtype and shape.
+        compression: "4bit", "4bit-double", "8bit", or None, which returns the same dict.
 
     Returns:
-        Stored keys -> tensors, on the devices of the tensors given.
+        Stored keys -> tensors, on the device of each given tensor: codes in uint8, scales and tables in float32.
     """
     import torch
 
@@ -198,10 +198,14 @@ def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | No
 
 
 def uncompress_layer_state_dict(layer_state_dict: StateDict) -> StateDict:
-    """The way back from `compress_layer_state_dict`, or from a layer file.
+    """Dequantize the tensors of `compress_layer_state_dict`, or of a layer file.
 
-    4bit tensors come back in the dtype they had, 8bit ones in float16, as in RabbitLLM 1.1. A dict without compressed
-    tensors is returned as it is.
+    Args:
+        layer_state_dict: stored keys -> tensors.
+
+    Returns:
+        Name -> tensor, in the original shape: 4bit tensors in their original dtype, 8bit ones in float16, as in
+        RabbitLLM 1.1. A dict without compressed tensors is returned unchanged.
     """
     import torch
 

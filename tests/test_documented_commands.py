@@ -62,6 +62,7 @@ ELSEWHERE = {
     r"pip install .*": "test_pip_install_gives_the_command installs; here extras are compared with pyproject.toml",
     r"python -m tests\.support\.pages .*": "tests/test_walkthrough.py starts it, on a copy of the page",
     r"python -m tools\.train_demo --size larger --out DIR": "tests/test_train_demo.py does, with small shapes",
+    r"python -m tools\.reference.*": "it writes pages; tests/test_reference.py compares them",
     r"ray start .*": "it starts daemons; tests of clusters have one in their own process",
 }
 """Patterns of what is not started here, and why."""

@@ -36,7 +36,14 @@ BLOCKS = [
 PYTHON = [(page, code) for page, language, code in BLOCKS if language == "python"]
 COMMANDS = {command.name for command in app.registered_commands}
 FIGURE = re.compile(r"\d+\.\d+")
-VERSIONS = re.compile(r"(?:RabbitLLM|AirLLM|oLLM|Qwen|Llama) ?\d+\.\d+(?:\.\d+)?")
+VERSIONS = re.compile(r"(?:RabbitLLM|AirLLM|oLLM|Qwen|Llama|transformers) ?\d+\.\d+(?:\.\d+)?")
+MEASURED = "".join(
+    page.read_text(encoding="utf-8")
+    for name in ("docs/PERFORMANCE.md", "docs/MEASURED.md", "docs/LARGE_MODELS.md", "benchmarks/results/quality*.md")
+    for page in ROOT.glob(name)
+)
+"""Of pages that say where figures come from."""
+SUPPORTED = "docs/reference/supported-models.md"
 
 
 def test_only_known_languages() -> None:
@@ -89,8 +96,17 @@ def test_the_first_block_leaves_no_shard(hub_environment: HubEnvironment, local_
     assert [path for path in hub_environment.home.rglob("*") if "-of-" in path.name] == []
 
 
-def test_every_command_of_the_readme_exists_and_every_command_is_there() -> None:
-    assert set(re.findall(r"^\| `rabbitllm (\w+)`", README, re.MULTILINE)) == COMMANDS
+def test_the_readme_counts_the_commands_and_names_some() -> None:
+    [row] = re.findall(r"^\| commands \|.*$", README, re.MULTILINE)
+    assert re.findall(r"\[(\d+)\]", row) == [str(len(COMMANDS))]
+    assert set(re.findall(r"`(\w+)`", row)) <= COMMANDS
+
+
+def test_the_readme_counts_the_classes_that_were_examined() -> None:
+    found = re.findall(r"^- \*\*(.+?)\*\* \((\d+)\)", PAGES[SUPPORTED], re.MULTILINE)
+    counts = {result: int(number) for result, number in found}
+    [row] = re.findall(r"^\| models \|.*$", README, re.MULTILINE)
+    assert f"{counts['ok']} of {sum(counts.values())} " in row
 
 
 def anchors(page: str) -> set[str]:
@@ -107,14 +123,15 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(there.read_text(encoding="utf-8")), f"{target}#{anchor}"
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 10), ("docs/KAGGLE.md", 8)])
+@pytest.mark.parametrize(
+    ("page", "least"), [("README.md", 30), ("docs/guides/kaggle-and-colab.md", 8), ("docs/guides/compression.md", 40)]
+)
 def test_figures_are_those_that_were_measured(page: str, least: int) -> None:
     """Those of its tables; where they come from is said in the pages of measurements."""
     tables = "\n".join(line for line in PAGES[page].splitlines() if line.startswith("|"))
-    measured = PAGES["docs/MEASURED.md"] + PAGES["docs/LARGE_MODELS.md"]
     figures = FIGURE.findall(VERSIONS.sub("", tables))
     assert len(figures) >= least
-    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", measured)] == []
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", MEASURED)] == []
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 Each class of the mappings below that can be built small is split sequentially, loaded resident and streamed, and
 compared with transformers bit for bit, in a process of its own with a limit of time and memory. Results are cached, so
-that an interrupted run resumes. The table is docs/SUPPORTED_MODELS.md.
+that an interrupted run resumes. The table is docs/reference/supported-models.md.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tools.examined_model import DIED, Case, Row, examine
+from tools.examined_model import DIED, OK, REFUSED, UNBUILT, Case, Row, examine
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "SUPPORTED_MODELS.md"
+PAGE = ROOT / "docs" / "reference" / "supported-models.md"
 FOUND = ROOT / "build" / "supported_models.json"
 MAPPINGS: Mapping[str, str] = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -131,8 +131,15 @@ def _row(content: Mapping[str, Any]) -> Row:
     return Row(**{**content, **lists})
 
 
+MEANINGS = {
+    OK: "the outputs are equal. Blocks is the number of layers that are streamed, files the number of layer files.",
+    UNBUILT: "the class was not examined. It may work.",
+    REFUSED: "RabbitLLM does not load this class.",
+}
+
+
 def page(rows: Iterable[Row]) -> str:
-    """The rows as docs/SUPPORTED_MODELS.md."""
+    """The rows as docs/reference/supported-models.md."""
     import torch
     import transformers
 
@@ -141,13 +148,14 @@ def page(rows: Iterable[Row]) -> str:
     lines = [
         "# Supported models",
         "",
-        f"Made by `python -m tools.supported_models` with transformers {transformers.__version__} and torch "
-        f"{torch.__version__}, on the CPU.",
-        "Each class is built small with random weights, saved in shards, split with",
-        "`sequential_shard_processing=True`, and loaded with enough memory for all weights and with memory for none.",
-        "Its outputs are compared with plain transformers, bit for bit. A type that cannot be built small may work.",
+        f"This page is made by `python -m tools.supported_models` with transformers {transformers.__version__} and "
+        f"torch {torch.__version__} on a CPU. Do not edit it.",
         "",
-        *(f"- {result}: {number}" for result, number in counts.most_common()),
+        "Each model class is built small with random weights, saved in shards, and split with",
+        "`sequential_shard_processing=True`. It is loaded twice: with memory for all weights and with memory for none.",
+        "Its outputs are compared with those of transformers, bit for bit.",
+        "",
+        *(f"- **{result}** ({number}): {MEANINGS.get(result, 'a defect.')}" for result, number in counts.most_common()),
         "",
         "| type | class | result | inputs | blocks | files |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -196,7 +204,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time (1)")
     parser.add_argument("--again", action="store_true", help="ignore cached results")
     parser.add_argument("--found", type=Path, default=FOUND, help="cache of results (build/supported_models.json)")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the table (docs/SUPPORTED_MODELS.md)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the table (docs/reference/supported-models.md)")
     given = parser.parse_args()
     chosen = _chosen(given.names)
     if not chosen:

@@ -1,9 +1,9 @@
 """Loss against bytes: formats of RabbitLLM, of bitsandbytes through transformers, and of llama.cpp, on the same models.
 
 Each row is the same text, predicted by the model as the format leaves its weights, in float32: the mean divergence of
-its next-token distributions from those of the checkpoint (docs/QUALITY.md), and the bytes of all weights as stored. So
-only weights are compared: bitsandbytes' LLM.int8 rounds what comes in too, which is in its row; llama.cpp's kernels
-also do, which is not. What its own program makes of the same file is said below the table.
+its next-token distributions from those of the checkpoint (docs/guides/compression.md), and the bytes of all weights as
+stored. So only weights are compared: bitsandbytes' LLM.int8 rounds what comes in too, which is in its row; llama.cpp's
+kernels also do, which is not. What its own program makes of the same file is said below the table.
 
     python -m benchmarks quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--work DIR] [--results FILE]
 

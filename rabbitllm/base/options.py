@@ -150,7 +150,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Processes, on one machine or several, that compute one model together; see docs/guides/several-machines.md.
+    """Processes, on one machine or several, that compute one model together.
 
     Any process that reaches the address can send inputs to the model. Use it only in a trusted network.
 
@@ -193,6 +193,9 @@ class Hosts:
     @classmethod
     def of_torchrun(cls, environment: Mapping[str, str] = os.environ) -> Hosts | None:
         """Return the hosts by torchrun's environment; None outside of it, or for a single process.
+
+        Args:
+            environment: has `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
 
         Raises:
             OptionError: the variables contradict each other.

@@ -62,28 +62,35 @@ def batch(
 ) -> list[dict[str, Any]] | Progress:
     """Answer any number of lines in few passes over the weights: text, scores, choices, embeddings.
 
-    See docs/guides/batch.md and docs/reference/files.md.
-
     Args:
-        model: as `AutoModel.from_pretrained` returns it; or its argument, a repository or a folder: then weights are
-            placed so that there is room for as many lines at a time as possible.
+        model: a loaded model; or a repository or folder, which is then loaded so that memory has room for as many lines
+            at a time as possible.
         inputs: path of a file of JSON lines or of Parquet, or any iterable of records: a list, a `datasets.Dataset`.
         out: file for the answers, which a call after a kill resumes; None to return them as a list.
-        max_new_tokens, temperature, top_p, seed, stop: defaults for records that omit them; greedy by default.
-        pooling, normalise: of embeddings: "last" or "mean", and whether to scale them to length one.
-        columns: expected name -> name in the records, such as {"prompt": "question"}.
-        sequences: limit of sequences in one pass.
-        cache_memory: limit of the KV cache in bytes, or text such as "8GiB".
-        cache_disk: limit in bytes of the KV caches of further lines in a temporary file, or text such as "40GiB"; 0 for
-            none.
-        exact: compute each line's rows separately; see `rabbitllm.batch_jobs.items.JobLimits`.
+        max_new_tokens: maximum tokens of an answer, unless the record says otherwise.
+        temperature: sampling temperature, unless the record says otherwise; None or 0 is greedy.
+        top_p: nucleus sampling threshold, unless the record says otherwise; above 0 and up to 1.
+        seed: random seed, unless the record says otherwise; each line combines it with its index.
+        stop: text or texts at which an answer ends, unless the record says otherwise.
+        pooling: "last" (hidden state of the last token) or "mean", for embeddings.
+        normalise: scale embeddings to length 1.
+        columns: expected name -> name in the records, such as `{"prompt": "question"}`.
+        sequences: maximum sequences in one pass.
+        cache_memory: maximum bytes of the KV cache; the default is what the lines need, up to half of the free memory.
+        cache_disk: maximum bytes of swapped-out KV caches in a temporary file; 0 for none; the default is a quarter of
+            the free disk.
+        exact: compute each line separately: bits as if it ran alone; slower.
         overwrite: replace an existing output.
-        compression, device, max_memory, dtype, revision, trust_remote_code: of `AutoModel.from_pretrained`, for a model
-            that is not loaded yet; without `compression`, that of a split on this machine. Shards that are fetched for
-            a split are not kept.
+        compression: as in `AutoModel.from_pretrained`; the default is that of a split on this machine. This and the
+            arguments that follow are for a model that is not loaded yet.
+        device: as in `AutoModel.from_pretrained`.
+        max_memory: as in `AutoModel.from_pretrained`.
+        dtype: as in `AutoModel.from_pretrained`.
+        revision: as in `AutoModel.from_pretrained`.
+        trust_remote_code: as in `AutoModel.from_pretrained`.
 
     Returns:
-        One object for each line, in the order of the input; with `out`, the final progress.
+        One dict for each line, in the order of the input; with `out`, the final progress.
 
     Raises:
         InputError: the input cannot be read, or contains an id twice.

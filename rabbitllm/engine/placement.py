@@ -190,9 +190,9 @@ class Placement:
     """The placement of every unit; prints as a table.
 
     Attributes:
-        units: in the order of the model, without experts that are streamed individually.
-        budgets: the devices.
-        experts: the modules whose experts are streamed individually.
+        units: placement of each unit in the order of the model, without experts that are streamed individually.
+        budgets: limits of the devices.
+        experts: modules whose experts are streamed individually.
         pools: memory for streamed experts, one for each device that has any.
     """
 
@@ -202,7 +202,14 @@ class Placement:
     pools: tuple[Pool, ...] = ()
 
     def of(self, unit: str) -> PlacedUnit:
-        """The placement of one unit."""
+        """The placement of one unit.
+
+        Args:
+            unit: its path in the model, such as "model.layers.0".
+
+        Raises:
+            StopIteration: there is no such unit.
+        """
         return next(placed for placed in self.units if placed.unit == unit)
 
     @property
@@ -226,11 +233,11 @@ class Placement:
         return sum(self._uploaded(budget) for budget in self.budgets)
 
     def plot(self, path: str | Path, title: str = "") -> None:
-        """Draw the device and tier of each layer; see `engine.tier_picture.draw_placement`.
+        """Draw the device and tier of each layer; needs matplotlib.
 
         Args:
-            path: of the picture, .png, .svg or .pdf; an existing file is replaced.
-            title: of the picture.
+            path: file of the picture, .png, .svg or .pdf; an existing file is replaced.
+            title: title of the picture.
 
         Raises:
             OptionError, MissingPackageError: no such format, or matplotlib is not installed.

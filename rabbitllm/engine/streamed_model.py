@@ -57,16 +57,20 @@ else:
 
 
 class StreamedModel(_TransformersModel):  # type: ignore[misc]
-    """The methods of a streamed model, mixed in before the model's own class.
+    """A model of transformers whose weights are resident or streamed.
+
+    It is an instance of the class that transformers has for the model: `forward`, `generate` and `config` are its own.
+    Logits are a tensor of shape (batch, tokens, vocabulary) in the dtype of the computation, on `model.device`. These
+    methods are added before those of the class.
 
     Attributes:
-        tokenizer: the checkpoint's, or None.
-        profiler: the times of each layer, with `profiling_mode=True`.
-        placement: the device and tier of each unit; prints as a table.
-        streamer: installs and runs the hooks.
-        pass_line: shows slow passes; None if nothing is streamed, or if it is turned off.
-        shared_passes: the callers that share passes at the moment; None if there are none.
-        hosts: the processes that compute layers on other hosts; None if all layers are here. `close()` ends them.
+        tokenizer: the checkpoint's tokenizer; None if it has none.
+        profiler: times and bytes of each layer, with `profiling_mode=True`.
+        placement: device and tier of each unit; prints as a table.
+        streamer: installs and runs the hooks; internal.
+        pass_line: shows slow passes; internal.
+        shared_passes: callers that share passes; internal.
+        hosts: processes that compute layers on other hosts; None if all layers are here. `hosts.close()` ends them.
         unused_tensors: stored tensors that the model class ignores; they are never read.
     """
 
@@ -220,7 +224,15 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         return self.to("bfloat16")
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters of the whole model, resident or not; tied weights count once, as in any model."""
+        """The number of parameters of the whole model, resident or not. Tied weights count once.
+
+        Args:
+            only_trainable: count parameters that require gradients only.
+            exclude_embeddings: do not count embeddings.
+
+        Returns:
+            The number of elements, not bytes.
+        """
         total: int = super().num_parameters(only_trainable, exclude_embeddings)
         counted = dict(self.named_parameters())
         embeddings = {f"{name}.weight" for name, kind in self.named_modules() if isinstance(kind, torch.nn.Embedding)}
@@ -232,7 +244,13 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of weights that are in memory between two passes, on any device, and of the buffers for streamed ones.
 
-        Weights that are used in the mapped files count too. For an ordinary model it is the size of all its weights.
+        Weights that are used in mapped files count too.
+
+        Args:
+            return_buffers: count the buffers of the modules too.
+
+        Returns:
+            Bytes.
         """
         buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()
         return self._held_bytes + sum(buffers)
@@ -241,6 +259,11 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
         """Resize the embeddings as transformers does, if both are in memory; the present size is always accepted.
+
+        Args:
+            new_num_tokens: number of rows; None for the present number.
+            pad_to_multiple_of: rounds the number of rows up.
+            mean_resizing: as in transformers.
 
         Raises:
             AbsentWeightError: one of them is not in memory. Nothing was changed.
@@ -275,7 +298,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         Args:
             save_directory: a folder without weights; it need not exist.
             is_main_process: False writes nothing.
-            max_shard_size: of a shard, bytes or text such as "5GB"; a larger tensor has a shard of its own.
+            max_shard_size: maximum bytes of a shard; a larger tensor gets a shard of its own.
             tokenizer: write the tokenizer too.
             **kwargs: other arguments of transformers; those that would change the result are refused.
 
@@ -302,6 +325,9 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
         If all experts are resident, the file has no counts.
 
+        Args:
+            path: the file, which is replaced.
+
         Raises:
             OSError: the file cannot be written.
         """
@@ -310,6 +336,9 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
     def load_expert_use(self, path: str | Path) -> None:
         """Read the experts that were used most, by a file of `save_expert_use`, as far as there is memory for them.
+
+        Args:
+            path: a file that `save_expert_use` wrote for this model.
 
         Raises:
             OptionError: the file was written for another model.

@@ -83,21 +83,21 @@ class GenerationEstimate:
     Attributes:
         compression: None, "8bit", "4bit", "4bit-double" or "auto".
         obstacle: why there is no estimate for the model; None if there is one.
-        refused: whether that is because loading would refuse it.
-        placed: placement of its units, as in `model.placement`, without experts that are streamed individually.
+        refused: whether there is none because loading would refuse the model.
+        placed: bytes by device and tier, without experts that are streamed individually.
         stays_bytes: stored bytes that are resident in memory or on a device, experts included.
         read_bytes: bytes that each token reads, from the disk or, if they fit there, from the page cache.
         from_the_disk: whether they come from the disk, on every token.
-        token_seconds: a token after the first; None if a rate could not be measured.
-        first_token_seconds: the first one, with a prompt of `PROMPT_TOKENS` and nothing of the model in the page cache.
-        speeds: the rates that both are based on.
+        token_seconds: time of a token after the first; None if a rate could not be measured.
+        first_token_seconds: time of the first token, with nothing of the model in the page cache.
+        speeds: rates that both times are based on.
         copied_bytes: bytes that each token copies from host memory to devices.
         experts: experts with a placement of their own, by device.
-        found_token_seconds: a token after the first all of whose experts are where they compute; that of any token
+        found_token_seconds: time of a token after the first whose experts are all in memory; equal to `token_seconds`
             if no experts are streamed.
-        placement: of each unit.
-        too_little_memory: the memory that a pass needs and that this process may take, if that is less: loading it
-            here would be refused; None if it is enough.
+        placement: placement of each unit.
+        too_little_memory: why loading would be refused: the memory that a pass needs, and what this process may take;
+            None if it is enough.
     """
 
     compression: str | None

@@ -274,8 +274,8 @@ class Plan(SplitEstimate):
 
     Attributes:
         devices: devices that would compute.
-        prompt_tokens: length of the prompt before the first token.
-        generations: by compression, as `outlooks` are.
+        prompt_tokens: length of the prompt before the first token, in tokens.
+        generations: one for each compression, in the order of `outlooks`.
     """
 
     devices: tuple[str, ...] = ()
@@ -309,22 +309,22 @@ def plan(
     shard to measure the connection.
 
     Args:
-        path_or_repo_id: as for `AutoModel.from_pretrained`, like all that follow except `bandwidth`.
+        path_or_repo_id: a folder with a checkpoint, a split directory, or a repository on the hub.
         compression: the preferred one: None, "8bit", "4bit", "4bit-double" or "auto".
         layer_shards_saving_path: folder for the split directory.
         revision: branch, tag or commit of the repository.
-        token: for the hub.
-        cache_dir: the hub cache.
-        max_disk: bytes that the split may occupy, e.g. "57GiB".
-        min_free_disk: bytes of the disk to keep free.
+        token: access token for the hub.
+        cache_dir: folder of the hub cache.
+        max_disk: maximum bytes of the split, e.g. "57GiB".
+        min_free_disk: bytes of the disk that must stay free.
         bandwidth: bytes per second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
             measurement.
         device: device to generate on.
-        max_memory: device -> bytes for weights, e.g. `{0: "14GiB"}`; by default what is free.
-        fit_scales: see `SplitOptions`.
+        max_memory: maximum bytes of weights for each device, e.g. `{0: "14GiB"}`; the default is the free memory.
+        fit_scales: expect the scales with the least squared error, as in `AutoModel.from_pretrained`.
 
     Returns:
-        A record; its `choice` has the best call that fits.
+        The estimates; `choice` is the best call that fits.
 
     Raises:
         RabbitLLMError: an invalid argument, no such source, or a malformed one.

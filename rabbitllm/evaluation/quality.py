@@ -251,7 +251,7 @@ class Quality:
     problems: int
 
     def as_json(self) -> dict[str, Any]:
-        """The result as plain values: sizes in bytes, divergences in nats."""
+        """The result as a dict for `json.dumps`: sizes in bytes, divergences in nats."""
         names = {"error": "standard_error", "percentile": "percentile_99"}
         divergence = asdict(self.summary.divergence)
         return {
@@ -287,7 +287,7 @@ def quality(
     verify_checksums: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Quality:
-    """Compare a model's next-token distributions with those of the uncompressed one; see docs/QUALITY.md.
+    """Compare a model's next-token distributions with those of the uncompressed model.
 
     Args:
         model: name or path for `AutoModel.from_pretrained`, which splits the model first if needed; or a loaded model.
@@ -300,10 +300,18 @@ def quality(
         tokens: maximum number of predicted tokens.
         problems: number of held-out problems to answer, for models with the bundled tokenizer; a multiple of 4, 0 for
             none. None for 400 without a text, else for none.
-        device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code, verify_checksums: as in
-            `AutoModel.from_pretrained`, for both; by default each takes a third of free memory for its weights.
-        dtype: dtype of the computation, for both; None for the config's.
-        say: called with a description of each step.
+        device: as in `AutoModel.from_pretrained`; this and the arguments that follow are for both models.
+        max_memory: as in `AutoModel.from_pretrained`; the default is a third of the free memory for each model.
+        dtype: dtype of the computation; None for the config's.
+        exact: as in `AutoModel.from_pretrained`.
+        layer_shards_saving_path: as in `AutoModel.from_pretrained`.
+        revision: as in `AutoModel.from_pretrained`.
+        trust_remote_code: as in `AutoModel.from_pretrained`.
+        verify_checksums: as in `AutoModel.from_pretrained`.
+        say: function that is called with a description of each step.
+
+    Returns:
+        The comparison; divergences are in nats.
 
     Raises:
         QualityError: the two cannot be compared, the text is too short, or the uncompressed model cannot be found.

@@ -367,8 +367,8 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_check
             mapped files are read later, by the computation, and are not compared.
 
     Returns:
-        A mapping of tensors, in the order of the file or of the index. They are never parameters and require no
-        gradient, even if saved ones did.
+        Tensor names -> lazy tensors, with the shape and dtype of the file, on the CPU, in the order of the file or of
+        the index. They are never parameters and require no gradient, even if saved ones did.
 
     Raises:
         CheckpointNotFoundError, MissingShardError: there is no file, no weights in the folder, or not all of them.

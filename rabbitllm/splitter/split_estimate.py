@@ -50,18 +50,21 @@ class Anatomy:
 
     Attributes:
         total_bytes: size of all shards.
-        shards, largest_shard_bytes: number of shards, and size of the largest.
-        layers, largest_layer, largest_layer_bytes: number of layers, the id of the largest, and the size of its
-            uncompressed layer file.
+        shards: number of shards.
+        largest_shard_bytes: size of the largest shard.
+        layers: number of layers.
+        largest_layer: id of the layer with the largest uncompressed layer file.
+        largest_layer_bytes: size of that file.
         tensors: number of tensors.
         parameters: number of elements of floating tensors.
         tied_embeddings: True if the config says so and there is no output head; False if there is one; None where
             there is none and the config does not say so.
         never_compressed: floating tensors of two or more dimensions that compression leaves alone, by reason.
         not_floating: tensors that are not floating, by dtype.
-        empty, scalars: number of tensors without elements, and of those without dimensions.
-        layers_over_shards, most_shards_of_a_layer: number of layers whose tensors lie in several shards, and the
-            largest number of shards of one layer.
+        empty: number of tensors without elements.
+        scalars: number of tensors without dimensions.
+        layers_over_shards: number of layers whose tensors are in several shards.
+        most_shards_of_a_layer: largest number of shards of one layer.
         quantized: quantization of the published weights; None for plain ones.
     """
 
@@ -225,14 +228,14 @@ class Route:
     """One way to make a split.
 
     Attributes:
-        name: a key of `ROUTES`.
-        disk_bytes: the most by which use of this machine's disks exceeds the present one, the hub cache included. This
-            must be free in addition to `min_free_disk`.
-        created_bytes: the most that the split directory occupies, plus downloads into the hub cache before it is begun;
-            bounded by `max_disk`.
-        cache_bytes: the part of `disk_bytes` in the hub cache.
-        lacking: the shortage that the split itself would report; None if it fits.
-        seconds: estimated; None if a rate for it is not known.
+        name: "standard" (shards are kept), or a sequential route: "sequential_ahead" (the next shard is fetched
+            meanwhile), "sequential_file" (one shard at a time) or "sequential_stream" (no shard is a file).
+        disk_bytes: largest increase of disk use during the split, hub cache included. This must be free in addition to
+            `min_free_disk`.
+        created_bytes: largest size of the split directory and of downloads for it; limited by `max_disk`.
+        cache_bytes: part of `disk_bytes` in the hub cache.
+        lacking: the shortage that the split would report; None if it fits.
+        seconds: estimated time; None if a rate is unknown.
     """
 
     name: str
@@ -253,13 +256,13 @@ class CompressionEstimate:
     """The split estimate at one compression.
 
     Attributes:
-        compression: None, one for all tensors, or "auto".
+        compression: None, "8bit", "4bit", "4bit-double" or "auto".
         folder: the split directory; it may not exist yet.
-        state: of it, "new", "unfinished" or "finished".
-        output_bytes: of all layer files; None if no header is left to compute it from.
+        state: state of the split directory: "new", "unfinished" or "finished".
+        output_bytes: size of all layer files; None if no header is left to compute it from.
         layers_above_10_gb: ids of layers whose file is that large.
         finished_at: when the split directory was completed, ISO 8601; None if it is not.
-        shards_used: number of shards that an earlier run used up.
+        shards_used: number of shards that an earlier run has processed.
         shards: number of all shards.
         obstacle: why no route is possible: the folder belongs to another model, or shards are gone.
         routes: the possible routes in order of preference; none if nothing is left to do, or nothing can be done.
@@ -294,7 +297,13 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The best that fits: its compression, its route (None for a finished split), and the call that does it."""
+    """The best call that fits.
+
+    Attributes:
+        compression: its compression.
+        route: its route; None for a finished split.
+        call: the call as Python code.
+    """
 
     compression: str | None
     route: str | None
@@ -306,18 +315,18 @@ class SplitEstimate:
     """The complete split estimate.
 
     Attributes:
-        source: as the caller named it.
+        source: the model as the caller named it.
         kind: "hub", "local", or "split" if only a finished split directory exists.
         label: the folder, or the repository and commit.
         commit: the pinned commit of a repository.
-        compression: the requested one.
-        max_disk, min_free_disk: limits by the caller, bytes.
-        anatomy: of the checkpoint; None if no header of it is left.
-        disks: the disk of the layer files first.
-        outlooks: by compression, from the largest output to the smallest.
-        memory_bytes: the most anonymous memory that the split adds.
-        rates: basis of the times.
-        choice: the best that fits; None if nothing does.
+        compression: the requested compression.
+        max_disk, min_free_disk: the caller's limits in bytes.
+        anatomy: composition of the checkpoint; None if none of its headers is left.
+        disks: disks that the split writes to; that of the layer files comes first.
+        outlooks: one for each compression, from the largest layer files to the smallest.
+        memory_bytes: the most memory that the split adds, without mapped files.
+        rates: measured or given rates that the times are based on.
+        choice: the best call that fits; None if nothing fits.
         warnings: further notes.
     """
 
@@ -337,7 +346,11 @@ class SplitEstimate:
     warnings: tuple[str, ...] = ()
 
     def at(self, compression: str | None) -> CompressionEstimate | None:
-        """Return the estimate at a compression; None if it has none."""
+        """Return the estimate at a compression; None if there is none.
+
+        Args:
+            compression: None, "8bit", "4bit", "4bit-double" or "auto".
+        """
         return next((outlook for outlook in self.outlooks if outlook.compression == compression), None)
 
     def called(self, compression: str | None) -> str:

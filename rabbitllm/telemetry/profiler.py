@@ -252,7 +252,10 @@ class Profiler:
 
     @contextlib.contextmanager
     def trace(self, most_events: int = MAX_EVENTS) -> Iterator[Trace]:
-        """Keep every single event inside the context; at most the last `most_events`.
+        """A context manager that records each event inside it. `trace.write(path)` writes them as JSON for Perfetto.
+
+        Args:
+            most_events: number of events to keep; the last ones are kept.
 
         Raises:
             OptionError: the profiler is off.

@@ -323,13 +323,13 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
 _IN_A_PROCESS = """
 import sys
 import torch
-from tests.quant.test_products import assert_products, inputs, matrix, meant
+from tests.quant.test_products import CODES, assert_products, inputs, matrix, meant
 from rabbitllm.quant import kernels
 from rabbitllm.quant.products import Matrix
 for key in sys.argv[1:]:
     scheme, width = key.split("-")
     for worth in (1 << 10, 1 << 30):  # by threads of a team, and by one
-        kernels.WORTH_A_THREAD = {"codes": worth}
+        kernels.WORTH_A_THREAD = {CODES: worth}
         parts, x = matrix(scheme, 70, 704), inputs(3, 704)
         got = Matrix(*parts).times_by(CODES, int(width), x)
         assert_products(got, x, meant(parts))

@@ -44,8 +44,31 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
-Relay = dict[int, Pair]
-"""Layer -> the KV cache of a prefix, (1, heads, tokens, width), from one micro-batch to the next; of one layer."""
+
+class Relay:
+    """The KV cache of a prefix in one layer, (1, heads, tokens, width), from one micro-batch to the next.
+
+    Not a dict: what containers in a waiting function hold is offloaded, and two micro-batches hold a relay.
+    """
+
+    def __init__(self) -> None:
+        self._layer = -1
+        self._pair: Pair | None = None
+
+    def put(self, layer: int, pair: Pair) -> None:
+        """Replace the pair by that of another layer."""
+        self._layer, self._pair = layer, pair
+
+    def pop(self, layer: int) -> Pair:
+        """Take the pair of a layer.
+
+        Raises:
+            NotPackable: it is not here, for example after an error.
+        """
+        pair, self._pair = self._pair, None
+        if pair is None or self._layer != layer:
+            raise NotPackable("the micro-batch before has not computed what this one begins with")
+        return pair
 
 
 class SegmentCache(PackedCache):
@@ -93,14 +116,12 @@ class SegmentCache(PackedCache):
         self._unused += 1
         if self._knows:
             assert self._before is not None
-            self._known = self._before.pop(layer_idx, None)
-            if self._known is None:  # for example after an error
-                raise NotPackable("the micro-batch before has not computed what this one begins with")
+            self._known = self._before.pop(layer_idx)
         if self._behind is not None and self._hands_on:
             path = self._segments.path(len(self._segments.ends) - 1)
             keys, values = self._joined(path, self._by_row(key_states, value_states), self._known)
-            self._behind.clear()
-            self._behind[layer_idx] = keys[:, :, : self._hands_on].clone(), values[:, :, : self._hands_on].clone()
+            shared = keys[:, :, : self._hands_on].clone(), values[:, :, : self._hands_on].clone()
+            self._behind.put(layer_idx, shared)
         return key_states, value_states
 
     def _pairs(

@@ -151,7 +151,7 @@ def _pass(
         OSError, RabbitLLMError: the weights cannot be read.
     """
     found: dict[int, list[Scored]] = {}
-    relays: list[Relay] = [{} for _ in range(len(batches) + 1)]
+    relays = [Relay() for _ in range(len(batches) + 1)]
     fixed = frozenset(one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers()))
     with ActivationOffload(limits.near, limits.host, limits.disk, limits.folder, fixed) as offload:
         turns = TakingTurns(model, offload, exact=exact, alone=len(batches) == 1, experts_rows=limits.experts_rows)

@@ -1,0 +1,80 @@
+"""The pages of docs/reference that are made from the code are current, and name all that is public."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+import pytest
+
+import rabbitllm
+from rabbitllm import errors
+from tools.reference import api
+from tools.reference.__main__ import FOLDER, PAGES
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "rabbitllm"
+OLD_CLASSES = re.findall(r"`(\w+)`", api.OTHER_CLASSES)
+NOT_VARIABLES = frozenset({"AVX2", "KMGT", "ERROR", "POST", "BF16", "VNNI", "NEON", "I8MM", "CPU", "GPU"})
+"""Words in capital letters in modules that read the environment."""
+
+
+def read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_current(name: str) -> None:
+    assert read(name) == PAGES[name](), f"docs/reference/{name} differs: run `python -m tools.reference`"
+
+
+def test_every_public_name_has_its_entry() -> None:
+    there = {*api.public_names(), *OLD_CLASSES, "__version__", "RabbitLLMError", "NotEnoughSpaceException"}
+    assert set(rabbitllm.__all__) <= there
+    assert set(OLD_CLASSES) <= set(rabbitllm.__all__)
+
+
+def functions() -> Iterator[griffe.Function]:
+    """The functions and methods on the page."""
+    for shown in (one for found in api.GROUPS.values() for one in found):
+        one = api.found_at(shown.path)
+        members = {
+            name: member for path in (*shown.bases, shown.path) for name, member in api.found_at(path).members.items()
+        }
+        yield from (f for f in (one, *map(members.get, shown.members)) if isinstance(f, griffe.Function))
+
+
+@pytest.mark.parametrize("function", list(functions()), ids=lambda function: function.path)
+def test_every_argument_is_described(function: griffe.Function) -> None:
+    """And nothing that is no argument."""
+    arguments = {one.name for one in function.parameters if not one.kind.name.startswith("var")} - {"self", "cls"}
+    assert api.described(function) - {"kwargs"} == arguments
+
+
+def test_every_error_says_what_to_do() -> None:
+    """Each class has its section; but for the base, whose section says what all have."""
+    kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.RabbitLLMError)]
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", read("errors.md"), re.MULTILINE | re.DOTALL))
+    assert set(sections) == {kind.__name__ for kind in kinds}
+    for kind in kinds:
+        assert kind is errors.RabbitLLMError or "**What to do:** " in sections[kind.__name__], kind
+
+
+def test_every_environment_variable_that_is_read_is_named() -> None:
+    """Constants in capital letters, in modules that read the environment."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"environ|envvar|VARIABLE", text):
+            constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+            found |= {
+                one
+                for one in constants
+                if isinstance(one, str) and re.fullmatch(r"[A-Z][A-Z0-9]{2,}(_[A-Z0-9]+)*", one)
+            }
+    named = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", read("environment.md")))
+    assert {"RABBITLLM_HOME", "RABBITLLM_LOG", "RABBITLLM_API_KEY"} <= found
+    assert found - NOT_VARIABLES <= named

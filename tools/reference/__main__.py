@@ -1,0 +1,38 @@
+"""Write the pages of docs/reference that are made from the code.
+
+python -m tools.reference          write them
+python -m tools.reference --check  exit with 1 if a page differs
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.reference import api, cli, errors
+
+FOLDER = Path(__file__).parents[2] / "docs" / "reference"
+PAGES: dict[str, Callable[[], str]] = {"cli.md": cli.page, "api.md": api.page, "errors.md": errors.page}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page differs")
+    parser.add_argument("--into", type=Path, default=FOLDER, help="folder of the pages (docs/reference)")
+    given = parser.parse_args()
+    differing = []
+    for name, page in PAGES.items():
+        path, text = given.into / name, page()
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        differing.append(name)
+        if not given.check:
+            path.write_text(text, encoding="utf-8")
+    print(("differs" if given.check else "written") + ": " + (", ".join(differing) or "nothing"))
+    return 1 if given.check and differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

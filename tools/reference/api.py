@@ -1,0 +1,280 @@
+"""docs/reference/api.md, from the docstrings and signatures of the public names and of the classes that they return."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import griffe
+
+from tools.reference.markdown import cell, one_line, paragraphs, sentence, table
+from tools.reference.source import module, sections
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A public object.
+
+    Attributes:
+        name: the name by which a caller imports or gets it.
+        path: its module, a colon, and its name there.
+        members: of a class, the methods and properties to show.
+        bases: classes of other modules whose attributes it inherits.
+        is_made: whether callers make it: its attributes are then arguments with defaults.
+    """
+
+    name: str
+    path: str
+    members: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
+    is_made: bool = False
+
+
+_MODEL = (
+    "save_pretrained get_memory_footprint num_parameters to resize_token_embeddings save_expert_use load_expert_use"
+)
+_ESTIMATE = "rabbitllm.splitter.split_estimate"
+_OLD = "rabbitllm.rabbitllm_1_names"
+GROUPS: Mapping[str, Sequence[Shown]] = {
+    "Load a model": (
+        Shown("AutoModel.from_pretrained", "rabbitllm.auto_model:AutoModel.from_pretrained"),
+        Shown("model", "rabbitllm.engine.streamed_model:StreamedModel", tuple(_MODEL.split())),
+        Shown(
+            "model.placement",
+            "rabbitllm.engine.placement:Placement",
+            ("home", "is_resident", "streamed_bytes", "uploaded_bytes", "of", "plot"),
+        ),
+        Shown("PlacedUnit", "rabbitllm.engine.placement:PlacedUnit"),
+        Shown("Tier", "rabbitllm.engine.placement:Tier"),
+        Shown(
+            "model.profiler",
+            "rabbitllm.telemetry.profiler:Profiler",
+            ("report", "as_json", "sums", "passes", "bottleneck", "trace", "clear"),
+        ),
+        Shown("Hosts", "rabbitllm.base.options:Hosts", ("of_torchrun",), is_made=True),
+    ),
+    "Estimate": (
+        Shown("rabbitllm.plan", "rabbitllm.estimate.plan:plan"),
+        Shown("Plan", "rabbitllm.estimate.plan:Plan", ("at",), (f"{_ESTIMATE}:SplitEstimate",)),
+        Shown("Recommendation", f"{_ESTIMATE}:Recommendation"),
+        Shown("CompressionEstimate", f"{_ESTIMATE}:CompressionEstimate"),
+        Shown("Route", f"{_ESTIMATE}:Route", ("fits",)),
+        Shown("GenerationEstimate", "rabbitllm.estimate.cost_model:GenerationEstimate"),
+        Shown("Anatomy", f"{_ESTIMATE}:Anatomy"),
+    ),
+    "Answer many prompts": (
+        Shown("rabbitllm.batch", "rabbitllm.batch_jobs.api:batch"),
+        Shown("Progress", "rabbitllm.batch_jobs.display:Progress"),
+    ),
+    "Measure quality": (
+        Shown("rabbitllm.quality", "rabbitllm.evaluation.quality:quality"),
+        Shown("Quality", "rabbitllm.evaluation.quality:Quality", ("as_json",)),
+        Shown("Summary", "rabbitllm.evaluation.compare:Summary"),
+        Shown("Divergence", "rabbitllm.evaluation.compare:Divergence"),
+    ),
+    "Read single tensors": (
+        Shown("rabbitllm.lazy_load", "rabbitllm.lazy.load:lazy_load"),
+        Shown("LazyCheckpoint", "rabbitllm.lazy.load:LazyCheckpoint", ("nbytes", "close")),
+        Shown("LazyTensor", "rabbitllm.lazy.tensor:LazyTensor", ("path", "read")),
+    ),
+    "Notebooks": (
+        Shown("notebooks.settle", "rabbitllm.notebooks:settle"),
+        Shown("notebooks.find", "rabbitllm.notebooks:find"),
+        Shown("Places", "rabbitllm.notebooks:Places", ("max_disk",)),
+    ),
+    "Name layers": (
+        Shown("rabbitllm.register_layer_naming", "rabbitllm.checkpoints.naming:register_layer_naming"),
+        Shown("naming", "rabbitllm.checkpoints.naming:naming"),
+    ),
+    "Names of RabbitLLM 1.1": (
+        Shown("RabbitLLMBaseModel", f"{_OLD}:RabbitLLMBaseModel"),
+        Shown("split_and_save_layers", f"{_OLD}:split_and_save_layers"),
+        Shown("compress_layer_state_dict", f"{_OLD}:compress_layer_state_dict"),
+        Shown("uncompress_layer_state_dict", f"{_OLD}:uncompress_layer_state_dict"),
+    ),
+}
+OTHER_CLASSES = "`RabbitLLMBaichuan`, `RabbitLLMChatGLM`, `RabbitLLMInternLM`, `RabbitLLMLlama2`, `RabbitLLMMistral`, \
+`RabbitLLMMixtral`, `RabbitLLMQWen`, `RabbitLLMQWen2` and `RabbitLLMQWen3` are the same class under other names."
+BEGIN = """\
+# Python API
+
+This page is made from the docstrings by `python -m tools.reference`. Do not edit it.
+
+Import the names from `rabbitllm`: `from rabbitllm import AutoModel`. Each is loaded when it is first used, so
+`import rabbitllm` alone loads neither torch nor transformers. Classes that are only returned are named without a way to
+import them. `RabbitLLMError` and `NotEnoughSpaceException` are under [Errors](errors.md). `rabbitllm.__version__` is
+the version as text.
+
+Sizes are in bytes, times in seconds, unless an entry says otherwise. Arguments for a size take a number of bytes, or
+text with a unit: `"57GiB"`, `"4GB"`. Names behind `*` must be given by name.
+"""
+
+
+def page() -> str:
+    """The page."""
+    lines = [BEGIN]
+    rows = [
+        (group, ", ".join(f"[`{one.name}`](#{_anchor(one.name)})" for one in found)) for group, found in GROUPS.items()
+    ]
+    lines += table(["task", "names"], rows)
+    for group, found in GROUPS.items():
+        lines += ["", f"## {group}"]
+        for one in found:
+            lines += ["", *_object(one)]
+            if one.name == "RabbitLLMBaseModel":
+                lines += ["", *OTHER_CLASSES.splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def found_at(path: str) -> griffe.Object:
+    """The object at a module's path and a name."""
+    where, _, name = path.partition(":")
+    found = module(where)[name]
+    assert isinstance(found, griffe.Object)
+    return found
+
+
+def _object(shown: Shown) -> Iterator[str]:
+    found = found_at(shown.path)
+    yield f"### {shown.name}"
+    yield ""
+    if isinstance(found, griffe.Function):
+        yield from _function(found)
+        return
+    assert isinstance(found, griffe.Class)
+    yield from _class(shown, found, [found_at(one) for one in shown.bases])
+
+
+def _function(found: griffe.Function) -> Iterator[str]:
+    yield from _text(found)
+    arguments = {one.name: one for one in found.parameters if one.name not in ("self", "cls")}
+    yield from _arguments(found, arguments)
+    for section in sections(found):
+        if section.kind is griffe.DocstringSectionKind.returns:
+            kind = _type(found.annotation)
+            said = sentence(one_line(section.value[0].description))
+            yield from ("", f"**Returns** {f'`{kind}`: ' if kind not in ('', 'Any') else ''}{said}")
+    yield from _raises(found)
+
+
+def _arguments(found: griffe.Object, arguments: Mapping[str, griffe.Parameter]) -> Iterator[str]:
+    described = dict(_items(found, griffe.DocstringSectionKind.parameters))
+    rows, is_by_name = [], False
+    for name, argument in arguments.items():
+        by_name = argument.kind is griffe.ParameterKind.keyword_only
+        mark = r"\* " if by_name and not is_by_name else ""
+        is_by_name = is_by_name or by_name
+        if argument.kind is griffe.ParameterKind.var_keyword:
+            name = f"**{name}"
+        if name.lstrip("*") not in described and name not in described:
+            continue
+        meaning = described.get(name) or described[name.lstrip("*")]
+        rows.append((f"{mark}`{name}`", _code(_type(argument.annotation)), _default(found, argument), meaning))
+    if rows:
+        yield ""
+        yield from table(["argument", "type", "default", "meaning"], rows)
+
+
+def _class(shown: Shown, found: griffe.Class, bases: Sequence[griffe.Object]) -> Iterator[str]:
+    yield from _text(found)
+    members = {name: member for one in (*bases, found) for name, member in one.members.items()}
+    rows = []
+    for name, meaning in (item for one in (*bases, found) for item in _items(one, _ATTRIBUTES)):
+        member = members.get(name)
+        is_typed = isinstance(member, griffe.Attribute)
+        kind = _type(member.annotation) if is_typed else ""
+        default = "" if not shown.is_made else "required" if member.value is None else f"`{member.value}`"
+        if not meaning.endswith("; internal."):
+            rows.append((f"`{name}`", _code(kind), default, meaning))
+    methods = []
+    for name in shown.members:
+        member = members[name]
+        if isinstance(member, griffe.Attribute) and "property" in member.labels:
+            rows.append((f"`{name}`", _code(_type(member.annotation)), "", _summary(member)))
+        else:
+            methods.append(member)
+    if "Enum" in str(found.bases):
+        rows = [(f"`{name}`", f"`{one.value}`", "", _summary(one)) for name, one in found.members.items()]
+    if rows:
+        yield ""
+        head = "argument" if shown.is_made else "attribute"
+        yield from table([head, "value" if "Enum" in str(found.bases) else "type", "default", "meaning"], rows)
+    for method in methods:
+        yield from ("", f"#### {shown.name}.{method.name}", "")
+        yield from _function(method)
+
+
+def _text(found: griffe.Object) -> Iterator[str]:
+    texts = [one.value for one in sections(found) if one.kind is griffe.DocstringSectionKind.text]
+    yield "\n\n".join(one for text in texts for one in paragraphs(text))
+
+
+def _summary(found: griffe.Object | griffe.Alias) -> str:
+    return one_line(found.docstring.value) if found.docstring else ""
+
+
+def _raises(found: griffe.Object) -> Iterator[str]:
+    for section in sections(found):
+        if section.kind is not griffe.DocstringSectionKind.raises:
+            continue
+        yield from ("", "**Raises**", "")
+        for one in section.value:
+            names = str(one.annotation).strip("()").split(", ")
+            yield f"- `{'`, `'.join(names)}`: {one_line(one.description)}"
+
+
+def _items(found: griffe.Object, kind: griffe.DocstringSectionKind) -> Iterator[tuple[str, str]]:
+    """Name and description; one entry may be about several names."""
+    for section in sections(found):
+        if section.kind is kind:
+            for item in section.value:
+                named = f"{item.name} {item.annotation}" if item.name.endswith(",") else item.name
+                for name in named.split(","):
+                    yield name.strip(), sentence(one_line(item.description))
+
+
+def _type(annotation: object) -> str:
+    """An annotation in words: `int or str`, without modules and quotation marks."""
+    if annotation is None:
+        return ""
+    text = re.sub(r"\b(?:os|torch|griffe)\.(?=[A-Z])", "", str(annotation)).strip("\"'")
+    return text.replace(" | ", " or ").replace("PathLike[str]", "PathLike")
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _default(found: griffe.Object, argument: griffe.Parameter) -> str:
+    if argument.kind is griffe.ParameterKind.var_keyword:
+        return ""
+    if argument.default is None:
+        return "required"
+    text = str(argument.default)
+    if text == "FIRST_GPU":
+        return "first GPU, else CPU"
+    if re.fullmatch(r"_?[A-Z][A-Z_]+", text):
+        value = getattr(importlib.import_module(found.module.path), text)
+        text = repr(value)
+    if text.startswith("lambda"):
+        return "nothing"
+    return "`os.environ`" if text == "os.environ" else f"`{cell(text)}`"
+
+
+_ATTRIBUTES = griffe.DocstringSectionKind.attributes
+
+
+def described(found: griffe.Object) -> set[str]:
+    """Names of the arguments that a docstring describes."""
+    return {name.lstrip("*") for name, _ in _items(found, griffe.DocstringSectionKind.parameters)}
+
+
+def public_names() -> Iterable[str]:
+    """First parts of the names on the page."""
+    return {one.name.removeprefix("rabbitllm.").partition(".")[0] for found in GROUPS.values() for one in found}

@@ -1,0 +1,68 @@
+"""docs/reference/errors.md, from the error classes: what each means, and its section "What to do"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import griffe
+
+from rabbitllm import errors
+from tools.reference.markdown import one_line, paragraphs
+from tools.reference.source import module, sections
+
+WHAT_TO_DO = "What to do"
+BEGIN = """\
+# Errors
+
+This page is made from `rabbitllm/errors.py` by `python -m tools.reference`. Do not edit it.
+
+Each error that RabbitLLM raises on purpose is a `RabbitLLMError`. `str(error)` shows the problem (what was found, what
+was expected) and, on a separate line, what to do. `error.problem` and `error.remedy` hold the two parts. Classes in
+parentheses are Python's own; `except` with them catches the error too. On the command line an `OptionError` ends with
+exit code 2, any other with 1. [Troubleshooting](../TROUBLESHOOTING.md) lists single messages.
+
+```python
+from rabbitllm import AutoModel, RabbitLLMError
+
+try:
+    AutoModel.from_pretrained("my-checkpoint", compression="5bit")
+except RabbitLLMError as error:
+    print(type(error).__name__, error.problem, error.remedy, sep="\\n")
+```
+"""
+
+
+def page() -> str:
+    """The page."""
+    found = module("rabbitllm.errors")
+    tree = list(_below(errors.RabbitLLMError))
+    lines = [BEGIN, "```text", *(f"{'  ' * depth}{_named(one)}" for depth, one in tree), "```"]
+    for _, one in tree:
+        lines += ["", f"## {one.__name__}", "", *_described(found[one.__name__])]
+    return "\n".join(lines) + "\n"
+
+
+def _below(kind: type, depth: int = 0) -> Iterator[tuple[int, type]]:
+    """The classes in the order of the source, each with its depth."""
+    yield depth, kind
+    for one in kind.__subclasses__():
+        if one.__module__ == errors.__name__:
+            yield from _below(one, depth + 1)
+
+
+def _named(kind: type) -> str:
+    others = [base.__name__ for base in kind.__bases__ if base.__module__ == "builtins" and base is not Exception]
+    return f"{kind.__name__} ({', '.join(others)})" if others else kind.__name__
+
+
+def _described(found: griffe.Object) -> Iterator[str]:
+    for section in sections(found):
+        if section.kind is griffe.DocstringSectionKind.text:
+            yield "\n\n".join(paragraphs(section.value))
+        elif section.kind is griffe.DocstringSectionKind.parameters:
+            for item in section.value:
+                yield ""
+                yield f"`{item.name}`: {one_line(item.description)}"
+        elif section.kind is griffe.DocstringSectionKind.admonition and section.title == WHAT_TO_DO:
+            yield ""
+            yield f"**{WHAT_TO_DO}:** {one_line(section.value.description)}"
