@@ -24,7 +24,7 @@ test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-room: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 tests/$(ROOM) $(if $(K),-k $(K))
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/$(ROOM) $(if $(K),-k $(K),-m "not long")
 
 # the libraries that the ecosystem's tests are about, half a gigabyte of them; `make test` leaves those tests out
 $(VENV)/.ecosystem: $(VENV)/.installed

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 WITHOUT_EFFECT: Mapping[str, tuple[Any, str]] = {
     "max_seq_len": (512, "the model's own context length applies"),
     "persister": (None, "layer files are always safetensors"),
-    "use_gds": (True, "layers are read into page-locked memory instead"),
+    "use_gds": (True, "layers are read into pinned memory instead"),
     "kv_cache_dir": (None, "pass cache_implementation='offloaded' to generate() instead"),
     "offload_small_layers_use_cpu_cache": (True, "the page cache serves that purpose"),
 }
@@ -47,7 +47,7 @@ class AutoModel:
     """Loads a model that may fit neither the GPU, nor RAM, nor (while it is prepared) the disk."""
 
     def __init__(self) -> None:
-        raise OSError("AutoModel is not made directly: call AutoModel.from_pretrained(path_or_repo_id, ...).")
+        raise OSError("AutoModel has no constructor: call AutoModel.from_pretrained(path_or_repo_id, ...).")
 
     @classmethod
     @system_errors_by_name()
@@ -220,7 +220,7 @@ def load(request: LoadRequest) -> Any:
     """Return the model as `AutoModel.from_pretrained` does, and split it first unless that is done.
 
     Raises:
-        RabbitLLMError: see the tree in `rabbitllm.errors`.
+        RabbitLLMError: as `AutoModel.from_pretrained`.
     """
     options, devices = request.run, _devices(request.run)
     source = prepare.find(request.spec, only_look=request.split is None)
@@ -253,7 +253,7 @@ def check_unsplit(options: SplitOptions) -> None:
     }
     if wrong := next((name for name, given in named.items() if given), None):
         raise OptionError(
-            f"{wrong} is done while a checkpoint is split, and split=False asks for none.", "Leave one of them out."
+            f"{wrong} works only while splitting, and split=False does not split.", "Remove one of the two."
         )
 
 

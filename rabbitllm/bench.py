@@ -298,13 +298,13 @@ def show(measured: Measured, console: Console) -> None:
     for name, value in _rows(measured):
         put_fact(console, name, value)
     console.print()
-    put(console, Text("where the time of a further pass goes (profiler on)", "dim"))
+    put(console, Text("time of a decode pass, by stage (profiler on)", "dim"))
     for label, seconds, share, style in shares(measured.sums[FURTHER]):
         bar = "█" * round(share * BAR)
         row = Text.assemble(f"  {label:<18}{seconds * 1e3:>10,.2f} ms {share:>5.0%}  ", (bar, style))
         console.print(row, soft_wrap=True)
     console.print()
-    put(console, Text("where the weights are", "dim"))
+    put(console, Text("placement of the weights", "dim"))
     for line in str(measured.placement).splitlines():
         console.print(Text(f"  {line}"), soft_wrap=True)
 
@@ -318,7 +318,7 @@ def headline(measured: Measured) -> str:
 def summary(measured: Measured) -> str:
     """Return the main figures in one line, for a picture."""
     further = measured.sums[FURTHER]
-    rate = f"{measured.further:.3g} s a token, {measured.tokens_per_second:.3g} tokens a second"
+    rate = f"{measured.further:.3g} s/token, {measured.tokens_per_second:.3g} tokens/s"
     return f"{rate}, overlap {further.overlap:.0%}, limit: {further.bottleneck}"
 
 
@@ -339,16 +339,16 @@ def _rows(measured: Measured) -> Iterator[tuple[str, str]]:
     sequences = "" if request.batch == 1 else f" in each of {counted(request.batch, 'sequence')}"
     prompt = counted(request.prompt_tokens, "token")
     yield "generated", f"{counted(request.tokens, 'token')} after {prompt}{sequences}; medians of {_turns(measured)}"
-    yield "load", f"{measured.load:.2f} s, with what had to be split first"
-    yield "first token", f"{measured.first:.3f} s; the very first one after loading {measured.first_after_load:.3f} s"
+    yield "load", f"{measured.load:.2f} s, splitting included"
+    yield "first token", f"{measured.first:.3f} s; directly after loading {measured.first_after_load:.3f} s"
     times = sorted(turn.further for turn in measured.turns)
     spread = f" ({times[0]:.4f} to {times[-1]:.4f})" if len(times) > 1 else ""
-    yield "each further", f"{measured.further:.4f} s{spread}, {measured.tokens_per_second:,.2f} tokens a second"
+    yield "each further", f"{measured.further:.4f} s{spread}, {measured.tokens_per_second:,.2f} tokens/s"
     yield "bytes a token", ", ".join(_bytes(measured, further))
-    yield "overlap", f"{further.overlap:.0%} (the longer of moving and computing, of the wall time)"
+    yield "overlap", f"{further.overlap:.0%} (the longer of transfer and compute time, over wall time)"
     yield "limit", further.bottleneck or "none"
     if measured.peak is not None:
-        yield "peak memory", f"{size(measured.peak)}, pages of mapped files included"
+        yield "peak memory", f"{size(measured.peak)}, with pages of mapped files"
 
 
 def _turns(measured: Measured) -> str:

@@ -390,17 +390,17 @@ def _numbers(*names: str) -> frozenset[int]:
 
 _FULL_ERRORS = _numbers("ENOSPC", "EDQUOT")
 """Errors of a write without space: on the disk, in its inode table, or in a quota."""
-_IN_THE_WAY = "A file, or a link that leads nowhere, is where a folder is needed: name another path, or move it away."
+_IN_THE_WAY = "The path of a folder is a file or a broken link: use another path, or move it away."
 _REMEDIES = (
-    (_numbers("EROFS"), "The disk is mounted read-only: name a folder on another one, or mount it for writing."),
-    (_numbers("EACCES", "EPERM"), "Name a folder that this user may write to, or change its permissions."),
+    (_numbers("EROFS"), "The disk is mounted read-only: use a folder on another disk, or mount it for writing."),
+    (_numbers("EACCES", "EPERM"), "Use a folder that this user can write to, or change its permissions."),
     (
         _numbers("EIO", "ESTALE", "ENXIO", "ENODEV", "ENOLCK"),
-        "Check the disk or file server (on Linux `dmesg` says more), and make the same call again.",
+        "Check the disk or file server (on Linux see `dmesg`), and make the same call again.",
     ),
     (
         _numbers("ENOENT", "ELOOP", "ENAMETOOLONG", "EISDIR", "EINVAL"),
-        "Check the path, and where its links lead.",
+        "Check the path and the targets of its links.",
     ),
     (_numbers("ENOTDIR", "EEXIST"), _IN_THE_WAY),
     (_numbers("EMFILE", "ENFILE"), "Raise the limit of open files (`ulimit -n`), or end other processes."),
@@ -447,8 +447,8 @@ def _named(error: BaseException, prepared: str | Path | None) -> RabbitLLMError 
     said = str(error).strip().partition("\n")[0]
     return NotEnoughMemoryError(
         f"There is not enough memory for this call ({type(error).__name__}{f': {said}' if said else ''}).",
-        "Give weights less of it (max_memory), compress more, or raise the limit of this process (`ulimit -v`, its "
-        "container). What a split has done so far is safe: the same call goes on.",
+        "Lower max_memory, use a stronger compression, or raise the memory limit of this process (`ulimit -v`, the "
+        "container's limit). The finished part of a split is kept: the same call resumes it.",
     )
 
 
@@ -457,13 +457,12 @@ def _of_storage(error: OSError, prepared: str | Path | None) -> RabbitLLMError |
     where = " -> ".join(names) or "A file or folder"
     if error.errno in _FULL_ERRORS:
         why = f"{where}: {error.strerror}" if names else error.strerror
-        what_to_do = "Free some space, or inodes if space is left (`df -i`), and make the same call again"
+        what_to_do = "Free disk space, or inodes if there is space (`df -i`), and make the same call again"
         if prepared is None:
             return DiskFullError(f"A disk is full ({why}).", f"{what_to_do}.")
         return DiskFullError(
-            f"A disk became full while {prepared} was prepared ({why}). The split stopped; everything done so far is "
-            "safe.",
-            f"{what_to_do}: it goes on where it stopped.",
+            f"A disk became full while {prepared} was prepared ({why}). The split stopped; its finished part is kept.",
+            f"{what_to_do}: it resumes.",
         )
     remedy = next((said for numbers, said in _REMEDIES if error.errno in numbers), None)
     if remedy is None:

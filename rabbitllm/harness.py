@@ -50,7 +50,7 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         if HFLM is object:
             raise MissingPackageError(
                 "This needs the package lm_eval, which is not installed.",
-                'Install it: pip install ".[ecosystem]" in a copy of the repository.',
+                'Run pip install ".[ecosystem]" in a copy of the repository.',
             )
         super().__init__(pretrained=model, tokenizer=tokenizer or model.tokenizer, **options)
         self._room = room or Room()
@@ -98,8 +98,8 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         """
         if len(continuation) > self.max_length:
             raise OptionError(
-                f"A continuation has {len(continuation):,} tokens; the harness may look at {self.max_length:,}.",
-                "Give it a larger max_length, if the model's context has room for it.",
+                f"A continuation has {len(continuation):,} tokens; the limit max_length is {self.max_length:,}.",
+                "Raise max_length, up to the model's context.",
             )
         kept = (*context, *continuation)[-(self.max_length + 1) :]
         cut = len(kept) - len(continuation)

@@ -127,7 +127,7 @@ def settle() -> Places:
     constants = sys.modules.get("huggingface_hub.constants")
     if constants is not None and Path(constants.HF_HOME) != places.hub:
         logger.warning(
-            "huggingface_hub was imported before and goes on using %s; restart the kernel to change that.",
+            "huggingface_hub was imported before and still uses %s; restart the kernel to change that.",
             constants.HF_HOME,
         )
     return places

@@ -48,7 +48,7 @@ def test_its_command_is_green(change: str, tests: str, name: str, tmp_path: Path
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     applied(change, tmp_path)
-    command = [sys.executable, "-m", "pytest", "-m", "not long", f"tests/{tests}", "-k", name]
+    command = [sys.executable, "-m", "pytest", f"tests/{tests}", "-k", name]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -90,7 +90,7 @@ def test_a_full_disk_says_what_was_prepared_and_that_the_call_goes_on(place: tup
         raise OSError(errno.ENOSPC, "No space", *place)
     why = "/a/layer: No space" if place else "No space"
     assert caught.value.problem.startswith(f"A disk became full while org/model was prepared ({why}). The split ")
-    assert caught.value.remedy.endswith("make the same call again: it goes on where it stopped.")
+    assert caught.value.remedy.endswith("make the same call again: it resumes.")
 
 
 def test_what_is_no_fault_of_the_system_stays_what_it_is() -> None:

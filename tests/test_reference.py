@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 
 import rabbitllm
 from rabbitllm import errors
+from rabbitllm.storage import durable
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import split
 from tools.reference import api
 from tools.reference.__main__ import FOLDER, PAGES
 
@@ -78,3 +82,31 @@ def test_every_environment_variable_that_is_read_is_named() -> None:
     named = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", read("environment.md")))
     assert {"RABBITLLM_HOME", "RABBITLLM_LOG", "RABBITLLM_API_KEY"} <= found
     assert found - NOT_VARIABLES <= named
+
+
+def test_every_field_of_a_split_directory_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the journal while it is there, and of the manifest."""
+    page = read("files.md")
+    source = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    journals = []
+    remove = durable.remove
+
+    def kept(path: Path) -> None:
+        if path.name == "split.journal":
+            journals.append(path.read_text(encoding="utf-8").splitlines())
+        remove(path)
+
+    monkeypatch.setattr(durable, "remove", kept)
+    folder = split(source, "4bit")
+    manifest = json.loads((folder / "split.json").read_text(encoding="utf-8"))
+    [(head, *used)] = journals
+    plan = json.loads(head)
+    for fields in (
+        manifest,
+        manifest["source"],
+        manifest["layers"][0],
+        plan,
+        plan["shards"][0],
+        *map(json.loads, used),
+    ):
+        assert [name for name in fields if not re.search(rf"`(?:\w+(?:\[\])?)?\.?{name}`", page)] == []

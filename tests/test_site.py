@@ -15,8 +15,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 PAGES = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
-OLD = {"ECOSYSTEM.md", "KAGGLE.md", "LARGE_MODELS.md", "MEASURED.md", "QUALITY.md", "RUNNING.md", "SCALE.md"}
-OLD |= {"SPLITTING.md"}
+OLD = {"LARGE_MODELS.md", "MEASURED.md", "SCALE.md"}
 """Pages that guides replace."""
 
 

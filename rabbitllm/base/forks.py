@@ -134,8 +134,8 @@ def fail_unfinished(futures: Iterable[Future[Any]]) -> None:
         if not future.done():
             future.set_exception(
                 ForkedError(
-                    f"A thread of the process that this one ({os.getpid()}) was forked from had not finished its work.",
-                    "Call the model again: a new call starts the work from the beginning.",
+                    f"A thread of the process that this one ({os.getpid()}) was forked from had unfinished work.",
+                    "Call the model again.",
                 )
             )
 

@@ -143,8 +143,8 @@ class RunOptions:
         """
         if self.exact and self.fast_bfloat16:
             raise OptionError(
-                "exact=True asks for the last bits of an ordinary model, fast_bfloat16=True for others.",
-                "Leave one of them out.",
+                "exact=True requires the bits of transformers; fast_bfloat16=True changes the last bits.",
+                "Remove one of the two.",
             )
 
 
@@ -177,12 +177,12 @@ class Hosts:
         """
         host, colon, port = self.address.rpartition(":")
         if not (host and colon and port.isdigit() and int(port) < 1 << 16):
-            raise OptionError(f"{self.address!r} is no address of a host.", "For example 192.168.1.5:29500.")
+            raise OptionError(f"{self.address!r} is not an address; expected HOST:PORT.", "Example: 192.168.1.5:29500.")
         if self.workers < 0 or self.patience <= 0 or self.timeout <= 0:
             raise OptionError(
-                f"workers={self.workers}, patience={self.patience}, timeout={self.timeout}: expected 0 workers or "
-                "more, and times above 0.",
-                "Leave out what you do not need.",
+                f"workers={self.workers}, patience={self.patience}, timeout={self.timeout}: expected workers >= 0, "
+                "patience > 0 and timeout > 0.",
+                "Omit an argument to use its default.",
             )
 
     @property
@@ -205,7 +205,10 @@ class Hosts:
             return None
         rank, ranks, host, port = (environment[name] for name in names)
         if not (rank.isdigit() and ranks.isdigit() and int(rank) < int(ranks)):
-            raise OptionError(f"RANK={rank} and WORLD_SIZE={ranks} contradict each other.", "Let torchrun set them.")
+            raise OptionError(
+                f"RANK={rank} and WORLD_SIZE={ranks} contradict each other; expected 0 <= RANK < WORLD_SIZE.",
+                "Start the processes with torchrun, which sets both.",
+            )
         if int(ranks) == 1:
             return None
         return cls(f"{host}:{port}", int(ranks) - 1 if rank == "0" else 0, int(rank))
@@ -228,7 +231,9 @@ def parse_size(size: int | str, name: str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units:
-        raise OptionError(f"{name}={size!r} is no size.", "Give bytes as a number, or text such as '57GiB' or '60GB'.")
+        raise OptionError(
+            f"{name}={size!r} is not a size.", "Use a number of bytes, or text such as '57GiB' or '60GB'."
+        )
     return int(float(match[1]) * units[match[2].lower()])
 
 
@@ -241,12 +246,12 @@ def check_transfer(transfer: str, sequential: bool) -> str:
     if transfer not in TRANSFERS:
         raise OptionError(
             f"shard_transfer={transfer!r} does not exist; expected one of {', '.join(map(repr, TRANSFERS))}.",
-            "'auto' takes the first way that fits the disk.",
+            "'auto' uses files if they fit on the disk, else streams.",
         )
     if transfer == "stream" and not sequential:
         raise OptionError(
-            "shard_transfer='stream' keeps no shard, and the standard route keeps them all.",
-            "Add sequential_shard_processing=True, or leave shard_transfer out.",
+            "shard_transfer='stream' writes no shard to the disk, but the standard route keeps all shards.",
+            "Add sequential_shard_processing=True, or remove shard_transfer.",
         )
     return transfer
 
@@ -265,7 +270,7 @@ def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[st
         if device != "cpu" and not re.fullmatch(r"cuda:\d+", device):
             raise OptionError(
                 f"max_memory names the device {key!r}; expected 0, 1, … for GPUs or 'cpu'.",
-                "For example max_memory={0: '14GiB', 'cpu': '24GiB'}.",
+                "Example: max_memory={0: '14GiB', 'cpu': '24GiB'}.",
             )
         parsed[device] = parse_size(size, f"max_memory[{key!r}]")
     return parsed

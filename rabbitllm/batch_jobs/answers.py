@@ -262,7 +262,7 @@ def _answered(over: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAnsw
         elif one.error is not None:
             failed = batch.error or one.error
         elif one.is_cut:
-            failed = batch.error or BatchError("The batch was closed before all was answered.")
+            failed = batch.error or BatchError("The batch was closed before all lines were answered.")
         else:
             made.append(one.answer())
     return made, failed
@@ -397,14 +397,14 @@ def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tup
         first = builder.tokenizer.bos_token_id
         first = builder.tokenizer.eos_token_id if first is None else first
         if first is None:
-            raise bad("The context is empty, and the model has no token to begin with.")
+            raise bad("The context is empty, and the model has no beginning-of-sequence token.")
         behind = whole[1:] if whole[:1] == (first,) else whole
         before: tuple[int, ...] = (int(first),)
     else:
         before = builder.ids_of(bare)
         behind = builder.ids_of(bare + continuation)[len(before) :]
     if not behind:
-        raise bad("The continuation has no token of its own.")
+        raise bad("The continuation adds no token to the context.")
     return before, behind
 
 
@@ -418,7 +418,7 @@ def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> Any:
     body = parsed(Embedding, {name: value for name, value in asked.body.items() if value is not None})
     given = listed(body.input)
     if not given:
-        raise bad("There is no input.", "input")
+        raise bad("The input is empty.", "input")
     inputs = tuple(builder.ids_of(one if isinstance(one, str) else tuple(one)) for one in given)
     if body.dimensions is not None and body.dimensions > builder.width:
         raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {builder.width:,}.", "dimensions")

@@ -30,7 +30,7 @@ def check_installed() -> None:
     if importlib.util.find_spec("greenlet") is None:
         raise MissingPackageError(
             "A batch needs the package greenlet, which is not installed.",
-            'Install what it needs: pip install ".[batch]" in a copy of the repository.',
+            'Run pip install ".[batch]" in a copy of the repository.',
         )
 
 

@@ -200,7 +200,7 @@ def missing_pydantic(error: ImportError) -> MissingPackageError:
     """The error where the packages for OpenAI's format are missing."""
     return MissingPackageError(
         f"Lines of OpenAI's batch format need the package {error.name}, which is not installed.",
-        'Install what they need: pip install ".[batch]" in a copy of the repository.',
+        'Run pip install ".[batch]" in a copy of the repository.',
     )
 
 

@@ -108,7 +108,7 @@ def said_when_interrupted(console: Console) -> Iterator[None]:
 
     def say(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, before)
-        console.print("ending with this pass; Ctrl-C once more ends at once", style="yellow")
+        console.print("stopping after this pass; press Ctrl-C again to stop now", style="yellow")
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
@@ -137,11 +137,11 @@ def put_end(console: Console, out: Path, progress: Progress) -> None:
     """Print the final report."""
     put_fact(console, "answers", f"{counted(progress.lines, 'line')} in {shortened(out)}")
     if progress.resumed == progress.lines:
-        put_fact(console, "finished", "all of them were answered before, and nothing was left to do")
+        put_fact(console, "finished", "all lines were answered before")
     elif progress.resumed:
-        put_fact(console, "resumed", f"{progress.resumed:,} of them were answered before")
+        put_fact(console, "resumed", f"{progress.resumed:,} were answered before")
     if progress.errors:
-        put_fact(console, "errors", f"{counted(progress.errors, 'line')} could not be answered; each says why")
+        put_fact(console, "errors", f"{counted(progress.errors, 'line')} failed; the output has the reason of each")
     if progress.resumed == progress.lines:
         return
     took = f"{duration(progress.seconds)}, {counted(progress.prompt_tokens, 'token')} read"

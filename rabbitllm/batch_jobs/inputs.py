@@ -127,7 +127,7 @@ def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
         rows.extend((offset, number, kind_of(item.asked), tokens, hashed(text[:BEGINNING]), hashed(item.key)))
         count += 1
     if not count:
-        raise InputError("The input has no lines.", 'Lines are such as {"id": 1, "prompt": "What is a rabbit?"}.')
+        raise InputError("The input has no lines.", 'Example of a line: {"id": 1, "prompt": "What is a rabbit?"}.')
     made = InputScan(file, defaults, digest.hexdigest(), *np.array(rows).reshape(count, -1).T)
     _refuse_duplicates(made)
     return made
@@ -142,7 +142,7 @@ def _item(raw: bytes, number: int, index: int, defaults: Defaults) -> Item:
     try:
         value = decode_message(raw)
     except ValueError as error:
-        return Item(index, number, Refused(f"Line {number:,} is no JSON that is taken here: {error}."))
+        return Item(index, number, Refused(f"Line {number:,} is not valid JSON: {error}."))
     try:
         key = key_of(value, number)
     except LineError as error:
@@ -179,7 +179,7 @@ def _refuse_duplicates(scan: InputScan) -> None:
             raise InputError(
                 f"Lines {scan.numbers[first]:,} and {scan.numbers[second]:,} of the input both have the id "
                 f"{str(key)[:80]!r}.",
-                "Give every line an id of its own, or none of them any: then lines are known by their numbers.",
+                "Use a different id on each line, or no ids: then line numbers are the ids.",
             )
 
 
@@ -270,7 +270,8 @@ def columns_of(given: Iterable[str]) -> dict[str, str] | None:
         wanted, equals, name = word.partition("=")
         if not equals or wanted not in KEYS:
             raise OptionError(
-                f"--column {word} does not say what a column is.", "For example --column prompt=question."
+                f"--column {word} is not a mapping of columns; expected NAME=COLUMN.",
+                "Example: --column prompt=question.",
             )
         found[wanted] = name
     return found or None
@@ -308,7 +309,7 @@ def opened(source: Any, columns: Mapping[str, str] | None = None) -> Iterator[Bi
     else:
         raise InputError(
             f"The input is of type {type(source).__name__}; expected the path of a file, or an iterable of records.",
-            'Give a file of JSON lines, or a list such as [{"prompt": "…"}].',
+            'Use a file of JSON lines, or a list such as [{"prompt": "…"}].',
         )
     with _spooled(blocks) as spool:
         yield spool
@@ -337,8 +338,8 @@ def _spooled(blocks: Iterable[bytes]) -> Iterator[BinaryIO]:
             file = stack.enter_context(os.fdopen(os.dup(descriptor), "rb"))
         except OSError as error:
             raise InputError(
-                f"The input cannot be kept in {folder} while it is answered: {error.strerror}.",
-                "Make room there, let TMPDIR name another folder, or give JSON lines, which are read in place.",
+                f"The input cannot be stored in {folder} while it is answered: {error.strerror}.",
+                "Free disk space there, set TMPDIR to another folder, or use JSON lines, which need no copy.",
             ) from None
         file.seek(0)
         yield file
@@ -368,14 +369,14 @@ def _line_of(record: Any, columns: Mapping[str, str], number: int) -> bytes:
     if not isinstance(record, Mapping):
         raise InputError(
             f"Record {number:,} of the input is of type {type(record).__name__}; expected a mapping.",
-            'Records are such as {"prompt": "…"}.',
+            'Example of a record: {"prompt": "…"}.',
         )
     named = {name: record[name] for name in KEYS & record.keys()}  # other columns may hold anything
     for wanted, name in columns.items():
         if name not in record:
             raise InputError(
                 f"Record {number:,} of the input has no {name!r}; it has {', '.join(map(repr, record)) or 'nothing'}.",
-                "Name columns that every record has.",
+                "Use columns that every record has.",
             )
         named[wanted] = record[name]
     return json.dumps(named, ensure_ascii=False, default=_plain_value).encode("utf-8", "surrogatepass") + b"\n"
@@ -394,7 +395,8 @@ def _records_of_lines(file: BinaryIO, path: Path) -> Iterator[Any]:
                 yield json.loads(line)
             except ValueError as error:
                 raise InputError(
-                    f"Line {number:,} of {path} is no JSON, so its columns cannot be named: {error}.", "Mend that line."
+                    f"Line {number:,} of {path} is not valid JSON, so --column cannot be applied: {error}.",
+                    "Correct that line.",
                 ) from None
 
 
@@ -405,7 +407,7 @@ def _records_of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     except ImportError:
         raise MissingPackageError(
             "A Parquet file needs the package pyarrow, which is not installed.",
-            'Install it: pip install ".[batch]" in a copy of the repository.',
+            'Run pip install ".[batch]" in a copy of the repository.',
         ) from None
     with _plain(path):  # raises our own error if it is missing
         pass
@@ -415,5 +417,5 @@ def _records_of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
                 yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
         raise InputError(
-            f"{path} is no Parquet file that can be read: {error}.", "Check that it is whole, or give JSON lines."
+            f"{path} is not a readable Parquet file: {error}.", "Check that the file is complete, or use JSON lines."
         ) from None

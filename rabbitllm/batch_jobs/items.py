@@ -207,7 +207,7 @@ class JobLimits:
         for name in ("sequences", "cache_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise OptionError(f"{name}={value}, which is none at all.", "Give at least 1.")
+                raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")
 
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -236,7 +236,7 @@ def pooling_of(word: str) -> Pooling:
     for known in POOLINGS:
         if word == known:
             return known
-    raise OptionError(f"pooling {word!r} is unknown.", f"Expected {' or '.join(POOLINGS)}.")
+    raise OptionError(f"pooling {word!r} does not exist.", f"Expected {' or '.join(POOLINGS)}.")
 
 
 def key_of(value: Any, number: int) -> Key:
@@ -291,7 +291,7 @@ def _call(value: Mapping[str, Any], defaults: Defaults) -> BatchCall:
     if not isinstance(body, Mapping):
         raise LineError(f"body is {_kind(body)}; expected an object")
     if body.get("stream"):
-        raise LineError("stream is not for batches; leave it out")
+        raise LineError("stream is not supported in batches; omit it")
     return BatchCall(url, body, defaults)
 
 
@@ -333,7 +333,7 @@ def _messages(given: Any) -> tuple[Mapping[str, Any], ...]:
         raise LineError(f"messages is {_kind(given)}; expected a list")
     for number, one in enumerate(given):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise LineError(f"messages.{number} is no message; expected an object with role and content")
+            raise LineError(f"messages.{number} is not a message; expected an object with role and content")
         if not isinstance(one.get("content"), str):
             raise LineError(f"messages.{number}.content is {_kind(one.get('content'))}; expected a text")
     return tuple(dict(one) for one in given)

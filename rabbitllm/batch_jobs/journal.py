@@ -90,8 +90,8 @@ class BatchJournal:
             self._append([_summed({"weights": digest})])
         elif self._weights != digest:
             raise ResultsError(
-                f"{self.path} was begun with other weights of the same name.",
-                "Name another output, or remove that file to begin again.",
+                f"{self.path} was started with other weights of the same name.",
+                "Use another output, or remove that file to start again.",
             )
 
     def add(self, answers: Sequence[BatchAnswer]) -> None:
@@ -155,9 +155,7 @@ class BatchJournal:
                 file.seek(offset)
                 found = _answer_in(file.readline())
                 if found is None:
-                    raise ResultsError(
-                        f"A line of {self.path} can no longer be read back.", "Run the same command once more."
-                    )
+                    raise ResultsError(f"A line of {self.path} can no longer be read.", "Run the same command again.")
                 yield _dumped(found["line"]).encode() + b"\n"
 
     def _read_back(self, head: Mapping[str, Any]) -> None:
@@ -217,8 +215,8 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
             if not path.exists():
                 if out.exists() and not overwrite:
                     raise ResultsError(
-                        f"{out} is there already.",
-                        "Name another output, or give --overwrite (overwrite=True) to replace it.",
+                        f"{out} already exists.",
+                        "Use another output, or pass --overwrite (overwrite=True) to replace it.",
                     )
                 _begin(path, head)
             elif overwrite and not _belongs(path, head):
@@ -249,20 +247,20 @@ def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
         version, before = found["journal"], _as_parsed(found["head"])
     except (ValueError, KeyError, TypeError):
         raise ResultsError(
-            f"{path} is no journal of rabbitllm batch.", "Name another output, or move that file away."
+            f"{path} is not a journal of rabbitllm batch.", "Use another output, or move that file away."
         ) from None
     if version != VERSION:
         raise ResultsError(
-            f"{path} is a journal of version {version}; this version of RabbitLLM goes on with {VERSION}.",
-            "Use the RabbitLLM that began it, or --overwrite (overwrite=True) to begin again.",
+            f"{path} is a journal of version {version}; this version of RabbitLLM resumes {VERSION}.",
+            "Use the version that started it, or --overwrite (overwrite=True) to start again.",
         )
     asked = json.loads(_dumped(head))
     differing = [name for name in {**before, **asked} if before.get(name) != asked.get(name)]
     if differing:
         told = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(asked.get(name))}" for name in differing)
         raise ResultsError(
-            f"{path} was begun with something else: {told}.",
-            "Give the same as then to go on, name another output, or give --overwrite (overwrite=True) to begin again.",
+            f"{path} was started with other inputs or options: {told}.",
+            "Use the same ones to resume, another output, or --overwrite (overwrite=True) to start again.",
         )
 
 
@@ -301,12 +299,12 @@ def _dumped(value: Any) -> str:
 def _unwritten(error: OSError, path: Path) -> ResultsError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResultsError(
-            f"The disk is full: {path} cannot be written any further.",
-            "Make room and run the same command once more: it goes on where this one stopped.",
+            f"The disk is full: {path} cannot be written.",
+            "Free disk space and run the same command again: it resumes.",
         )
     return ResultsError(
         f"{path} cannot be written: {error.strerror}.",
-        "Run the same command once more when that is mended: what was answered so far is kept.",
+        "Fix this and run the same command again: finished answers are kept.",
     )
 
 
@@ -336,7 +334,7 @@ def _held(lock: Path, path: Path) -> Iterator[None]:
             is_ours = True
         if not is_ours:
             raise ResultsError(
-                f"Another process is at work on {path}.", "Wait until it is done, or end it, and run this once more."
+                f"Another process is writing {path}.", "Wait for that process or end it, and run the command again."
             )
         try:
             yield

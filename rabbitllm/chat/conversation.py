@@ -91,7 +91,7 @@ FORMAT = "rabbitllm chat"
 VERSION = 1
 MAX_BYTES = 32 << 20
 """Maximum size of a file; a conversation that fills a context of a million tokens has about 5 MB."""
-_SOUND = "Name a file that /save wrote; nothing was changed."
+_SOUND = "Use a file that /save wrote; nothing was changed."
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ def decode(raw: bytes, name: str) -> SavedChat:
     except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
         raise ChatFileError(f"{name} is not valid JSON: {harmless(str(error))}.", _SOUND) from None
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise ChatFileError(f'{name} is no saved conversation: it lacks "format": "{FORMAT}".', _SOUND)
+        raise ChatFileError(f'{name} is not a saved conversation: it lacks "format": "{FORMAT}".', _SOUND)
     if type(table.get("version")) is not int or table["version"] < 1:
-        raise ChatFileError(f"{name} has no version; expected a number from 1 on.", _SOUND)
+        raise ChatFileError(f"{name} has no version; expected 1 or more.", _SOUND)
     if table["version"] > VERSION:
         raise ChatFileError(
             f"{name} has version {table['version']}; this RabbitLLM reads up to {VERSION}.",
@@ -142,7 +142,7 @@ def decode(raw: bytes, name: str) -> SavedChat:
         )
     model = table.get("model", "")
     if not isinstance(model, str):
-        raise ChatFileError(f"{name} names its model by a {type(model).__name__}; expected text.", _SOUND)
+        raise ChatFileError(f"The model in {name} is of type {type(model).__name__}; expected text.", _SOUND)
     return SavedChat(model, _conversation(table.get("messages"), name))
 
 
@@ -155,7 +155,7 @@ def _conversation(messages: Any, name: str) -> Conversation:
     for at, (role, _, _) in enumerate(talk):
         if role != (wanted := (USER, ASSISTANT)[at % 2]):
             raise ChatFileError(
-                f"Message {at + 1 + has_system} of {name} is of the {role}; expected the {wanted}'s.", _SOUND
+                f"Message {at + 1 + has_system} of {name} has the role {role}; expected {wanted}.", _SOUND
             )
     if len(talk) % 2:
         raise ChatFileError(f"{name} ends with a question; expected an answer to it.", _SOUND)
@@ -169,18 +169,22 @@ def _conversation(messages: Any, name: str) -> Conversation:
 def _message(message: Any, where: str) -> tuple[str, str, bool]:
     """Check a message; returns its role, its content, and whether it was stopped."""
     if not isinstance(message, dict):
-        raise ChatFileError(f"In place of {where} is a {type(message).__name__}; expected an object.", _SOUND)
+        raise ChatFileError(
+            f"{where[0].upper()}{where[1:]} is of type {type(message).__name__}; expected an object.", _SOUND
+        )
     role, content, stopped = message.get("role"), message.get("content"), message.get("stopped", False)
     if role not in (SYSTEM, USER, ASSISTANT):
         raise ChatFileError(f"The role in {where} is {harmless(repr(role), 40)}; expected user or assistant.", _SOUND)
     if not isinstance(content, str):
-        raise ChatFileError(f"The content in {where} is a {type(content).__name__}; expected text.", _SOUND)
+        raise ChatFileError(f"The content in {where} is of type {type(content).__name__}; expected text.", _SOUND)
     if not isinstance(stopped, bool):
-        raise ChatFileError(f'"stopped" in {where} is a {type(stopped).__name__}; expected true or false.', _SOUND)
+        raise ChatFileError(
+            f'"stopped" in {where} is of type {type(stopped).__name__}; expected true or false.', _SOUND
+        )
     try:
         content.encode("utf-8")
     except UnicodeEncodeError:  # "\ud800" is JSON, and no text that a tokenizer takes
-        raise ChatFileError(f"The content in {where} has half a character (a lone surrogate).", _SOUND) from None
+        raise ChatFileError(f"The content in {where} has a lone surrogate, which is not a character.", _SOUND) from None
     return role, content, stopped
 
 
@@ -195,11 +199,11 @@ def read_chat(path: Path) -> SavedChat:
         # without waiting: opening a pipe would block until a writer opens it too
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
-        raise ChatFileError(f"{shown} cannot be read: {error.strerror}.", "Name a file that /save wrote.") from None
+        raise ChatFileError(f"{shown} cannot be read: {error.strerror}.", "Use a file that /save wrote.") from None
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise ChatFileError(f"{shown} is no regular file; expected one that /save wrote.", _SOUND)
+            raise ChatFileError(f"{shown} is not a regular file; expected one that /save wrote.", _SOUND)
         if found.st_size > MAX_BYTES:
             raise ChatFileError(f"{shown} has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read.", _SOUND)
         with open(descriptor, "rb", closefd=False) as file:
@@ -221,7 +225,7 @@ def write_chat(path: Path, saved: SavedChat) -> None:
             read_chat(path)
         except ChatFileError:
             raise ChatFileError(
-                f"{shown} is there already and is no saved conversation; it was left as it is.",
+                f"{shown} exists and is not a saved conversation; it was not changed.",
                 "Choose another name for the file.",
             ) from None
     try:

@@ -30,20 +30,20 @@ from rabbitllm.generation.streams import print_text
 from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, UPLOAD
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "/system": ("[TEXT]", "set the system prompt; without a text show it, with - remove it"),
+    "/system": ("[TEXT]", "set the system prompt; without TEXT show it; - removes it"),
     "/save": ("FILE", "write the conversation as JSON"),
-    "/load": ("FILE", "go on with a saved conversation instead of this one"),
-    "/drop": ("[N]", "forget the oldest exchange, or the N oldest"),
-    "/reset": ("", "forget everything but the system prompt"),
-    "/stats": ("", "tokens, times, passes and bytes, of the last answer and of all"),
-    "/help": ("", "this list"),
-    "/exit": ("", "leave; Ctrl-D does it too"),
+    "/load": ("FILE", "continue a saved conversation"),
+    "/drop": ("[N]", "remove the oldest exchange, or the N oldest"),
+    "/reset": ("", "remove all exchanges, keep the system prompt"),
+    "/stats": ("", "tokens, times, passes and bytes of the last answer and of all"),
+    "/help": ("", "show this list"),
+    "/exit": ("", "exit, like Ctrl-D"),
 }
 """Command -> its argument, in brackets if optional, and its help text."""
 _PLACES = {
     READ: "from the disk",
     UPLOAD: "of that copied to the device",
-    PINNED_UPLOAD: "from page-locked RAM to the device",
+    PINNED_UPLOAD: "from pinned RAM to the device",
 }
 """Stage -> source of its bytes, in words."""
 QUOTES = '"""'
@@ -70,13 +70,14 @@ def command_of(line: str) -> Command | None:
     argument = rest.strip()
     if name not in COMMANDS:
         raise ChatError(
-            f"There is no command {name[:40]!r}.", "/help lists them; a message may begin with a space, then a slash."
+            f"There is no command {name[:40]!r}.",
+            "/help lists the commands; to send a message that starts with a slash, put a space before it.",
         )
     takes = COMMANDS[name][0]
     if argument and not takes:
-        raise ChatError(f"{name} takes nothing more.", f"Type {name} alone.")
+        raise ChatError(f"{name} takes no argument.", f"Type {name} alone.")
     if not argument and takes and not takes.startswith("["):
-        raise ChatError(f"{name} needs the name of a file.", f"For example {name} talk.json.")
+        raise ChatError(f"{name} needs a file name.", f"For example {name} talk.json.")
     return Command(name, argument)
 
 
@@ -118,11 +119,11 @@ def show_stats(console: Console, answers: Sequence[Answer], session: Session, in
             put_fact(console, "  time", _duration(sum(answer.seconds for answer in answers)))
             _show(console, answers)
     for place, nbytes in in_place.items():
-        put_fact(console, "in place", f"{size(nbytes)} {place}, used by each pass without being moved")
+        put_fact(console, "in place", f"{size(nbytes)} {place}, used in place by each pass")
     of = f" of {session.context:,}" if session.context is not None else ""
     held = f"{session.cached_tokens:,}{of} tokens, {size(session.cache_bytes)}"
     is_kept = session.kept is not None
-    put_fact(console, "KV cache", held if is_kept else "not kept: of this kind of model it cannot go on exactly")
+    put_fact(console, "KV cache", held if is_kept else "not kept: for this type of model it would not be exact")
 
 
 def _show(console: Console, answers: Sequence[Answer]) -> None:
@@ -136,7 +137,7 @@ def _show(console: Console, answers: Sequence[Answer]) -> None:
     put_fact(console, "  prompt", f"{counted(prompt, 'token')}: {kept:,} kept in the cache, {prompt - kept:,} computed")
     put_fact(console, "  passes", f"{work.passes:,}, with {counted(work.tokens, 'token')} altogether")
     moved = [f"{size(work.moved[stage])} {where}" for stage, where in _PLACES.items() if stage in work.moved]
-    put_fact(console, "  moved", ", ".join(moved) if moved else "nothing: all weights stay where they are used")
+    put_fact(console, "  moved", ", ".join(moved) if moved else "nothing: all weights are resident")
     if work.experts:
         found = ", ".join(f"{count:,} {where.removeprefix('experts ')}" for where, count in work.experts.items())
         put_fact(console, "  experts", found)
@@ -181,8 +182,10 @@ def read_message(read_line: Callable[[str], str]) -> str:
 
 PATIENCE = 0.4
 """Seconds until the progress of the first pass is shown."""
-HOW_TO_LEAVE = "/exit or Ctrl-D leaves"
-_FIRST_LINE = f"/help lists the commands, {QUOTES} begins several lines, Ctrl-C stops an answer, Ctrl-D leaves"
+HOW_TO_LEAVE = "/exit or Ctrl-D exits"
+_FIRST_LINE = (
+    f"/help lists the commands, {QUOTES} starts a message of several lines, Ctrl-C stops an answer, Ctrl-D exits"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +274,7 @@ class ChatLoop:
             except (OSError, RuntimeError, MemoryError) as error:  # includes torch's out-of-memory errors
                 self._session.forget()
                 self._refuse(
-                    f"{type(error).__name__}: {harmless(str(error), 500)}\n  What to do: /save keeps what was said."
+                    f"{type(error).__name__}: {harmless(str(error), 500)}\n  What to do: /save writes the conversation."
                 )
         return not self._failed
 
@@ -302,20 +305,20 @@ class ChatLoop:
         self._answers.append(answer)
         is_stopped = answer.finish is FinishReason.CANCELLED
         if is_stopped and not answer.text:
-            self._note("stopped before anything came; the question was taken back")
+            self._note("stopped before the first token; the question was removed")
             return
         self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, is_stopped))
         if is_stopped:
-            self._note("stopped; what came so far stays in the conversation")
+            self._note("stopped; the partial answer stays in the conversation")
         elif answer.finish is FinishReason.LENGTH and self._is_full(answer):
             self._note(
-                f"the context of {self._session.context:,} tokens is full: /drop forgets the oldest exchange, "
-                "/reset all of them"
+                f"the context of {self._session.context:,} tokens is full: /drop removes the oldest exchange, "
+                "/reset all exchanges"
             )
         elif answer.finish is FinishReason.LENGTH:
-            self._note(f"ended after {counted(len(answer.tokens), 'token')}; --max-new-tokens sets that limit")
+            self._note(f"ended after {counted(len(answer.tokens), 'token')}, the limit of --max-new-tokens")
         elif not answer.text:
-            self._note("the model ended its answer at once")
+            self._note("the model gave an empty answer")
         if self._surface.interactive:
             self._put("\n")
 
@@ -332,12 +335,16 @@ class ChatLoop:
             case "/reset":
                 self.conversation = self.conversation.emptied()
                 self._session.forget()
-                self._note("forgotten, but for the system prompt" if self.conversation.system else "forgotten")
+                self._note(
+                    "removed all exchanges, kept the system prompt"
+                    if self.conversation.system
+                    else "removed all exchanges"
+                )
             case "/drop":
                 had = len(self.conversation.exchanges)
                 self.conversation = self.conversation.without_oldest(count_of(command.argument))
                 left = len(self.conversation.exchanges)
-                self._note(f"forgot {counted(had - left, 'exchange')}; {left:,} left")
+                self._note(f"removed {counted(had - left, 'exchange')}; {left:,} left")
             case "/system":
                 self._system(command.argument)
             case "/save":
@@ -350,13 +357,13 @@ class ChatLoop:
     def _help(self) -> None:
         for name, (argument, does) in COMMANDS.items():
             put_fact(self._surface.notes, f"{name} {argument.strip('[]')}", does)
-        put_fact(self._surface.notes, QUOTES, f"begins a message of several lines, which ends with {QUOTES}")
-        put_fact(self._surface.notes, "Ctrl-C", "stops an answer; what came of it stays")
+        put_fact(self._surface.notes, QUOTES, f"starts a message of several lines; it ends with {QUOTES}")
+        put_fact(self._surface.notes, "Ctrl-C", "stops an answer; its text stays in the conversation")
 
     def _system(self, text: str) -> None:
         if text:
             self.conversation = self.conversation.with_system(None if text == "-" else text)
-            self._note("the system prompt is removed" if text == "-" else "the system prompt is set")
+            self._note("removed the system prompt" if text == "-" else "set the system prompt")
         else:
             self._note(harmless(self.conversation.system or "", 2000) or "there is no system prompt")
 

@@ -116,7 +116,7 @@ class RemoteFile:
         if expected is not None and digest.hexdigest() != expected:
             raise HubError(
                 f"{self.url} arrived with {digest.name} {digest.hexdigest()}; the hub says {expected}.",
-                "Make the same call again: the wrong bytes were thrown away, and nothing of them was used.",
+                "Make the same call again: the wrong bytes were deleted and not used.",
             )
 
 
@@ -166,7 +166,7 @@ def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda 
         if not earlier:
             durable.remove(part)
             raise
-        logger.warning("What an earlier run fetched of %s is damaged; it is fetched again.", file.url)
+        logger.warning("What an earlier run fetched of %s is damaged; it is downloaded again.", file.url)
         on_have(0)
         durable.remove(part)
         fetch(file, part, on_have)
@@ -224,7 +224,7 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
         if failures >= ATTEMPTS:
             raise HubError(
                 f"{file.url} could not be read past byte {at:,} of {file.size:,}: {reason}.",
-                "Make the same call again later: it goes on where this one stopped.",
+                "Make the same call again later: it resumes.",
             )
         logger.info("%s: %s; asking again from byte %s", file.url, reason, f"{at:,}")
         time.sleep(max(_pause(failures), wanted_pause))

@@ -95,7 +95,7 @@ DOWNLOAD_THREADS = 8
 """Number of simultaneous downloads on the standard route; huggingface_hub's own default."""
 
 _DAMAGED = (
-    "Make the same call again, in case it was damaged on the way: it goes on where it stopped, and layers that are "
+    "Make the same call again, in case the download was damaged: it resumes, and layers that are "
     "finished are safe. If it stays so, the repository's own file is damaged: tell its owner, or use another revision."
 )
 
@@ -158,7 +158,7 @@ def translated(repo_id: str) -> Iterator[None]:
 def _no_answer(repo_id: str, error: Exception) -> HubError:
     return HubError(
         f"The hub did not answer for {repo_id}: {type(error).__name__}: {error}.",
-        "Make the same call again when the connection is back; what is already here is kept.",
+        "Make the same call again when the connection works; finished downloads are kept.",
     )
 
 
@@ -289,7 +289,7 @@ class HubRepository:
         if listed is None:
             raise MissingShardError(
                 f"{self.label} has no file {shard}, which its index names.",
-                "The repository is incomplete: tell its owner, or use another revision.",
+                "The repository is incomplete: use another revision, or report it to the owner.",
             )
         return listed
 
@@ -348,8 +348,8 @@ _SHOWN_LETTERS = 80
 
 def _garbage(repo_id: str, why: str) -> HubError:
     return HubError(
-        f"The hub's answer is no list of the files of {repo_id}: {harmless(why)}.",
-        "Check that HF_ENDPOINT is a hub, and that no proxy answers in its place; then make the same call again.",
+        f"The hub's answer is not a list of the files of {repo_id}: {harmless(why)}.",
+        "Check HF_ENDPOINT and the proxy, and make the same call again.",
     )
 
 
@@ -370,7 +370,7 @@ def _check_listed(repo_id: str, listed: HubFile) -> None:
         raise UnsafePathError(
             f"The hub lists a file of {repo_id} as {harmless(name, _SHOWN_LETTERS)!r} with the checksum "
             f"{harmless(str(listed.sha256 or listed.blob_id), _SHOWN_LETTERS)!r}, which may lead out of a folder.",
-            "Use another copy of the model: this repository cannot be trusted. Nothing was fetched.",
+            "Use another copy of the model: this repository cannot be trusted. Nothing was downloaded.",
         )
 
 

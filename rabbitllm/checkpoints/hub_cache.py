@@ -19,8 +19,8 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.folders import bytes_freed_by_deleting
 
 DAMAGED = (
-    "Delete that link and the file it leads to, and call again: it is fetched again, and layers that are finished are "
-    "safe."
+    "Delete that link and the file it leads to, and make the call again: it is downloaded again, and "
+    "finished layers are safe."
 )
 """The remedy for a damaged file in the hub cache, which is never the only copy."""
 
@@ -76,7 +76,7 @@ def check_in_cache(path: Path, snapshot: CachedSnapshot) -> None:
     if not any(resolved.is_relative_to(store.resolve()) for store in stores):
         raise UnsafePathError(
             f"{path} is a link that leads out of the hub cache, to {resolved}.",
-            "Delete that link and fetch the repository again. Nothing was opened or deleted.",
+            "Delete that link and download the repository again. Nothing was opened or deleted.",
         )
 
 

@@ -41,7 +41,7 @@ _SEGMENT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9_-])?")
 drops."""
 _DEVICE = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
 """Names that Windows opens as a device, in any folder."""
-_REMEDY = "Fetch the index again."
+_REMEDY = "Download the index again."
 _HOSTILE = "Do not use this checkpoint: an honest index has no such name. Nothing was opened or deleted."
 _LINKS = "Put the files themselves (or hard links) into one folder. Nothing was opened or deleted."
 _DIGITS = re.compile(r"(\d+)")
@@ -92,8 +92,7 @@ def entry_of(names: Iterable[str], where: str) -> str:
         )
     if torch_files:
         raise CheckpointNotFoundError(
-            f"{where} holds {len(torch_files)} files of weights and no index that says which tensor is in which: "
-            f"{_some(torch_files)}.",
+            f"{where} holds {len(torch_files)} files of weights and no index: {_some(torch_files)}.",
             f"Leave one in the folder, name it {TORCH_SINGLE_NAME}, or add a {TORCH_INDEX_NAME}.",
         )
     raise _nothing_there(found, where)
@@ -125,9 +124,9 @@ def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundErro
     return CheckpointNotFoundError(
         f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)} and a single file of torch.save, "
         f"found {what}.",
-        "Give the whole model, as safetensors or as torch saves it; adapters are applied to it afterwards."
+        "Use the complete model (safetensors or torch.save files); apply adapters after loading."
         if weights
-        else "Give the folder that holds the weights, or a repository id.",
+        else "Use the folder that holds the weights, or a repository id.",
     )
 
 
@@ -196,7 +195,7 @@ def _check_distinct(shards: Iterable[str], source: str) -> None:
         other = seen.setdefault(shard.casefold().replace("/", "--"), shard)
         if other != shard:
             raise UnsafePathError(
-                f"{source} names the shards {short(other, 120)} and {short(shard, 120)}, which can become one file; "
+                f"{source} names the shards {short(other, 120)} and {short(shard, 120)}, the same file on some disks; "
                 "expected names that differ in more than case and slashes.",
                 _HOSTILE,
             )
@@ -215,4 +214,4 @@ def check_inside(path: Path, folder: Path) -> None:
     if not resolved.is_relative_to(folder.resolve()):
         raise UnsafePathError(f"{path} is a link that leads outside its folder, to {resolved}.", _LINKS)
     if resolved.exists() and not resolved.is_file():  # opening a pipe blocks until a writer opens it
-        raise UnsafePathError(f"{path} is no regular file; expected one with weights.", _LINKS)
+        raise UnsafePathError(f"{path} is not a regular file; expected one with weights.", _LINKS)

@@ -51,8 +51,8 @@ from rabbitllm.storage.folders import bytes_freed_by_deleting
 logger = logging.getLogger(__name__)
 
 _DAMAGED = (
-    "Put a sound copy at that path and call again: it goes on where it stopped, and layers that are finished are safe. "
-    "Delete nothing else: other shards may be used up already."
+    "Put a sound copy at that path and make the call again: it resumes. Finished layers are safe. "
+    "Do not delete other files: other shards may be deleted already."
 )
 
 
@@ -80,7 +80,7 @@ class LocalCheckpoint(Checkpoint):
     ) -> None:
         if not folder.is_dir():
             raise CheckpointNotFoundError(
-                f"{folder} is not a folder, so there is no checkpoint in it.",
+                f"{folder} is not a folder; expected a folder with a checkpoint.",
                 "Check the path; a repository on the hub is named as 'organisation/name'.",
             )
         self.folder = folder
@@ -175,8 +175,8 @@ class LocalCheckpoint(Checkpoint):
             self._fetched.add(shard)
             return self._missing_from.acquire(shard, on_have)
         raise MissingShardError(
-            f"{path} is missing; the index says it holds {[*self.index.weight_map.values()].count(shard)} tensors.",
-            "Put the shard at that path, or give the id of the repository it came from.",
+            f"{path} is missing; by the index it holds {[*self.index.weight_map.values()].count(shard)} tensors.",
+            "Put the shard at that path, or use the id of its repository.",
         )
 
     def stream(self, shard: str) -> Generator[bytes]:

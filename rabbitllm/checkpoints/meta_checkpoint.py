@@ -192,8 +192,8 @@ def _check_like_llama(model: SentencePieceModel, file: str) -> None:
 
 def _other(file: str, found: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
-        f"{file} encodes otherwise than Llama's: {found}; expected byte pair encoding with byte fallback, a space "
-        "before the text, and nothing normalised.",
+        f"{file} encodes differently from Llama's tokenizer: {found}; expected byte pair encoding with byte fallback, "
+        "a space before the text, and nothing normalised.",
         _ADVICE,
     )
 
@@ -302,14 +302,14 @@ def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
         raise InvalidIndexError(
             f"{where} holds {', '.join(ranks[:5])}{' …' if len(ranks) > 5 else ''}; expected consolidated.00.pth and "
             f"on, each number once and below {MAX_RANKS}.",
-            "Leave in the folder what was published together.",
+            "Keep only files that were published together in the folder.",
         )
     missing = sorted({*range(max(numbers, default=0) + 1)} - {*numbers})
     if missing:
         lacking = ", ".join(f"consolidated.{number:02}.pth" for number in missing)
         raise MissingShardError(
             f"{where} lacks {lacking}; found {', '.join(ranks) or 'no other'}.",
-            "Put the missing files there: each has a part of every weight. Nothing was touched.",
+            "Add the missing files: each has a part of every weight. Nothing was changed.",
         )
     return tuple(ranks)
 

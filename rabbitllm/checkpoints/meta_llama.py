@@ -99,7 +99,7 @@ def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
     layers = sizes.get("n_layers", 0)
     for what, wrong in (
         (f"dim {dim} is no whole, even number of rows for each of {heads} heads", not heads or dim % (2 * heads)),
-        (f"n_heads {heads} is no multiple of n_kv_heads {kv_heads}", not kv_heads or heads % kv_heads),
+        (f"n_heads {heads} is not a multiple of n_kv_heads {kv_heads}", not kv_heads or heads % kv_heads),
         (f"n_layers is {layers}, expected 1 to {MAX_LAYERS:,}", not 0 < layers <= MAX_LAYERS),
     ):
         if wrong:
@@ -132,7 +132,7 @@ def _refuse_others(fields: Mapping[str, Any], where: str) -> None:
     raise UnreadableFormatError(
         f"{where} has {', '.join(map(repr, other[:5]))}, which belongs to {what}; in Meta's own format the dense text "
         "models Llama 1 to 3 are read.",
-        "Give the same model in transformers' format, from the hub.",
+        "Use the same model in transformers' format, from the hub.",
     )
 
 
@@ -261,7 +261,7 @@ def _check_ranks(found: Mapping[str, TensorSpec], params: MetaParams, ranks: int
         raise MissingShardError(
             f"{file} is one of {real} ranks by the shape of {query.name!r}, {query.shape}; found {ranks}: {missing} "
             "missing.",
-            "Put them into the same folder. Nothing was touched.",
+            "Put them into the same folder. Nothing was changed.",
         )
     if real and real < ranks:
         raise InvalidIndexError(
@@ -269,9 +269,9 @@ def _check_ranks(found: Mapping[str, TensorSpec], params: MetaParams, ranks: int
         )
     if params.n_kv_heads % ranks or params.n_heads % ranks:
         raise UnreadableFormatError(
-            f"{file} is one of {ranks} ranks, among which {params.n_heads} heads and {params.n_kv_heads} key and value "
-            "heads cannot be shared out whole.",
-            "Give the same model in transformers' format, or Meta's files for fewer ranks.",
+            f"{file} is one of {ranks} ranks; {params.n_heads} attention heads and {params.n_kv_heads} KV heads cannot "
+            "be divided evenly among them.",
+            "Use the same model in transformers' format, or Meta's files for fewer ranks.",
         )
 
 
@@ -302,15 +302,15 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
     for name, tensor in found.items():
         if name not in expected:
             raise UnreadableFormatError(
-                f"{file} has a tensor {name!r}, which a Llama of {params.n_layers} layers has not; in Meta's own "
+                f"{file} has a tensor {name!r}, which a Llama of {params.n_layers} layers does not have; in Meta's own "
                 "format the dense text models Llama 1 to 3 are read.",
-                "Give the same model in transformers' format, from the hub.",
+                "Use the same model in transformers' format, from the hub.",
             )
         if tensor.dtype not in _FLOATING:
             raise UnreadableFormatError(
-                f"{file} has {name!r} in {tensor.dtype}: weights that are quantized already; expected one of "
+                f"{file} has {name!r} in {tensor.dtype}: these weights are already quantized; expected one of "
                 f"{', '.join(_FLOATING)}.",
-                "Name the model's unquantized checkpoint; compression='4bit' or '8bit' makes it small.",
+                "Use the model's unquantized checkpoint with compression='4bit' or '8bit'.",
             )
         if tensor.shape != expected[name][1]:
             raise _contradiction(tensor, file, str(expected[name][1]))

@@ -57,7 +57,7 @@ def naming(patterns: Iterable[str]) -> LayerNaming:
         try:
             pattern = re.compile(text)
         except re.error as error:
-            raise OptionError(f"the layer pattern {text!r} is no regular expression: {error}") from None
+            raise OptionError(f"the layer pattern {text!r} is not a regular expression: {error}") from None
         if "id" not in pattern.groupindex:
             raise OptionError(
                 f"the layer pattern {text!r} has no group named 'id', as in r'model\\.(?P<id>layers\\.\\d+)\\.'"

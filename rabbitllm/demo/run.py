@@ -178,7 +178,7 @@ def run(folder: Path, problems: int, plot: Path | None = None, console: Console 
     size = sum((checkpoint / name).stat().st_size for name in shards)
     console.print(
         f"\n[bold]RabbitLLM[/] splits its bundled model ({amount(size)} in {len(shards)} shards) at {COMPRESSION}\n"
-        "and deletes each shard as soon as it is used up.\n",
+        "and deletes each shard after use.\n",
         highlight=False,
     )
     start = time.perf_counter()
@@ -188,7 +188,7 @@ def run(folder: Path, problems: int, plot: Path | None = None, console: Console 
     ready = time.perf_counter() - start
     surviving = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     chosen = held_out(problems - problems % len(KINDS), 0)
-    console.print(f"\nReady after {ready:.1f} s. The model answers problems that it was never trained on:\n")
+    console.print(f"\nReady after {ready:.1f} s. The model answers problems that are not in its training data:\n")
     asked, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN])
     right = right_answers(model, model.tokenizer, chosen)
     outcome = Outcome(

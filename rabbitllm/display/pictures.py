@@ -46,12 +46,15 @@ def check_picture(path: str | Path) -> None:
     """
     ending = Path(path).suffix.removeprefix(".").lower()
     if ending not in FORMATS:
-        raise OptionError(f"{path} is no name of a picture.", f"Give it one that ends in .{', .'.join(FORMATS)}.")
+        raise OptionError(
+            f"{path} is not the name of a picture file.", f"Use a name that ends in .{', .'.join(FORMATS)}."
+        )
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingPackageError(
-            "A picture needs the package matplotlib.", 'Install it: pip install ".[plot]" in a copy of the repository.'
+            "Plots need the package matplotlib, which is not installed.",
+            'Run pip install ".[plot]" in a copy of the repository.',
         ) from error
 
 
@@ -128,7 +131,7 @@ def draw_pass(trace: Trace, path: str | Path, title: str = "", note: str = "") -
     whole = [one for one in trace.passes if not trace.dropped or one.start >= earliest]
     chosen = median_pass(whole)
     if chosen is None:
-        raise OptionError("There is no whole pass to draw.", "Trace more passes, or keep more events.")
+        raise OptionError("The trace has no complete pass to plot.", "Trace more passes, or keep more events.")
     write(_pass_figure(chosen, events, title, note), path)
 
 
@@ -366,10 +369,10 @@ def _disk_figure(record: DiskRecord) -> Any:
     times = [point.seconds / per for point in points]
     split = [point.disk_bytes / scale for point in points]
     total = [point.total / scale for point in points]
-    label = "the split (layers, and shards fetched)"
+    label = "the split (layer files and downloaded shards)"
     axes.fill_between(times, split, color=SPLIT_COLOUR, linewidth=0, step="post", label=label)
     if max(point.source_left_bytes for point in points):
-        label = "the checkpoint's own shards"
+        label = "the original shards"
         axes.fill_between(times, split, total, color=SOURCE_COLOUR, linewidth=0, step="post", label=label)
     whole = {"color": WHOLE_COLOUR, "linestyle": ":", "linewidth": 1.5, "label": "the whole checkpoint"}
     axes.axhline(record.source_bytes / scale, **whole)
@@ -411,4 +414,4 @@ def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:
             where = (shard.seconds / per, 1.01)
             axes.annotate(str(shard.number), where, xycoords=("data", "axes fraction"), ha="center", fontsize=8)
     if record.shards:
-        axes.annotate("shards used up:", (0, 1.01), xycoords="axes fraction", ha="left", fontsize=8, color="#333333")
+        axes.annotate("shards used:", (0, 1.01), xycoords="axes fraction", ha="left", fontsize=8, color="#333333")

@@ -131,7 +131,7 @@ def _place_pieces(stats: SplitStats) -> list[LinePiece]:
     if stats.shards:
         found.append(LinePiece(f"shard {max(stats.shard, 1)} of {stats.shards}", 1))
     if stats.shard_here < 1:
-        found.append(LinePiece(f"{100 * stats.shard_here:.0f} % of it here", 3))
+        found.append(LinePiece(f"{100 * stats.shard_here:.0f} % downloaded", 3))
     if stats.layer:
         found.append(LinePiece(stats.layer, 2))
     if stats.layers:

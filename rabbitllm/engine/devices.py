@@ -168,7 +168,7 @@ class CudaDevice:
                 code = int(_cudart().cudaHostRegister(buffer.data_ptr(), nbytes, _FOR_EVERY_GPU))
             if code:
                 self._forget_error()
-                raise RuntimeError(f"the CUDA driver locks no {nbytes:,} bytes more, error {code}")
+                raise RuntimeError(f"the CUDA driver cannot pin {nbytes:,} more bytes, error {code}")
         return buffer
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
@@ -258,10 +258,10 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
     match = re.fullmatch(r"cuda:(\d+)", name)
     has = f"this machine has {', '.join(f'cuda:{i}' for i in range(count)) or 'no GPU'}"
     if match is None:
-        raise DeviceError(f"device={name!r} is no device; expected 'cpu', 'cuda:N' or 'auto'; {has}.")
+        raise DeviceError(f"device={name!r} is not a device; expected 'cpu', 'cuda:N' or 'auto'; {has}.")
     if int(match[1]) >= count:
         said = subject or f"device={name!r}"
-        raise DeviceError(f"{said} does not exist: {has}.", "Name one that does, or pass device='cpu' or 'auto'.")
+        raise DeviceError(f"{said} does not exist: {has}.", "Use an existing device, or device='cpu' or 'auto'.")
     return CudaDevice(int(match[1]), pin_memory)
 
 

@@ -563,10 +563,13 @@ def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
         if spec is None or (spec.dtype, spec.shape) != ("F64", shape):
             has = f"{spec.dtype} {spec.shape}" if spec else "nothing"
             raise OptionError(
-                f"{path} has {has} for {source.name}; expected F64 {shape}: it was written for another model.",
-                "Give the file that save_expert_use wrote for this one.",
+                f"{path} has {has} for {source.name}; expected F64 {shape}: it is of another model.",
+                "Use the file that save_expert_use wrote for this model.",
             )
         found[source.name] = np.frombuffer(file.bytes_of(spec), "<f8").reshape(shape).astype(np.float64)
         if not (np.isfinite(found[source.name]).all() and (found[source.name] >= 0).all()):
-            raise OptionError(f"{path} has numbers for {source.name} that are no uses.", "Write it again.")
+            raise OptionError(
+                f"{path} has numbers for {source.name} that are not counts of uses.",
+                "Write the file again with save_expert_use.",
+            )
     return found

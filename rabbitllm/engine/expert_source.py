@@ -375,7 +375,7 @@ def _table(
     if len(found) > 1:
         raise IncompleteSplitError(
             f"the experts of {source.name} were quantized with {len(found)} different tables; expected one for all.",
-            "Split the checkpoint again, into another folder (layer_shards_saving_path).",
+            "Split the checkpoint again into another folder (layer_shards_saving_path, --dir).",
         )
     return torch.frombuffer(bytearray(found.pop()), dtype=torch.float32).to(device)
 

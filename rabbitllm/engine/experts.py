@@ -85,7 +85,7 @@ class ExpertStack(WeightStandIn):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AbsentWeightError(
-            "The experts of a layer are not in memory as one tensor, so they cannot be pickled (torch.save does that).",
+            "The experts of a layer are not in memory as one tensor, so torch.save cannot pickle them.",
             "model.save_pretrained(folder) writes the whole model.",
         )
 

@@ -120,7 +120,7 @@ def load_model(
         try:
             check_unused(model, weights, store)
         except IncompleteSplitError as error:
-            logger.warning("%s The config and the weights may be of different models.", error.problem)
+            logger.warning("%s The config and the weights may belong to different models.", error.problem)
     published.finish(model, plan.quantizer)
     published.say_how(plan.quantizer, folder, model.dtype, chosen)
     if options.fast_bfloat16:
@@ -268,7 +268,7 @@ def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
         matrix, x = FusedMatrix(form, payload.to(place), absmax.to(place), table.to(place)), inputs.to(place)
         if is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantized(dtype))):
             return True
-        logger.warning("bitsandbytes multiplies 4bit codes wrongly on %s; layers are dequantized.", device.name)
+        logger.warning("bitsandbytes multiplies 4bit codes incorrectly on %s; layers are dequantized.", device.name)
     except Exception as error:
         logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
     return False

@@ -159,7 +159,7 @@ def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
 
 
 _CHECK_THE_SOURCE = (
-    "Fetch the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
+    "Download the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
 )
 FIXED_BYTES = 16 << 20
 """Minimum memory of a pass of one token, without weights and buffers: activations, tables, threads."""
@@ -223,7 +223,7 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
         raise RabbitLLMError(
             f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
             f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
-            "Allow more with max_memory.",
+            "Raise max_memory.",
         )
     return LoadPlan(model, weights, sources, tuple(experts), placement, quantizer)
 
@@ -285,7 +285,7 @@ def too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> NotEnoughMem
             return NotEnoughMemoryError(
                 f"A pass takes at least {size(least + FIXED_BYTES)} of memory"
                 f"{f' (its largest unit is {unit})' if unit else ''}; this process may take {size(free)}.",
-                "Compress more, end other processes, or raise the limit of the container or of `ulimit -v`.",
+                "Use a stronger compression, end other processes, or raise the limit (container, `ulimit -v`).",
             )
     return None
 
@@ -304,7 +304,7 @@ def warn_of_too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> None
     """Log as a warning what `refuse_too_little_memory` would raise."""
     if (error := too_little_memory(plan, devices)) is not None:
         problem = error.problem
-        logger.warning("Loading the model here would be refused: %s", problem)
+        logger.warning("This machine cannot load the model: %s", problem)
 
 
 def only_a_part(
@@ -344,7 +344,7 @@ def _named_dtype(name: str | None) -> torch.dtype | None:
         return None
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise OptionError(f"dtype={name!r} is no floating dtype of torch.", "For example dtype='bfloat16'.")
+        raise OptionError(f"dtype={name!r} is not a floating-point dtype of torch.", "Example: dtype='bfloat16'.")
     return dtype
 
 

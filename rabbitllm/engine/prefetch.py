@@ -266,7 +266,7 @@ class HostBuffers:
         try:
             return self.take(nbytes)
         except REFUSALS as error:
-            logger.warning("%s of host memory could not be page-locked (%s): copies are slower.", size(nbytes), error)
+            logger.warning("%s of host memory could not be pinned (%s): copies are slower.", size(nbytes), error)
             return aligned_host(nbytes)
 
 
@@ -302,7 +302,7 @@ def keep_units(
         except REFUSALS as error:
             refused = wanted[at:]
             logger.warning(
-                "No more than %s of host memory can be page-locked (%s); %d layers of %s that were to be "
+                "No more than %s of host memory can be pinned (%s); %d layers of %s that were to be "
                 "kept there are read from the disk for each pass.",
                 size(sum(done.stored for done in wanted[:at])),
                 error,

@@ -73,10 +73,9 @@ def check_method(folder: Path, config: PretrainedConfig) -> None:
     if found is None or (method := _method(found)) in (*KEPT, *DEQUANTIZED):
         return
     raise UnknownArchitectureError(
-        f"The weights that belong to {folder} are quantized already ({method}), which is not supported; expected "
-        f"plain ones, or {', '.join(KEPT)}, {', '.join(DEQUANTIZED[:-1])} or {DEQUANTIZED[-1]}.",
-        "Name the model's checkpoint in one of these forms, or its unquantized one; compression='4bit' or '8bit' makes "
-        "that small.",
+        f"The weights that belong to {folder} are already quantized ({method}), which is not supported; expected "
+        f"unquantized weights, or {', '.join(KEPT)}, {', '.join(DEQUANTIZED[:-1])} or {DEQUANTIZED[-1]}.",
+        "Use the model's checkpoint in one of these forms, or its unquantized one with compression='4bit' or '8bit'.",
     )
 
 
@@ -99,7 +98,7 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     method, names = _method(settings), [str(device.torch_device) for device in devices]
     if not hasattr(HfQuantizer, "serialized_names"):  # identifies its conversions
         raise MissingPackageError(
-            f"The weights that belong to {folder} are quantized already ({method}), which needs transformers 5.21 or "
+            f"The weights that belong to {folder} are already quantized ({method}), which needs transformers 5.21 or "
             f"later; found {transformers.__version__}.",
             "Run `pip install --upgrade transformers`.",
         )
@@ -116,15 +115,15 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
         quantizer.validate_environment(device_map={"": names[0]}, weights_only=True)
     except ImportError as error:
         raise MissingPackageError(
-            f"The weights that belong to {folder} are quantized already ({method}), and transformers cannot load "
-            f"such ones here: {error}.",
-            "Install the package that it names, or name the model's unquantized checkpoint.",
+            f"The weights that belong to {folder} are already quantized ({method}), and transformers cannot load "
+            f"them here: {error}.",
+            "Install the package in this message, or use the model's unquantized checkpoint.",
         ) from error
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise UnknownArchitectureError(
-            f"The weights that belong to {folder} are quantized already ({method}), in a way that transformers does "
-            f"not take: {error}.",
-            "Fetch its config.json again, update transformers, or name the model's unquantized checkpoint.",
+            f"The weights that belong to {folder} are already quantized ({method}), in a form that transformers "
+            f"does not support: {error}.",
+            "Download its config.json again, update transformers, or use the model's unquantized checkpoint.",
         ) from error
     return quantizer
 
@@ -276,7 +275,7 @@ def _method(settings: Any) -> str:
 _OPAQUE = ("WrapAgain", "ExpertMatrices")
 """Operations of transformers that read some of their tensors: their result depends on more than shapes."""
 _STATE = ".quant_state.bitsandbytes__"
-_FETCH_AGAIN = "The checkpoint is incomplete: fetch it again, its config.json and every file that its index names."
+_FETCH_AGAIN = "The checkpoint is incomplete: download it again, its config.json and every file that its index names."
 
 
 def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
@@ -329,7 +328,7 @@ def check_opaque(
         if counts != {experts}:
             raise IncompleteSplitError(
                 f"the tensors for {key} are of {' or '.join(map(str, sorted(counts)))} experts; the model's config "
-                f"asks for {experts}.",
+                f"needs {experts}.",
                 _FETCH_AGAIN,
             )
         if not projection:
@@ -361,7 +360,6 @@ def _check_size(key: str, expected: torch.Tensor, parts: Mapping[str, Sequence[S
         agrees = codes.shape[:1] == tuple(expected.shape[:1])
     if not agrees:
         raise IncompleteSplitError(
-            f"the codes for {key} have shape {codes.shape}; the model's config asks for {tuple(expected.shape)} "
-            "elements.",
-            "The config and the weights are of different models: check where each came from.",
+            f"the codes for {key} have shape {codes.shape}; the config needs {tuple(expected.shape)} elements.",
+            "The config and the weights belong to different models: check the source of each.",
         )

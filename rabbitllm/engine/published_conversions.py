@@ -182,9 +182,9 @@ class PackedIntegers(HfQuantizer):  # type: ignore[misc]
         if form not in _FORMATS[method] or quantization_config.bits not in _WIDTHS[method]:
             known = f"{' or '.join(_FORMATS[method])} at {' or '.join(map(str, _WIDTHS[method]))} bits"
             raise UnknownArchitectureError(
-                f"The weights are quantized already by {method}, in the form {form} at {quantization_config.bits} "
+                f"The weights are already quantized by {method}, in the form {form} at {quantization_config.bits} "
                 f"bits; expected {known}.",
-                "Name the model's checkpoint in that form, or its unquantized one.",
+                "Use the model's checkpoint in that form, or its unquantized one.",
             )
         quantization_config.dequantize = True
 
@@ -198,7 +198,7 @@ class PackedIntegers(HfQuantizer):  # type: ignore[misc]
         if self.quantization_config.quant_method == AWQ and kind in _SCALED_ACTIVATIONS:
             raise UnknownArchitectureError(
                 f"AWQ of a model of type {kind} scales its activations too, which is not supported.",
-                "Name the model's unquantized checkpoint; compression='4bit' or '8bit' makes it small.",
+                "Use the model's unquantized checkpoint with compression='4bit' or '8bit'.",
             )
         super().preprocess_model(model, **options)
 

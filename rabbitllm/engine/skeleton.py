@@ -47,7 +47,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
     if not (folder / "config.json").is_file():
         raise UnknownArchitectureError(
             f"{folder} has no config.json, so the model's architecture is not known.",
-            "Give the model's own folder; for layers split elsewhere name that place with layer_shards_saving_path.",
+            "Use the model's folder; for a split in another folder set layer_shards_saving_path.",
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -66,8 +66,8 @@ def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
 
     return UnknownArchitectureError(
         f"transformers {transformers.__version__} cannot build the model in {folder}: {_first_line(error)}",
-        "Update transformers; or fetch its config.json again. If the model brings its own code and you trust it, pass "
-        "trust_remote_code=True.",
+        "Update transformers, or download its config.json again. If the model has its own code and you trust "
+        "it, pass trust_remote_code=True.",
     )
 
 
@@ -162,14 +162,14 @@ def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> N
             if isinstance(count, int) and count > _MANY_LAYERS and (tensors is None or count > tensors):
                 has = "no model has so many" if tensors is None else f"the checkpoint has {tensors:,} tensors"
                 raise IncompleteCheckpointError(
-                    f"The config of {label} asks for {name}={count:,}; {has}.", "Fetch its config.json again."
+                    f"The config of {label} needs {name}={count:,}; {has}.", "Download its config.json again."
                 )
         used, experts = picked_by(part), [getattr(part, name, None) for name in _EXPERTS]
         known = [count for count in experts if isinstance(count, int) and count > 1]  # one is a dense layer
         if used is not None and known and used > max(known):
             raise UnknownArchitectureError(
-                f"The config of {label} asks for {used} experts a token; it has {max(known)}.",
-                "Fetch its config.json again.",
+                f"The config of {label} needs {used} experts per token; it has {max(known)}.",
+                "Download its config.json again.",
             )
 
 
@@ -214,7 +214,7 @@ def build_skeleton(
         if attn_implementation is not None and isinstance(error, ValueError | ImportError):
             raise OptionError(
                 f"The model in {folder} cannot be built with attn_implementation={attn_implementation!r}: {error}",
-                "Leave attn_implementation out: transformers then chooses one that works.",
+                "Remove attn_implementation: transformers then chooses one that works.",
             ) from error
         raise _unknown(folder, error) from error
     model.eval()
@@ -324,7 +324,7 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     except Exception as error:  # values of unexpected types make transformers raise any error
         raise UnknownArchitectureError(
             f"transformers cannot read the generation settings in {folder / name}: {_first_line(error)}",
-            "Fetch that file again; without a generation_config.json transformers uses its own settings.",
+            "Download that file again; without a generation_config.json transformers uses its own settings.",
         ) from error
 
 
@@ -371,15 +371,15 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     longest = getattr(tokenizer, "model_max_length", 0)
     if not isinstance(longest, int | float):
-        raise TypeError(f"model_max_length is {longest!r:.40}, and must be a number.")
+        raise TypeError(f"model_max_length is {longest!r:.40}; expected a number.")
     template = getattr(tokenizer, "chat_template", None)
     texts = [*template, *template.values()] if isinstance(template, dict) else [template or ""]
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"chat_template is {template!r:.40}, and must be a text, or texts by their names.")
+        raise TypeError(f"chat_template is {template!r:.40}; expected a text, or texts by name.")
     try:
         tokenizer.all_special_ids  # noqa: B018  a property that looks each token up
     except RecursionError as error:  # the unknown token is itself looked up as an unknown token
-        raise TypeError(f"unk_token is {tokenizer.unk_token!r:.40}, which the vocabulary does not have.") from error
+        raise TypeError(f"unk_token is {tokenizer.unk_token!r:.40}, which is not in the vocabulary.") from error
     return tokenizer
 
 
@@ -403,5 +403,5 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
             return
         raise CorruptVocabularyError(
             f"transformers cannot read the tokenizer in {folder}: {_first_line(error)}",
-            f"Fetch {', '.join(_TOKENIZER_FILES[:2])} again, or take them away: model.tokenizer is then None.",
+            f"Download {', '.join(_TOKENIZER_FILES[:2])} again, or remove them: model.tokenizer is then None.",
         ) from error

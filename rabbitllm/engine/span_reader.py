@@ -106,7 +106,7 @@ class SpanReader:
             except OSError as error:
                 if not self.way.direct or error.errno != errno.EINVAL:
                     raise
-                logger.info("%s cannot be read past the page cache; it is read through it.", span.file)
+                logger.info("%s does not support direct I/O; it is read through the page cache.", span.file)
                 self.way = ReadMode(drop=True)
                 self._read(span, buffer)
 
@@ -127,7 +127,7 @@ class SpanReader:
                     with direct_read() if way.direct else contextlib.nullcontext():
                         got = file.read_into(buffer[at + shift : stop + shift], at)
                     if got < min(stop, end) - at:
-                        raise OSError(f"{file.path} ended at byte {at + got:,}")
+                        raise OSError(f"{file.path} ends at byte {at + got:,}")
                     if checks is not None:
                         begin = max(at, span.offset)
                         data = buffer[begin + shift : min(stop, end) + shift]

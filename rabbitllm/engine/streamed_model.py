@@ -148,8 +148,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
     def _no_copy(self, done: str) -> CopyError:
         return CopyError(
-            f"A model of rabbitllm cannot be {done}: its weights belong to the files and devices "
-            "that it was loaded with.",
+            f"A model of rabbitllm cannot be {done}: its weights belong to the files and devices of this process.",
             "Call AutoModel.from_pretrained again, in the process that needs the model: an existing split is used as "
             "it is, and mapped files are in memory once. model.save_pretrained(folder) writes a checkpoint.",
         )
@@ -160,7 +159,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             raise CopyError(
                 "accelerate cannot place this model (cpu_offload, disk_offload, dispatch_model): it is streamed or "
                 "compressed, and has its own placement.",
-                "Say what may stay where with max_memory= of AutoModel.from_pretrained.",
+                "Set max_memory= of AutoModel.from_pretrained instead.",
             )
         super().__setattr__(name, value)
 
@@ -193,7 +192,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
     def _say_it_stays(self, wanted: str) -> None:
         logger.warning(
-            "model.to(%s) has no effect: where the weights are, and their dtype, was decided when it was loaded. "
+            "model.to(%s) has no effect: device and dtype of the weights are set when the model is loaded. "
             "Load it with device=, dtype= and max_memory= of AutoModel.from_pretrained as you want them.",
             wanted,
         )

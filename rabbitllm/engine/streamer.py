@@ -446,10 +446,10 @@ class Streamer:
         if elsewhere:
             why = "it is on another host"
         elif unit.is_layer:
-            why = f"it is there while {unit.name} computes, and at no other time"
+            why = f"it is in memory only while {unit.name} computes, and at no other time"
         raise AbsentWeightError(
-            f"{place.target} was to be read, and is not in memory: {why}.",
-            "Load the model with enough max_memory for all of it; or read the weight out of its file with "
+            f"{place.target} cannot be read, because it is not in memory: {why}.",
+            "Load the model with enough max_memory for all weights, or read the weight from its file with "
             "rabbitllm.lazy_load. model.save_pretrained(folder) writes all weights.",
         )
 

@@ -101,7 +101,7 @@ class WeightStandIn(torch.Tensor):
             return func(args[0].whole(), *args[1:], **given)
         if func in _ADDRESSES:
             raise AbsentWeightError(
-                f"The memory of a weight was asked for, and the weight is not in memory as a matrix: {cls._why}.",
+                f"The storage of a weight was requested, but the weight is not in memory as a matrix: {cls._why}.",
                 "weight * 1 is an ordinary tensor; model.save_pretrained(folder) writes all weights.",
             )
         with torch._C.DisableTorchFunctionSubclass():  # else its results would be of this type too
@@ -178,7 +178,7 @@ class AbsentWeight(WeightStandIn):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AbsentWeightError(
-            "A weight of this model is not in memory, so it cannot be pickled (torch.save does that).",
+            "A weight of this model is not in memory, so torch.save cannot pickle it.",
             "model.save_pretrained(folder) writes the whole model.",
         )
 
@@ -264,7 +264,7 @@ class QuantizedWeight(WeightStandIn):
     """A quantized matrix as a tensor."""
 
     matrix: StoredMatrix
-    _why = "it is there by its codes alone, at 4bit or 8bit"
+    _why = "only its codes are in memory, at 4bit or 8bit"
 
     @staticmethod
     def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype) -> QuantizedWeight:

@@ -162,8 +162,8 @@ def map_weights(
         raise IncompleteSplitError(
             f"{where} lacks {len(names)} of the {len(expected)} tensors that {type(model).__name__} needs: "
             f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}.",
-            "Split the checkpoint again, into another folder (layer_shards_saving_path). Keep this one until that is "
-            "done: if the checkpoint was deleted, it holds the only copy of the rest.",
+            "Split the checkpoint again, into another folder (layer_shards_saving_path, --dir). Keep this one until "
+            "then: if the checkpoint was deleted, it holds the only copy of the rest.",
         )
     return WeightMap(recipes, ties, allowed, tuple(unused))
 
@@ -185,12 +185,12 @@ def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles)
     beyond = _blocks_beyond(left, weights)
     if beyond and not _predicts_further_tokens(model.config):
         raise IncompleteSplitError(
-            f"{store.label} has layers that its config leaves out: {', '.join(beyond[:3])}.", _DIFFERENT
+            f"{store.label} has more layers than its config: {', '.join(beyond[:3])}.", _DIFFERENT
         )
     nbytes, total = (sum(store.tensors[name].nbytes for name in names) for names in (left, store.tensors))
     if nbytes > UNUSED_SHARE * total:
         raise IncompleteSplitError(
-            f"{type(model).__name__}, which the config of {store.label} asks for, uses {1 - nbytes / total:.0%} of its "
+            f"{type(model).__name__}, which the config of {store.label} names, uses {1 - nbytes / total:.0%} of its "
             f"bytes; {len(left)} tensors are left out, {left[0]} among them.",
             _DIFFERENT,
         )
@@ -317,8 +317,8 @@ def _check_scales(stored: Mapping[str, StoredTensor], unused: Iterable[str]) -> 
         if tensor.quantized is None and torch_dtype(tensor.parts[0].dtype).itemsize == 1 and owner in by_owner:
             raise IncompleteSplitError(
                 f"the tensor {name} holds codes ({tensor.parts[0].dtype}) and {by_owner[owner]} its scales, but "
-                "config.json has no quantization_config that says how they are used.",
-                "Name the model's checkpoint in a form whose config.json describes it, or its unquantized one.",
+                "config.json has no quantization_config that describes them.",
+                "Use a checkpoint of the model whose config.json describes them, or its unquantized one.",
             )
 
 
@@ -344,7 +344,7 @@ def _checked(
         wanted = tuple(expected[name].shape) if name in expected else None
         if wanted != tuple(tensor.shape):
             raise IncompleteSplitError(
-                f"the tensor for {name} has shape {tuple(tensor.shape)}; the model's config asks for {wanted}.",
+                f"the tensor for {name} has shape {tuple(tensor.shape)}; the config needs {wanted}.",
                 _DIFFERENT,
             )
     return replace(recipe, targets=tuple(made))

@@ -128,7 +128,9 @@ class SourceScan:
         if self.config:
             return ()
         state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"
-        return (f"config.json {state}: from_pretrained will refuse, and layers are named here as a Llama's are.",)
+        return (
+            f"config.json {state}: from_pretrained cannot load this model; this estimate assumes Llama's layer names.",
+        )
 
     @property
     def commit(self) -> str | None:
@@ -210,40 +212,40 @@ class SourceScan:
         if compression in self.manifests:
             return self._other_split(compression, self.manifests[compression])
         if compression is not None and self.quantized is not None:
-            return f"the weights are quantized already ({self.quantized})"
+            return f"the weights are already quantized ({self.quantized})"
         if compression in self.refused:
-            return f"loading would refuse it: {self.refused[compression].rstrip('.')}"
+            return f"loading would fail: {self.refused[compression].rstrip('.')}"
         earlier = self.journals.get(compression)
         if compression == AUTO and earlier is None and isinstance(self._mixed, str):
             return self._mixed
         if earlier is None or self.checkpoint is None:
             return self._gone
         if (why := self._differs(earlier.plan.source)) is not None:
-            return f"the unfinished split there is of another source: {why}"
+            return f"the unfinished split is of another source: {why}"
         if self.source.repository is not None:
             return None
         waiting = [shard.name for shard in earlier.plan.shards if shard.name not in earlier.used]
         missing = [shard for shard in waiting if not self.is_here(shard)]
-        return f"{len(missing)} of the {len(waiting)} shards it still needs are gone" if missing else None
+        return f"{len(missing)} of the {len(waiting)} shards it still needs are missing" if missing else None
 
     def _other_split(self, compression: str | None, manifest: Manifest | None) -> str | None:
         if manifest is None:
             return None
         if manifest.compression != compression:
-            return f"the finished split there is at compression {manifest.compression}"
+            return f"the finished split is at compression {manifest.compression}"
         why = self._differs(manifest.source)
-        return f"the finished split there is of another source: {why}" if why is not None else None
+        return f"the finished split is of another source: {why}" if why is not None else None
 
     @cached_property
     def _gone(self) -> str | None:
         """Why no plan can be made from headers; None if one can."""
         if self.checkpoint is None:
-            return "its shards are gone"
+            return "its shards are missing"
         if self.source.repository is not None:
             return None  # shards that a repository lacks raise an error elsewhere
         shards = self.checkpoint.index.shards
         missing = [shard for shard in shards if not self.is_here(shard)]
-        return f"{len(missing)} of its {len(shards)} shards are gone" if missing else None
+        return f"{len(missing)} of its {len(shards)} shards are missing" if missing else None
 
     @cached_property
     def _identity(self) -> SourceIdentity | None:
@@ -380,7 +382,7 @@ def plan(
 def _said_rate(bandwidth: int | str) -> Rate:
     said = parse_size(bandwidth, "bandwidth")
     if not said:
-        raise OptionError("bandwidth=0 would never fetch anything.", "Give bytes a second, such as '12MB'.")
+        raise OptionError("bandwidth=0; expected more than 0.", "Use bytes per second, such as '12MB'.")
     return Rate(said)
 
 

@@ -497,7 +497,7 @@ class PassEstimator:
             found[f"reading {words.get(reads.way, 'out of the page cache')}"] = reads.steady
         for routed in self._routed:
             times = calls[routed.kind]
-            kinds = {"at hand": times.found, "in page-locked memory": times.near, "to be read": times.read}
+            kinds = {"at hand": times.found, "in pinned memory": times.near, "to be read": times.read}
             for kind, seconds in kinds.items():
                 if seconds is not None:
                     found.setdefault(f"using experts {kind} on {routed.device}", routed.used_bytes / seconds)

@@ -48,10 +48,10 @@ def show_allocation(console: Console, mixture: AllocationSummary) -> None:
         put(console, Text(f"  {role:<{_ROLE_WIDTH}}{cells}"))
     uniform = {scheme: loss for scheme, loss in mixture.uniform.items() if mixture.fitted or scheme != "4bit"}
     others = ", ".join(f"{_times(loss)} at {scheme}" for scheme, loss in uniform.items())
-    said = f"  {mixture.bits:.2f} bits a weight; expected loss {_times(mixture.loss)} of 4bit's ({others})"
+    said = f"  {mixture.bits:.2f} bits per weight; expected loss {_times(mixture.loss)} of 4bit's ({others})"
     put(console, Text(said))
     if mixture.fitted:
-        put(console, Text("  all with scales that fit their blocks, but for the 4bit that is compared with", "dim"))
+        put(console, Text("  all with fitted scales, except the 4bit of the comparison", "dim"))
     put(console, Text(f"  {_limits(mixture)}", "dim"))
 
 
@@ -61,9 +61,9 @@ def _times(loss: float) -> str:
 
 def _limits(mixture: AllocationSummary) -> str:
     if mixture.memory is not None:
-        return f"all of it stays in {size(mixture.memory)} of memory, so nothing is read for a token"
+        return f"all weights stay in {size(mixture.memory)} of memory; a token reads nothing from the disk"
     place = "max_disk" if mixture.max_disk is not None else "the free disk"
-    return f"too large for memory at any bits: {place} is the limit, and no more than 8bit is taken of what is free"
+    return f"too large for memory at any bits; the limit is {place}, with at most 8bit per weight"
 
 
 GROUPS_SHOWN = 3
@@ -75,18 +75,18 @@ _ROUTES: Mapping[str, str] = {
 }
 _CONDITIONS: Mapping[str, str] = {
     "standard": "",
-    "sequential": " if each shard is deleted when it is used up",
-    "sequential_ahead": " if each shard is deleted when it is used up, with room for the next one meanwhile",
-    "sequential_file": " if each shard is deleted when it is used up, before the next one comes",
-    "sequential_stream": " if shards are streamed into the layer files, so that none is ever on the disk",
+    "sequential": " if each shard is deleted after use",
+    "sequential_ahead": " if each shard is deleted after use, with one shard downloaded ahead",
+    "sequential_file": " if each shard is deleted after use, before the next download",
+    "sequential_stream": " if shards are streamed into the layer files and never written to the disk",
 }
 _HEADS: Mapping[bool | None, str] = {
     True: "tied: the output head uses the input embedding",
-    False: "not tied: the output head has weights of its own",
-    None: "no output head, and the config does not say that it is tied",
+    False: "not tied: the output head has separate weights",
+    None: "no output head, and the config does not tie it to the embedding",
 }
 
-_LEGEND = "on the disk: how much fuller it gets than now; it creates: what max_disk bounds"
+_LEGEND = "on the disk: growth of disk use at its peak; it creates: what max_disk limits"
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -122,9 +122,9 @@ def draw_plan(plan: Plan, path: Path) -> None:
     found = next((one for one in plan.generations if one.compression == chosen), None)
     if found is None or found.placement is None:
         why = found.obstacle if found is not None and found.obstacle else "the model has no split at this compression"
-        raise OptionError(f"There is no placement to draw: {why}.", "Leave --plot out, or name another compression.")
-    title = f"{_title(plan)}, {chosen or 'uncompressed'}: where its weights will live"
-    note = f"a token takes {moment(found.token_seconds)}, and the first {moment(found.first_token_seconds)}"
+        raise OptionError(f"There is no placement to plot: {why}.", "Remove --plot, or use another compression.")
+    title = f"{_title(plan)}, {chosen or 'uncompressed'}: placement of the weights"
+    note = f"{moment(found.token_seconds)} per token, {moment(found.first_token_seconds)} for the first"
     draw_placement(found.placement, path, title, note)
 
 
@@ -139,13 +139,13 @@ def _facts(plan: SplitEstimate) -> Iterator[tuple[str, str]]:
     asked = plan.at(plan.compression)
     if asked is not None and (big := asked.layers_above_10_gb):
         above = f"{len(big)} above {size(BIG_LAYER_BYTES)} ({_some(big)})"
-        yield "large layers", f"{above}; streaming one needs that much memory"
+        yield "large layers", f"{above}; streaming a layer needs memory of its size"
     for disk in plan.disks:
-        stays = f", of which {size(plan.min_free_disk)} stay free" if plan.min_free_disk else ""
+        stays = f", {size(plan.min_free_disk)} of it reserved (min_free_disk)" if plan.min_free_disk else ""
         yield "free disk", f"{size(disk.free_bytes)} at {disk.folder}{stays}"
     if plan.max_disk is not None:
-        yield "max_disk", f"{size(plan.max_disk)} for all that the split creates"
-    yield "memory", f"the split itself takes at most {size(plan.memory_bytes)}"
+        yield "max_disk", f"{size(plan.max_disk)} for all files of the split"
+    yield "memory", f"splitting takes at most {size(plan.memory_bytes)}"
 
 
 def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
@@ -157,7 +157,7 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
     yield "layers", f"{anatomy.layers:,}, {largest}" + (f"; {spread}" if anatomy.layers_over_shards else "")
     yield "embeddings", _HEADS[anatomy.tied_embeddings]
     if anatomy.quantized is not None:
-        yield "quantized", f"{anatomy.quantized}, as published; split and streamed so"
+        yield "quantized", f"{anatomy.quantized}, as published; kept in this form"
     elif anatomy.never_compressed:
         yield "kept as is", f"{_groups(anatomy.never_compressed)}, at any compression"
     if anatomy.not_floating:
@@ -185,7 +185,7 @@ def _show_estimate(console: Console, plan: SplitEstimate, estimate: CompressionE
     if estimate.finished and estimate.finished_at is not None:
         head.append(f": finished {estimate.finished_at[:16].replace('T', ' ')} in {estimate.folder}", "not bold green")
     elif estimate.state == "unfinished":
-        state = f": unfinished, {estimate.shards_used} of {estimate.shards} shards used up; what is left takes"
+        state = f": unfinished, {estimate.shards_used} of {estimate.shards} shards used; the rest takes"
         head.append(state, "not bold yellow")
     put(console, head)
     if estimate.obstacle is not None:
@@ -240,15 +240,15 @@ def _show_choice(console: Console, plan: Plan) -> None:
     if asked is not None and asked is not chosen:
         why = "fits on no route" if asked.routes else "is not possible"
         if asked.compression in _too_heavy(plan):
-            why = "needs more memory than this process may take"
+            why = "needs more memory than this process may use"
         put(console, Text(f"{_capitalised(plan, asked)} {why}.", "bold red"))
     if choice.route is None:
-        verdict = "is finished. This loads it"
+        verdict = "is finished. To load it"
     else:
         verdict = f"fits{_CONDITIONS['sequential' if _is_alone(chosen, choice.route) else choice.route]}"
     put(console, Text(f"{_capitalised(plan, chosen)} {verdict}:", "bold green"))
     if plan.kind == "local" and choice.route not in (None, "standard"):
-        put(console, Text(f"This deletes the shards in {plan.label}, one after the other.", "yellow"))
+        put(console, Text(f"This call deletes the shards in {plan.label}, one after the other.", "yellow"))
     console.print()
     console.print(Text(choice.call), soft_wrap=True)
 
@@ -267,25 +267,25 @@ def _too_heavy(plan: Plan) -> dict[str | None, str]:
 def _nothing_fits(plan: Plan) -> str:
     too_heavy = _too_heavy(plan)
     if best([one for one in plan.outlooks if one.compression in too_heavy], plan.compression) is not None:
-        return f"There is disk space for it, and too little memory. {[*too_heavy.values()][-1]}"
+        return f"It fits on the disk, but not in memory. {[*too_heavy.values()][-1]}"
     nearest = least(plan.outlooks)
     if nearest is None:
-        return "Nothing can be split or loaded here."
+        return "This model cannot be split or loaded here."
     estimate, route = nearest
     assert route.lacking is not None
-    more = f"Allow max_disk={route.lacking.need}" if _is_limited(route) else "Free more there"
+    more = f"Set max_disk to {route.lacking.need}" if _is_limited(route) else "Free disk space"
     lacking = route.lacking
     return (
-        f"Nothing fits. Nearest is {plan.called(estimate.compression)}, {_route_name(estimate, route)}: it needs "
-        f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {more}, or name another disk "
-        "(--dir, layer_shards_saving_path)."
+        f"Nothing fits. The smallest is {plan.called(estimate.compression)}, {_route_name(estimate, route)}: it needs "
+        f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {more}, or use a folder on another "
+        "disk (--dir, layer_shards_saving_path)."
     )
 
 
 def _split_basis(plan: SplitEstimate) -> str | None:
     """Return the rates that the times of a split are based on, as text; None if there are none."""
     basis = ", ".join(_basis(plan))
-    return f"Times are estimates, without the writing: {basis}." if basis else None
+    return f"Estimated times, without writing: {basis}." if basis else None
 
 
 def _basis(plan: SplitEstimate) -> Iterator[str]:
@@ -322,7 +322,7 @@ def show_generations(console: Console, plan: Plan) -> None:
     for obstacle in dict.fromkeys(found.obstacle for found in plan.generations if found.obstacle is not None):
         which = [plan.called(found.compression) for found in plan.generations if found.obstacle == obstacle]
         of = "" if len(which) == len(plan.generations) else f" of {', '.join(which)}"
-        put(console, Text(f"no time of a token{of}: {obstacle}", "yellow"))
+        put(console, Text(f"no speed estimate{of}: {obstacle}", "yellow"))
     if known:
         title = f"generating on {', '.join(plan.devices)}"
         if len(title) >= NAME_WIDTH:
@@ -333,8 +333,8 @@ def show_generations(console: Console, plan: Plan) -> None:
             _show(console, plan, found)
         for problem in dict.fromkeys(one.too_little_memory for one in known if one.too_little_memory is not None):
             refused = ", ".join(plan.called(one.compression) for one in known if one.too_little_memory == problem)
-            put(console, Text(f"{refused} would be refused here: {problem}", "yellow"))
-        legend = f"first token: after a prompt of {plan.prompt_tokens}, nothing of the model in memory before"
+            put(console, Text(f"{refused} cannot be loaded here: {problem}", "yellow"))
+        legend = f"first token: {plan.prompt_tokens}-token prompt, cold page cache"
         put(console, Text(legend, "dim"))
         for line in _legend_of_experts([own for found in known for own in found.experts]):
             put(console, Text(line, "dim"))
@@ -353,7 +353,7 @@ def _show(console: Console, plan: Plan, found: GenerationEstimate) -> None:
     name = plan.called(found.compression)
     put(console, Text(_generation_columns(f"  {name}", size(found.stays_bytes), read, *times)))
     if found.copied_bytes:
-        copied = f"    {size(found.copied_bytes)} are copied from host memory for each token"
+        copied = f"    each token copies {size(found.copied_bytes)} from host memory"
         put(console, Text(copied, "dim"))
     for line in _of_experts(found):
         put(console, Text(f"    {line}", "dim"))
@@ -374,19 +374,19 @@ def _of_experts(found: GenerationEstimate) -> Iterator[str]:
     kept, pinned, stored, used = (
         sum(getattr(own, name) for own in coming) for name in ("kept_bytes", "host_bytes", "stored_bytes", "used_bytes")
     )
-    places = size(kept) + (f" and {size(pinned)} in page-locked RAM" if pinned else "")
-    yield f"of {size(stored)} of experts {places} are kept"
-    near = f"; {moment(found.found_token_seconds)} if all of them are there" if kept else ""
-    yield f"a token uses {size(used)} of them{near}"
+    places = size(kept) + (f" and {size(pinned)} in pinned RAM" if pinned else "")
+    yield f"kept: {places}, of {size(stored)} of experts"
+    near = f"; {moment(found.found_token_seconds)} if all of these are kept" if kept else ""
+    yield f"a token uses {size(used)} of experts{near}"
 
 
 def _legend_of_experts(known: Sequence[Experts]) -> Iterator[str]:
     """Yield the assumptions about experts, in lines of 80 columns."""
     if any(own.tier == Tier.ROUTED.value for own in known):
-        yield "experts: as if all were used alike, when most is read; models prefer some, which"
-        yield "are kept: others found 44 to 91 % of what they used with 12 to 54 % kept"
+        yield "experts: estimated for uniform use, the worst case; with 12 to 54 % of experts"
+        yield "kept, published measurements found 44 to 91 % of the used ones in memory"
     if any(own.tier != Tier.ROUTED.value for own in known):
-        yield "experts that stay: after each was used once; before, it is read from the disk"
+        yield "resident experts: after the first use of each, which reads it from the disk"
 
 
 def moment(seconds: float | None) -> str:
@@ -409,4 +409,4 @@ def generation_basis(plan: Plan) -> str | None:
     if not found:
         return None
     said = ", ".join(f"{what} {speed(rate)}" for what, rate in found.items())
-    return f"Tokens are estimates too, from what was measured here just now: {said}."
+    return f"Estimated seconds per token, from measurements on this machine: {said}."

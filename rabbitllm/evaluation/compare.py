@@ -193,7 +193,7 @@ class States:
 
     def _read(self, begin: int, end: int) -> torch.Tensor:
         if self._shape is None:
-            raise QualityError("There are no hidden states yet, of which logits could be made.")
+            raise QualityError("There are no hidden states to compute logits from.")
         hidden, dtype, device = self._shape
         whole = torch.empty((end - begin, hidden * dtype.itemsize), dtype=torch.uint8)
         self._file.read_at(whole.numpy().reshape(-1).data, begin * whole.shape[-1])
@@ -228,12 +228,12 @@ def compare(
     known, other = (one.get_output_embeddings().weight.shape[0] for one in (reference, model))
     if known != other:
         raise QualityError(
-            f"The models know different numbers of tokens: {known:,} and {other:,}.",
+            f"The vocabularies differ in size: {known:,} and {other:,}.",
             "Only models with the same vocabulary can be compared.",
         )
     targets = torch.tensor([token for text in texts for token in text.continuation])
     if not len(targets):
-        raise QualityError("There is no token to be predicted in the texts.", "Give a longer text.")
+        raise QualityError("The texts have no token to predict.", "Use a longer text.")
     with States(reference, texts, room.scratch) as expected, States(model, texts, room.scratch) as found:
         expected.fill(room, lambda text: say(f"reference: {text}"))
         found.fill(room, lambda text: say(f"model: {text}"))

@@ -61,8 +61,8 @@ def compared_spec(spec: ModelSpec, *, alone: bool) -> ModelSpec:
         manifest = read_manifest(folder) if folder.is_dir() else None
         if manifest is None or manifest.compression is None:
             raise QualityError(
-                f"{spec.name} is not compressed; by default it would be compared with itself.",
-                "Name a compression (--compression 4bit), or what to compare with (--against; in Python, against=).",
+                f"{spec.name} is not compressed; the default comparison is with the uncompressed model.",
+                "Set --compression, e.g. 4bit, or a model to compare with: --against (against= in Python).",
             )
     return replace(spec, compression=None if chosen == "none" else chosen)
 
@@ -87,8 +87,8 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
     if manifest.source is not None and manifest.source.kind == "hub":
         return ModelSpec(manifest.source.name, folder=spec.folder, access=HubAccess(manifest.source.commit))
     raise QualityError(
-        f"{folder} is compressed, and the uncompressed model is not in its parent folder.",
-        "Say where it is, with --against (in Python, against=).",
+        f"{folder} is compressed, and its parent folder does not hold the uncompressed model.",
+        "Set its path with --against (against= in Python).",
     )
 
 
@@ -146,7 +146,7 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} cannot be read as text: {error}.", "Give a file of UTF-8 text.") from error
+        raise OptionError(f"{path} cannot be read as text: {error}.", "Use a file of UTF-8 text.") from error
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, tokens: int) -> list[ScoredText]:
@@ -164,7 +164,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, token
     """
     if window < 2 or tokens < LEAST_POSITIONS:
         raise OptionError(
-            f"window={window}, tokens={tokens}: at least 2 and {LEAST_POSITIONS} are needed.", "Give larger numbers."
+            f"window={window}, tokens={tokens}; expected at least 2 and {LEAST_POSITIONS}.", "Use larger numbers."
         )
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     own = tokenizer("")["input_ids"]
@@ -180,8 +180,8 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, token
     predicted = sum(len(one.continuation) for one in found)
     if predicted < LEAST_POSITIONS:
         raise QualityError(
-            f"The text has {predicted} tokens to be predicted; at least {LEAST_POSITIONS} are needed.",
-            "Give a longer text.",
+            f"The text has {predicted} tokens to predict; expected at least {LEAST_POSITIONS}.",
+            "Use a longer text.",
         )
     return found
 
@@ -363,14 +363,16 @@ def _reference(own: ModelSpec | None, against: Any, run: RunOptions) -> tuple[Mo
     if against is not None:
         return None, against
     if own is None:
-        raise OptionError("against is required when the model is already loaded.", "Give a model or its name.")
+        raise OptionError(
+            "against is required when the model is already loaded.", "Pass a model or its name as against."
+        )
     other = reference_spec(own)
     try:
         return other, loaded(other, run, split=False)
     except CheckpointError as error:
         raise QualityError(
             f"The uncompressed model cannot be read. {error.problem}",
-            "Say where it is, with --against (in Python, against=).",
+            "Set its path with --against (against= in Python).",
         ) from error
 
 
@@ -378,7 +380,7 @@ def _problems(count: int) -> list[Problem]:
     try:
         return held_out(count) if count else []
     except ValueError as error:
-        raise OptionError(f"problems={count}, which cannot be: {error}.", "Give another number.") from error
+        raise OptionError(f"problems={count} is not possible: {error}.", "Use a multiple of 4.") from error
 
 
 def _tokenizer_of(reference: Any, model: StreamedModel) -> Any:
@@ -390,13 +392,13 @@ def _tokenizer_of(reference: Any, model: StreamedModel) -> Any:
     first, second = reference.tokenizer, model.tokenizer
     if first is None or second is None:
         raise QualityError(
-            "A model without a tokenizer was given, and the text cannot be made tokens.",
-            "Put the tokenizer's files into the folder of its weights.",
+            "The model has no tokenizer, so the text cannot be tokenized.",
+            "Put the tokenizer's files into the folder of the weights.",
         )
     if first.get_vocab() != second.get_vocab():
         raise QualityError(
-            "The models have different vocabularies, so that their distributions are of different things.",
-            "Compare a model with one it was made from.",
+            "The models have different vocabularies, so their distributions cannot be compared.",
+            "Compare a model with the one it was made from.",
         )
     return first
 
@@ -445,11 +447,11 @@ def show(quality: Quality, console: Console) -> None:
     put_table(console, columns, [row[: len(columns)] for row in rows])
     console.print()
     divergence = summary.divergence
-    put(console, Text("divergence of the model from the reference, nats a token", "dim"))
+    put(console, Text("KL divergence of the model from the reference, nats per token", "dim"))
     for name, value in (
         ("mean", f"{number(divergence.mean)} ± {number(divergence.error)}"),
         ("median", number(divergence.median)),
-        ("99 in 100 below", number(divergence.percentile)),
+        ("99th percentile", number(divergence.percentile)),
         ("largest", number(divergence.largest)),
     ):
         console.print(f"  {name:<18}{value}", soft_wrap=True)

@@ -68,7 +68,7 @@ def decode_message(raw: bytes) -> Any:
     except UnicodeEncodeError:
         raise ValueError("it has half of a character beyond the first 65,536") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is no UTF-8") from None
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
     return value
 
 
@@ -105,13 +105,13 @@ def text_of(value: object) -> str:
         TypeError: it is not a string.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 
 MAX_BYTES = 40 << 20
 """Limit of a file's size. An index of 74,000 expert matrices has 7 MB."""
-_REMEDY = "Fetch the file again."
+_REMEDY = "Download the file again."
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InvalidIndexError: the file is not a regular file, not one JSON object, not UTF-8, repeats a key, or exceeds
             `MAX_BYTES` or the limits of `decode_json`.
     """
-    raw = _small(path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is no JSON file: it {what}.", _REMEDY))
+    raw = _small(path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is not a JSON file: it {what}.", _REMEDY))
     try:
         decoded = decode_json(raw)
     except ValueError as error:
@@ -149,13 +149,13 @@ def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> 
     try:
         return _small(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Name the tokenizer.model itself.") from None
+        raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Use the path of tokenizer.model.") from None
 
 
 def _small(path: Path, limit: int, refusal: Callable[[str], Exception]) -> bytes:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
-        raise refusal("is no regular file")
+        raise refusal("is not a regular file")
     if found.st_size > limit:
         raise refusal(f"has {found.st_size:,} bytes; at most {limit:,} are read")
     with path.open("rb") as stream:

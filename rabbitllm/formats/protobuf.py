@@ -97,7 +97,7 @@ def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     value = 0
     for index in range(MAX_VARINT_BYTES):
         if at + index >= end:
-            raise WireFormatError(f"the varint at byte {at:,} is cut off at byte {end:,}")
+            raise WireFormatError(f"the varint at byte {at:,} is truncated at byte {end:,}")
         byte = data[at + index]
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:

@@ -109,7 +109,7 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _corrupt(file, "its __metadata__ is not a table of strings")
     if not _is_text("".join((*metadata, *metadata.values()))):
-        raise _corrupt(file, "its __metadata__ holds half a surrogate pair, which is no text")
+        raise _corrupt(file, "its __metadata__ holds half a surrogate pair, which is not text")
     tensors = sorted(
         (_spec(name, entry, data_start, file) for name, entry in entries.items()),
         key=lambda t: (t.offset, t.nbytes),
@@ -200,7 +200,7 @@ def _naturals(value: object) -> bool:
 
 
 def _corrupt(file: str, what: str) -> CorruptShardError:
-    return CorruptShardError(f"{file} is not a sound safetensors file: {what}.", "Fetch or copy the file again.")
+    return CorruptShardError(f"{file} is not a sound safetensors file: {what}.", "Download or copy the file again.")
 
 
 class TensorToWrite(NamedTuple):
@@ -273,7 +273,7 @@ class MappedFile:
         found = self._bytes[spec.offset : spec.offset + spec.nbytes]
         if len(found) != spec.nbytes:
             raise CorruptShardError(
-                f"{self._path} ends in the middle of {spec.name!r}: it was cut off since the model was loaded.",
+                f"{self._path} ends within {spec.name!r}: the file was truncated after the model was loaded.",
                 "Put the whole file back and load the model again.",
             )
         return found

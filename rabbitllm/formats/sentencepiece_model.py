@@ -497,5 +497,5 @@ def _looks_like(data: bytes) -> str:
 def _corrupt(file: str, what: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
         f"{file} is not a sound SentencePiece model: {what}.",
-        "Fetch the file again from where the model was published, and compare its sha256 with the one given there.",
+        "Download the file again from the model's publisher, and compare its sha256.",
     )

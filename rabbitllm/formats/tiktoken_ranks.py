@@ -58,10 +58,10 @@ def parse_ranks(data: bytes, file: str) -> tuple[bytes, ...]:
         try:
             token = base64.b64decode(match[1], validate=True)
         except binascii.Error as error:
-            raise _corrupt(file, f"line {number:,} is {line[:40]!r}, which is no base64: {error}") from None
+            raise _corrupt(file, f"line {number:,} is {line[:40]!r}, which is not base64: {error}") from None
         rank = int(match[2])
         if rank in by_rank:
-            raise _corrupt(file, f"rank {rank:,} is there twice, again in line {number:,}")
+            raise _corrupt(file, f"rank {rank:,} appears twice, again in line {number:,}")
         by_rank[rank] = token
     missing = next((rank for rank in range(len(by_rank)) if rank not in by_rank), None)
     if missing is not None:
@@ -75,14 +75,14 @@ def _check_tokens(tokens: tuple[bytes, ...], file: str) -> None:
     seen: dict[bytes, int] = {}
     for rank, token in enumerate(tokens):
         if seen.setdefault(token, rank) != rank:
-            raise _corrupt(file, f"the token {token[:40]!r} is there twice, at ranks {seen[token]:,} and {rank:,}")
+            raise _corrupt(file, f"the token {token[:40]!r} appears twice, at ranks {seen[token]:,} and {rank:,}")
     alone = next((byte for byte in range(256) if bytes([byte]) not in seen), None)
     if alone is not None:
-        raise _corrupt(file, f"the byte {alone} is no token, so there is text that it has no tokens for")
+        raise _corrupt(file, f"the byte {alone} is not a token, so some text cannot be tokenized")
 
 
 def _corrupt(file: str, what: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
-        f"{file} is no sound vocabulary of tiktoken's: {what}.",
-        "Fetch it again from where the model was published, and compare its size.",
+        f"{file} is not a sound tiktoken vocabulary: {what}.",
+        "Download it again from the model's publisher, and compare its size.",
     )

@@ -231,7 +231,7 @@ def _places(
     for key, storage in storages.items():
         entry = records.get(f"data/{key}")
         if entry is None:
-            raise corrupt_zip(file, f"its pickle names storage {key}, and there is no entry data/{key}")
+            raise corrupt_zip(file, f"its pickle names storage {key}, but there is no entry data/{key}")
         if entry.size != storage.nbytes:
             raise corrupt_zip(file, f"storage {key} has {entry.size:,} bytes; its pickle says {storage.nbytes:,}")
         places[key] = (entry.begin, entry.end)
@@ -303,7 +303,7 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
 def corrupt_legacy(file: str, what: str) -> CorruptShardError:
     """The error for a malformed file of this format."""
     return CorruptShardError(
-        f"{file} is no sound torch file from before torch 1.6: {what}.", "Fetch or copy the file again."
+        f"{file} is not a sound torch file of a version before torch 1.6: {what}.", "Download or copy the file again."
     )
 
 

@@ -374,7 +374,7 @@ def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], tup
     for path, tensor in _tensors_in(weights, looked_at, file):
         name = ".".join(path)
         if not name or not name.isprintable() or len(name) > MAX_NAME:
-            raise CorruptShardError(f"{file} has a tensor named {name[:80]!r}, which is no plain text.", _REMEDY)
+            raise CorruptShardError(f"{file} has a tensor named {name[:80]!r}, which is not plain text.", _REMEDY)
         if name in tensors:
             raise CorruptShardError(f"{file} has two tensors named {name!r}.", _REMEDY)
         tensors[name] = tensor

@@ -56,7 +56,7 @@ _HARMLESS_EXTRAS = {0x4246, 0x5455, 0x7875}
 """Ids of torch's padding ("FB"), and of times and owners from Info-ZIP. Others can change a name or hide data."""
 
 _REMEDY = (
-    "Fetch or copy the file again. One that another program packed can be written again: load it where it can do no "
+    "Download or copy the file again. One that another program packed can be written again: load it where it can do no "
     "harm, and save the tensors as safetensors."
 )
 
@@ -124,7 +124,7 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
     start = max(0, file_size - longest)
     tail = read(start, file_size - start)
     if file_size < _END.size or len(tail) != file_size - start or tail[-_END.size :][:4] != b"PK\x05\x06":
-        raise corrupt_zip(file, "it does not end with a zip's end record; it is cut off, or has bytes behind its end")
+        raise corrupt_zip(file, "it does not end with a zip end record; it is truncated, or has bytes after its end")
     _, disk, first_disk, here, count, size, offset, comment = _END.unpack(tail[-_END.size :])
     if comment or disk or first_disk or here != count:
         raise corrupt_zip(file, "its end record has a comment, or speaks of several disks; a checkpoint has neither")

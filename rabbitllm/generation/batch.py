@@ -60,7 +60,7 @@ class Batch:
     def __init__(self, model: StreamedModel, limits: Limits = _DEFAULT) -> None:
         check_generates(model)
         if model.config.is_encoder_decoder:
-            raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
+            raise OptionError("The model has an encoder; requests need a decoder-only model.", "Use a causal model.")
         end_tokens(model)  # refuses a model without a tokenizer
         self.error: BaseException | None = None
         self._model = model
@@ -166,20 +166,23 @@ def check_answerable(request: Request, model: StreamedModel, memory: CacheMemory
     """
     tokens = len(request.prompt)
     if not tokens or request.max_new_tokens < 1:
-        raise OptionError("An empty prompt, or no token to generate.", "Give at least one of each.")
+        raise OptionError(
+            "The prompt is empty, or the number of tokens to generate is 0.",
+            "Use at least one prompt token and one new token.",
+        )
     known = model.get_input_embeddings().num_embeddings
     if not all(0 <= token < known for token in request.prompt):
-        raise OptionError(f"The prompt has a token that the model does not know; it has {known:,}.")
+        raise OptionError(f"The prompt has a token outside the vocabulary of {known:,}.")
     context = context_of(model)
     if context is not None and tokens + request.max_new_tokens > context:
         raise OptionError(
-            f"The prompt has {tokens:,} tokens and {request.max_new_tokens:,} may follow; the model's context is "
-            f"{context:,}.",
+            f"The prompt has {tokens:,} tokens and {request.max_new_tokens:,} new tokens were requested; the model's "
+            f"context is {context:,}.",
             "Shorten the prompt, or ask for fewer tokens.",
         )
     needed = memory.bytes_for(tokens + 1)
     if needed > memory.limit:
         raise OptionError(
-            f"The prompt's KV cache needs {size(needed)}; {size(memory.limit)} may be used.",
-            "Shorten the prompt, or give the server more memory for it.",
+            f"The prompt's KV cache needs {size(needed)}; {size(memory.limit)} are available.",
+            "Shorten the prompt, or raise the server's --cache-memory.",
         )

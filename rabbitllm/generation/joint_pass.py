@@ -276,7 +276,7 @@ class JointPasses:
     ) -> None:
         if model.hosts is not None:
             raise OptionError(
-                "Some of the model's layers are on other hosts, which answer one call at a time.",
+                "Some of the model's layers are on other hosts, which support one call at a time.",
                 "Call model.generate, with several prompts as one batch; or load the model without hosts.",
             )
         self._model = model
@@ -440,7 +440,7 @@ class JointPasses:
         if carrier.error is not None and not isinstance(carrier.error, Exception):
             raise carrier.error
         if isinstance(carrier.error, NotPackable):
-            logger.warning("From now on each text goes through the layers by itself: %s.", carrier.error)
+            logger.warning("From now on each sequence is computed alone: %s.", carrier.error)
             self._packed = None
         for number, member in enumerate(carrier.members):
             if carrier.error is None:

@@ -218,7 +218,7 @@ class CacheMemory:
         if cache_bytes is None and self.limit < self.bytes_for(LEAST_CACHE_TOKENS):
             raise OptionError(
                 f"The weights leave {size(free)} free, which is too little to answer any request.",
-                "Give the weights less (--max-memory), or the machine fewer other things to do.",
+                "Lower --max-memory, or end other programs.",
             )
         left = max(free - self.limit, 0)  # KV caches and activations are in memory at once
         cost = cost_of_a_pass(config, model.dtype.itemsize)
@@ -231,9 +231,9 @@ class CacheMemory:
             return
         if cache_bytes is not None and left < cost.least():
             raise OptionError(
-                f"The KV cache may take {size(cache_bytes)}, and a pass needs {size(cost.least())} more; "
+                f"The KV cache is limited to {size(cache_bytes)}, and a pass needs {size(cost.least())} more; "
                 f"the weights leave {size(free)} free.",
-                "Give the KV cache less (--cache-memory), or the weights (--max-memory).",
+                "Lower --cache-memory or --max-memory.",
             )
         left -= left // UNUSED_SHARE
         self.max_sequences = min(running, cost.sequences_in(left))

@@ -55,9 +55,9 @@ class Sampling:
             OptionError: a number out of its range.
         """
         if self.temperature is not None and self.temperature < 0:
-            raise OptionError(f"temperature={self.temperature} is negative.", "0 takes the likeliest token each time.")
+            raise OptionError(f"temperature={self.temperature} is negative.", "Use 0 for greedy decoding, or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise OptionError(f"top_p={self.top_p} is no probability.", "Give more than 0 and at most 1.")
+            raise OptionError(f"top_p={self.top_p} is not a probability.", "Use a value above 0 and up to 1.")
 
     @property
     def samples(self) -> bool:
@@ -312,15 +312,15 @@ class Limits:
         for name in ("running", "waiting", "cache_bytes", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise OptionError(f"{name}={value}, which is none at all.", "Give at least 1.")
+                raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")
         for name in ("aside_bytes", "file_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise OptionError(f"{name}={value}, which is less than nothing.", "Give 0 for none.")
+                raise OptionError(f"{name}={value}; expected 0 or more.", "Use 0 for none.")
         if self.aside_folder is not None and not (self.aside_folder.is_dir() and is_writable(self.aside_folder)):
             raise OptionError(
-                f"No file can be made in {self.aside_folder}, where keys and values were to be set aside.",
-                "Name a folder that is there and can be written to.",
+                f"No swap file for KV caches can be created in {self.aside_folder}.",
+                "Use an existing folder that is writable.",
             )
 
 
@@ -332,7 +332,7 @@ def check_generates(model: StreamedModel) -> None:
     """
     if not model.can_generate():
         raise OptionError(
-            f"The model is a {type(model).__name__}, as its config.json says, and generates no text.",
+            f"The model is a {type(model).__name__} by its config.json, which does not generate text.",
             "Call it for its outputs, or serve its embeddings. Text needs a checkpoint with a language-model head.",
         )
 
@@ -345,8 +345,8 @@ def end_tokens(model: StreamedModel) -> list[int]:
     """
     if model.tokenizer is None:
         raise OptionError(
-            "This model has no tokenizer, so text cannot be made of it.",
-            "Put its tokenizer files into the folder that has its config.json.",
+            "This model has no tokenizer, so text cannot be tokenized.",
+            "Put its tokenizer files into the folder with its config.json.",
         )
     said = model.generation_config.eos_token_id if model.can_generate() else None
     ends = [] if said is None else [said] if isinstance(said, int) else [*said]
@@ -391,9 +391,9 @@ def most_new_tokens(context: int | None, prompt_tokens: int, asked: int | None, 
         return asked if asked is not None else usual
     left = context - prompt_tokens
     if left < (asked or 1):
-        followed = f", with {asked:,} to follow" if asked is not None else ""
+        new = f" and {asked:,} new tokens were requested" if asked is not None else ""
         raise OptionError(
-            f"The prompt has {prompt_tokens:,} tokens{followed}; the model was made for {context:,} in all.",
-            "Shorten it." if left < 1 else f"Shorten it, or ask for at most {left:,}.",
+            f"The prompt has {prompt_tokens:,} tokens{new}; the model's context has {context:,}.",
+            "Shorten the prompt." if left < 1 else f"Shorten the prompt, or request at most {left:,} new tokens.",
         )
     return asked if asked is not None else min(usual, left)

@@ -158,12 +158,12 @@ class Scheduler:
         """
         with self._change:
             if self._closing is not None:
-                raise ClosedError("No more requests are taken on.", "Start the server again.")
+                raise ClosedError("The server is shutting down.", "Start the server again.")
             free = max(self._limits.running - len(self.running), 0)
             if len(self._waiting) >= self._limits.waiting + free:  # requests with a free slot begin at once
                 after = retry_after(len(self._waiting), self._limits.running, self._lately)
                 raise BusyError(
-                    f"{len(self._waiting):,} requests wait already, as many as may.",
+                    f"The request queue is full: {len(self._waiting):,} requests are waiting.",
                     f"Try again in {after:.0f} s.",
                     after,
                 )
@@ -320,7 +320,7 @@ class Scheduler:
         if isinstance(how, BaseException):
             if isinstance(how, Exception):
                 logger.info("a request has failed", exc_info=how)
-            sequence.fail(how if isinstance(how, Exception) else BatchError("The server has ended."))
+            sequence.fail(how if isinstance(how, Exception) else BatchError("The server has stopped."))
             reason = FAILED
         else:
             finished = sequence.finish(how)

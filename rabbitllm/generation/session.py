@@ -165,12 +165,12 @@ class Session:
     def __init__(self, model: StreamedModel, max_new_tokens: int | None = None, sampling: Sampling = _GREEDY) -> None:
         if model.tokenizer is None:
             raise ChatError(
-                "The model came without a tokenizer.", "Put the tokenizer's files into the folder of its config.json."
+                "The model has no tokenizer.", "Put the tokenizer files into the folder with its config.json."
             )
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise ChatError(
-                "The model has an encoder, which reads a text again each time: it is none to chat with.",
+                "The model has an encoder; chat needs a decoder-only model.",
                 "Use model.generate from Python.",
             )
         self._model = model
@@ -193,7 +193,7 @@ class Session:
         """Remarks on this model for the user; usually none."""
         found = []
         if not has_template(self._tokenizer):
-            found.append("the model has no chat template: it is given User: and Assistant: lines to go on with")
+            found.append("the model has no chat template; the prompt is made of User: and Assistant: lines")
         if self.kept is None:
             found.append("of this kind of model no cache is kept: each answer reads the whole conversation again")
         return tuple(found)
@@ -270,7 +270,7 @@ class Session:
         if left is not None and left < 1:
             raise ChatError(
                 f"The conversation has {prompt:,} tokens with this question, and the model's context {self.context:,}.",
-                "/drop forgets the oldest exchange, /drop 3 the oldest three, and /reset all of them.",
+                "/drop removes the oldest exchange, /drop 3 the oldest three, and /reset all exchanges.",
             )
         return min(limit for limit in (own, left, None if own or left else WITHOUT_LIMIT) if limit)
 

@@ -114,7 +114,7 @@ class TextStream:
             ValueError: several sequences.
         """
         if value.dim() > 1 and value.shape[0] > 1:
-            raise ValueError(f"A stream is of one sequence; {value.shape[0]} came.")
+            raise ValueError(f"A streamer supports one sequence; {value.shape[0]} came.")
         if self._prompt_is_next:
             self._prompt_is_next = False
             return

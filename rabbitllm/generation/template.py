@@ -47,9 +47,9 @@ def bounded_template() -> Iterator[None]:
     try:
         yield
     except RecursionError as error:
-        raise ValueError("it calls itself without end") from error
+        raise ValueError("its recursion does not end") from error
     except MemoryError as error:
-        raise ValueError("it takes all memory") from error
+        raise ValueError("it uses too much memory") from error
     finally:
         mine.budget = before
 
@@ -119,7 +119,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]
             f"The model's chat template refuses this conversation: {harmless(str(error))}.",
             "Try without a system prompt (/system -), or /reset."
             if messages[0]["role"] == SYSTEM
-            else "/reset begins again.",
+            else "/reset starts a new conversation.",
         )
 
     return template_ids(tokenizer, messages, refused)

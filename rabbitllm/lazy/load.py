@@ -233,15 +233,15 @@ class _Reopened:
 
 def _closed(path: Path) -> ClosedCheckpointError:
     return ClosedCheckpointError(
-        f"{path} is closed, and a tensor of it that has not been read is used.",
+        f"{path} is closed, and one of its unread tensors is used.",
         "Use the tensors before the checkpoint is closed, or load it lazily again.",
     )
 
 
 def _changed(path: Path) -> CorruptShardError:
     return CorruptShardError(
-        f"{path} has changed since it was opened: it was written to, cut off, moved or replaced by another.",
-        "Load it lazily again once nothing writes to it.",
+        f"{path} has changed since it was opened: it was modified, truncated, moved or replaced.",
+        "Load it lazily again when no process writes to it.",
     )
 
 
@@ -382,7 +382,7 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_check
         return _open(given, {given.name: given}, None, mapped)
     if not given.is_dir():
         raise CheckpointNotFoundError(
-            f"{given} is neither a file nor a folder.", "Check the path; repositories are not loaded lazily."
+            f"{given} is neither a file nor a folder.", "Check the path; repositories cannot be loaded lazily."
         )
     if read_manifest(given) is not None or is_legacy(given):
         return _open_split(given, mapped, verify_checksums)
@@ -434,8 +434,8 @@ def _open_split(folder: Path, mapped: bool, verify_checksums: bool) -> LazyCheck
     store = LayerStore(folder, verify_checksums=verify_checksums)
     if packed := next((tensor.name for tensor in store.tensors.values() if tensor.quantized), None):
         raise UnreadableFormatError(
-            f"{folder} is split with compression: {packed!r} is quantized in it.",
-            "AutoModel.from_pretrained reads it; lazy tensors are of an uncompressed split or of the original.",
+            f"{folder} is a compressed split: {packed!r} is quantized in it.",
+            "Use AutoModel.from_pretrained, or load the original or an uncompressed split lazily.",
         )
     files = {name: tensor.parts[0].file for name, tensor in store.tensors.items()}
     paths = {file: store.path(file) for file in dict.fromkeys(files.values())}
@@ -462,7 +462,7 @@ def _open(
             if (name, file) not in found:
                 raise InvalidIndexError(
                     f"The index puts {name!r} into {file}, whose header does not have it.",
-                    "Fetch the index and that shard again: they are of different versions.",
+                    "Download the index and that shard again: they are of different versions.",
                 )
         failed.pop_all()
     return LazyCheckpoint(path, files, {name: (found[name, file], files[file]) for name, file in chosen})

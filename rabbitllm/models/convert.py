@@ -95,7 +95,7 @@ def input_of(name: str, access: HubAccess, work: Path) -> Input:
     path = expand(name)
     if name and not path.is_dir() and (path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir())):
         if path.name.endswith(".index.json"):
-            raise OptionError(f"{path} is an index of shards.", f"Name the folder: {path.parent}.")
+            raise OptionError(f"{path} is an index file; expected a checkpoint.", f"Use its folder: {path.parent}.")
         return _File(name, path, work / directory_name(None))
     return _Named(name, access, work)
 
@@ -131,7 +131,7 @@ class _Named:
             return None
 
 
-_WITHOUT_DELETING = "Without sequential and delete_original nothing is deleted, and it is converted as it is."
+_WITHOUT_DELETING = "Without sequential and delete_original the checkpoint is converted as it is, and kept."
 
 
 @contextlib.contextmanager
@@ -234,7 +234,7 @@ def _refuse_one_of_several(folder: Path, name: str) -> None:
         shards = read_index(folder / index).shards
         if name in shards and len(shards) > 1:
             raise OptionError(
-                f"{folder / name} is one of the {len(shards)} shards of a checkpoint.", f"Name the folder: {folder}."
+                f"{folder / name} is one of the {len(shards)} shards of a checkpoint.", f"Use the folder: {folder}."
             )
 
 
@@ -249,7 +249,7 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
         name = Path(source.name).name
         if source.name == known.name or name == known.name or name in known.fingerprints:
             return
-        why: str | None = "nothing of the one that was named is left by which to tell"
+        why: str | None = "no shard of the named checkpoint is left to compare"
     else:
         found = checkpoint.identity(_present(checkpoint))
         why = known.differs_from(found)
@@ -257,8 +257,8 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
             why = f"it was made from {', '.join([*known.fingerprints][:3])}"
     if why is not None:
         raise SplitMismatchError(
-            f"{folder} is the conversion of {known.name}, not of {source.name}: {why}.",
-            "Convert into another folder, or delete that one if it is not needed.",
+            f"{folder} holds the conversion of {known.name}, not of {source.name}: {why}.",
+            "Use another output folder, or delete this one if you do not need it.",
         )
 
 
@@ -289,8 +289,8 @@ def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
         _move(split_folder / record.file, folder / name)
         if not (folder / name).exists() or (folder / name).stat().st_size != record.size:
             raise IncompleteSplitError(
-                f"{folder / name}, with layer {record.id}, is missing or has not its {record.size:,} bytes.",
-                "Put it back, or convert the checkpoint again into another folder.",
+                f"{folder / name} (layer {record.id}) is missing, or its size is not {record.size:,} bytes.",
+                "Restore the file, or convert the checkpoint again into another folder.",
             )
     for name, path in sidecars_of(split_folder).items():
         durable.make_folder((folder / name).parent)
@@ -338,8 +338,8 @@ def origin_of(folder: Path) -> SourceIdentity:
         return SourceIdentity(source["kind"], source["name"], source["commit"], dict(source["fingerprints"]))
     except (InvalidIndexError, KeyError, TypeError, ValueError):
         raise OptionError(
-            f"{folder} holds a checkpoint that was not converted here. Nothing was touched.",
-            "Name a folder that is empty or not there yet.",
+            f"{folder} holds a checkpoint that was not converted by RabbitLLM. Nothing was changed.",
+            "Use an output folder that is empty or does not exist.",
         ) from None
 
 
@@ -413,12 +413,14 @@ def convert(
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
     target = expand(folder)
     if target.exists() and not target.is_dir():
-        raise OptionError(f"{target} is a file.", "Name a folder that is empty or not there yet.")
+        raise OptionError(
+            f"{target} is a file; expected a folder.", "Use an output folder that is empty or does not exist."
+        )
     if (made := finished_split_of(str(path_or_repo_id))) is not None:
         if sequential or delete_original:
             raise OptionError(
-                f"{made} is a split directory; sequential and delete_original are for checkpoints.",
-                "Leave them out; `rabbitllm rm` removes a split.",
+                f"{made} is a split directory; sequential and delete_original apply only to checkpoints.",
+                "Remove these options; `rabbitllm rm` removes a split.",
             )
         return _join_split(made, expand(path_or_repo_id), target)
     work = target / WORK_NAME
@@ -450,8 +452,8 @@ def _require_empty(folder: Path) -> None:
     others = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK_NAME, HOLDER_NAME))
     if others:
         raise OptionError(
-            f"{folder} has {len(others)} other files or folders in it, {others[0]!r} among them. Nothing was touched.",
-            "Name a folder that is empty or not there yet.",
+            f"{folder} is not empty: it holds {len(others)} items, such as {others[0]!r}. Nothing was changed.",
+            "Use an output folder that is empty or does not exist.",
         )
 
 
@@ -467,8 +469,8 @@ def _manifest(split_folder: Path) -> Manifest:
     manifest = read_manifest(split_folder)
     if manifest is None:
         raise IncompleteSplitError(
-            f"{split_folder} has lost its {MANIFEST_NAME}, which says what is in it.",
-            "Convert the checkpoint again, into another folder; keep this one until that is done.",
+            f"{split_folder} has no {MANIFEST_NAME}; expected the file of an unfinished conversion.",
+            "Convert the checkpoint again into another folder; keep this one until then.",
         )
     return manifest
 
@@ -519,8 +521,8 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     if before:
         if (why := origin_of(folder).differs_from(identity)) is not None:
             raise SplitMismatchError(
-                f"{folder} is a conversion of something else than {split_folder}: {why}.",
-                "Convert into another folder, or delete that one if it is not needed.",
+                f"{folder} holds the conversion of another model than {split_folder}: {why}.",
+                "Use another output folder, or delete this one if you do not need it.",
             )
     else:
         with PlainReader(store) as reader:

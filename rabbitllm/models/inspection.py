@@ -324,13 +324,15 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its writer
         raise CheckpointNotFoundError(
-            f"{path} is neither a file nor a folder.", "Name a file, a folder or a repository."
+            f"{path} is neither a file nor a folder.", "Use a file, a folder or a repository."
         )
     try:
         with path.open("rb") as stream:
             kind = kind_of(stream.read(HEAD_BYTES), path.name)
     except PermissionError:
-        raise CheckpointNotFoundError(f"{path} may not be read.", "Check its permissions.") from None
+        raise CheckpointNotFoundError(
+            f"{path} cannot be read: permission denied.", "Check the permissions of the file."
+        ) from None
     content, refusal = _read(path, kind)
     has_pickle = kind in HAVE_PICKLES
     if isinstance(kind, Weights) and has_pickle and (opcodes or kind is Weights.PICKLE):
@@ -438,14 +440,14 @@ def look(
     if str(name) and path.exists() and not path.is_dir():
         return look_at_file(path, opcodes=opcodes)
     if opcodes:
-        raise OptionError(f"--opcodes lists the pickles of a file, and {name} is none.", "Name one of its files.")
+        raise OptionError(f"--opcodes works on a file, and {name} is not a file.", "Use one of its files.")
     if path.is_dir() and is_finished(path):
         return _look_at_split(path)
     if path.is_dir() and (path / JOURNAL_NAME).exists():
         raise CheckpointNotFoundError(
-            f"{path} is a split that is unfinished; some of its tensors are still in their shards.",
-            "Name the checkpoint that it is made from: `rabbitllm plan` says how far it came, and the call that began "
-            "it goes on.",
+            f"{path} is an unfinished split; some of its tensors are still in the shards.",
+            "Use the original checkpoint: `rabbitllm plan` shows the progress, and the same call as before resumes the "
+            "split.",
         )
     if not path.is_dir() and path.suffix in _FILE_SUFFIXES:
         raise CheckpointNotFoundError(f"There is no file {str(path)!r}.", "Check the path.")
@@ -524,8 +526,8 @@ def _refusal(
     if absent:
         some = ", ".join(absent[:5]) + (" …" if len(absent) > 5 else "")
         return MissingShardError(
-            f"{checkpoint.label} lacks {len(absent)} of the {len(found)} shards its index names: {some}.",
-            "Put them there, or give the repository they come from.",
+            f"{checkpoint.label} lacks {len(absent)} of the {len(found)} shards in its index: {some}.",
+            "Add the missing shards, or use the repository that has them.",
         )
     try:
         tensors_by_shard(checkpoint.index, facts.values())

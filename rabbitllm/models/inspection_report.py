@@ -284,7 +284,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.has_pickle and not isinstance(found.content, Pickles):
         yield "pickle", "--opcodes lists it; nothing of it is run"
     if found.refusal is not None:
-        yield "refused", "what is wrong is said below"
+        yield "refused", "see the error below"
 
 
 def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:

@@ -160,7 +160,7 @@ def _problem(manifest: Manifest, sizes: Mapping[str, int | None]) -> str | None:
 def _unfinished(folder: Path, record: str) -> SplitEntry:
     seen = journal.glance(folder, record)
     if seen is None:
-        return _unreadable(folder, f"{record} cannot be read back")
+        return _unreadable(folder, f"{record} cannot be read")
     done, shards = _layer_files(folder), len(seen.shards)
     return SplitEntry(
         folder,
@@ -239,7 +239,7 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
     """
     if compression not in ("none", *SPLITS):
         raise OptionError(
-            f"compression={compression!r} does not exist.", f"Give one of none, {', '.join(filter(None, SPLITS))}."
+            f"compression={compression!r} does not exist.", f"Use one of none, {', '.join(filter(None, SPLITS))}."
         )
     found = _entries(_places(meant(name), saving_path))
     if compression is None:
@@ -260,8 +260,8 @@ def one_of_model(name: str, compression: str | None = None, saving_path: Path | 
     if len(found) > 1:
         several = "; ".join(f"{entry.compression or 'none'} in {entry.folder}" for entry in found)
         raise OptionError(
-            f"{name} has {len(found)} split directories here: {several}.",
-            "Say which with --compression, or name its folder.",
+            f"{name} has {len(found)} split directories: {several}.",
+            "Choose one with --compression, or use its folder as MODEL.",
         )
     return found[0]
 
@@ -282,8 +282,8 @@ def compression_to_run(name: str, word: str | None, folder: Path | None = None) 
 def no_split_of(name: str) -> CheckpointNotFoundError:
     """The error for a model without a split on this machine."""
     error = CheckpointNotFoundError(
-        f"No split of {name} is known here.",
-        "`rabbitllm ls` shows those that are; one that lies elsewhere is named by its folder.",
+        f"There is no known split of {name} on this machine.",
+        "`rabbitllm ls` lists the known splits; for a split in another folder, use that folder as MODEL.",
     )
     return with_near_names(error, name)
 

@@ -70,8 +70,8 @@ def _note(entry: SplitEntry) -> str | None:
     match entry.state:
         case state if state == UNFINISHED:
             left = entry.shards - entry.shards_used
-            used = f"{entry.shards_used} of {counted(entry.shards, 'shard')} used up, {left} to go"
-            return f"{used}; this goes on: {go_on(entry)}"
+            used = f"{entry.shards_used} of {counted(entry.shards, 'shard')} used, {left} to go"
+            return f"{used}; to resume: {go_on(entry)}"
         case state if state == HALF_REMOVED:
             return f"its removal was interrupted; `rabbitllm rm {shortened(entry.folder)}` finishes it"
         case state if state == DAMAGED:
@@ -105,7 +105,7 @@ def put_shown(shown: Shown, console: Console) -> None:
         if inside.refusal is not None:
             put_fact(console, "refused", harmless(inside.refusal.problem, 400))
     if not shown.splits:
-        put_fact(console, "split", "not yet; `rabbitllm plan` says what it would take, `rabbitllm pull` does it")
+        put_fact(console, "split", "none; `rabbitllm plan` estimates one, `rabbitllm pull` makes it")
     for entry, original in shown.splits:
         put(console, Text())
         _put_split(entry, original, console)
@@ -184,7 +184,7 @@ def repair_advice(found: Verification) -> str:
     shards = shards_for(found.manifest, layers)
     of = f"{len(shards)} of {len(found.manifest.source.fingerprints)} shards"
     if found.manifest.source.kind == "hub":
-        return f"To repair (fetches {of} again): rabbitllm verify {found.folder} --repair"
+        return f"To repair (downloads {of} again): rabbitllm verify {found.folder} --repair"
     if (around := original_around(found.folder, found.manifest, layers)) is not None:
         return f"To repair (reads {of} in {around}): rabbitllm verify {found.folder} --repair"
     return (

@@ -55,7 +55,7 @@ def shard_policy(*, sequential: bool = False, keep_shards: bool = False, delete_
         OptionError: `sequential` and `keep_shards`.
     """
     if sequential and keep_shards:
-        raise OptionError("sequential deletes shards, and keep_shards keeps them all.", "Leave one of them out.")
+        raise OptionError("sequential deletes shards, but keep_shards keeps them.", "Remove one of the two options.")
     return ShardPolicy.of(sequential=sequential, delete_original=delete_original, keep_fetched=keep_shards)
 
 
@@ -153,7 +153,7 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
                 prepare.ensure_split(source, options, where, executor=executor, accept=accept)
     entry = look(source.split_folder)
     if entry is None:
-        raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
+        raise IncompleteSplitError(f"{source.split_folder} was removed during the split.", "Make the same call again.")
     shards, at = _shards(source, entry)
     own_config = source.split_folder if (source.split_folder / "config.json").exists() else source.config_folder
     peak = done[-1].peak_disk_bytes if done else 0
@@ -300,7 +300,7 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     """Print the outcome."""
     entry = pulled.entry
     how = entry.compression or "uncompressed"
-    state = "is ready; it was whole already" if pulled.before else "is ready"
+    state = "is ready; it was complete already" if pulled.before else "is ready"
     put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
     put_fact(console, "layers", f"{entry.layers}, {size(entry.nbytes)} in {entry.folder}")
     if (said := _of_the_original(pulled)) is not None:
@@ -313,8 +313,8 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
 def _of_the_original(pulled: Pulled) -> str | None:
     known = {
         Shards.KEPT: f"kept, in {pulled.shards_at}",
-        Shards.FETCHED: "on the hub; the shards that were fetched for this are not kept",
-        Shards.DELETED: "its shards are gone: these layer files are the only copy",
+        Shards.FETCHED: "on the hub; the downloaded shards are not kept",
+        Shards.DELETED: "its shards were deleted: these layer files are the only copy",
         Shards.PARTLY: f"some of its shards are in {pulled.shards_at}",
     }
     return None if pulled.shards is None else known[pulled.shards]
@@ -345,7 +345,7 @@ def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
         put_fact(console, "layers", f"{size(estimate.output_bytes)} in {estimate.folder}")
     if estimate.state == "unfinished":
         used = f"{estimate.shards_used} of {counted(estimate.shards, 'shard')} used up"
-        put_fact(console, "begun", f"{used}; pull goes on from there")
+        put_fact(console, "begun", f"{used}; pull resumes it")
     route = found.route or (found.routes[-1] if found.routes else None)
     if route is not None:
         put_fact(console, "on the disk", f"at most {size_rounded_up(route.disk_bytes)} more than now")
@@ -358,10 +358,10 @@ def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
 def _of_the_shards(found: DryRun, request: LoadRequest) -> str:
     assert request.split is not None
     if request.split.shards.deletes_used:
-        return "each is deleted when it is used up"
+        return "each is deleted after use"
     route = found.route or found.routes[-1]
     if not request.split.shards.takes_one_at_a_time:
-        return "fetched into the hub cache, and kept"
+        return "downloaded to the hub cache and kept"
     return "kept where they are" if route.name == STANDARD else "fetched one by one and not kept; those here stay"
 
 
@@ -373,7 +373,7 @@ def _verdict(found: DryRun) -> Text:
     if found.fits:
         return Text("It fits. `rabbitllm plan` says how long it takes.", "bold green")
     if not found.routes:
-        return Text("There is no such way: `rabbitllm plan` shows those there are.", "bold red")
+        return Text("This is not possible: `rabbitllm plan` shows what is.", "bold red")
     lacking = found.routes[-1].lacking
     assert lacking is not None
     text = f"It does not fit: it needs {lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}."

@@ -62,7 +62,7 @@ def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
         return _of_an_unknown(place)
     needed = _needed(entry)
     if not needed:
-        return Original(True, f"in the folder {source.name}; no shard of it is used up yet")
+        return Original(True, f"in the folder {source.name}; no shard of it is used yet")
     missing = [shard for shard in needed if not _is_same(place, shard, source.fingerprints[shard])]
     if not missing:
         return Original(True, f"in {place}")
@@ -140,19 +140,20 @@ def plan_removal(folder: Path) -> Removal:
     """
     if folder.is_symlink():
         raise SplitError(
-            f"{folder} is a link, to {folder.resolve()}.", "Name the folder itself, if that is what is to go."
+            f"{folder} is a link to {folder.resolve()}. Nothing was removed.",
+            "To remove that folder, name it directly.",
         )
     entry = look(folder)
     if entry is None:
         raise SplitError(
-            f"{folder} is no split directory: it has neither {MANIFEST_NAME} nor {JOURNAL_NAME}, nor layers of "
-            "RabbitLLM 1.1.",
-            "Name one; `rabbitllm ls` shows them. Nothing was touched.",
+            f"{folder} is not a split directory: it has no {MANIFEST_NAME}, no {JOURNAL_NAME} and no layer files of "
+            "RabbitLLM 1.1. Nothing was removed.",
+            "`rabbitllm ls` lists the split directories.",
         )
     if entry.state == DAMAGED and entry.source is None and not entry.legacy:
         raise SplitError(
-            f"{folder} cannot be told apart from other folders: {entry.problem}.",
-            "Remove it by other means, if you are sure of it. Nothing was touched.",
+            f"{folder} cannot be identified as a split directory: {entry.problem}. Nothing was removed.",
+            "If you are sure, remove the folder yourself.",
         )
     found = [*_everything(folder)]
     written = max((path.stat().st_mtime for name in RECORDS if (path := folder / name).exists()), default=0.0)
@@ -161,8 +162,9 @@ def plan_removal(folder: Path) -> Removal:
     if foreign:
         names = ", ".join(str(path.relative_to(folder)) for path in foreign[:3]) + (" …" if foreign[3:] else "")
         raise SplitError(
-            f"{folder} has {counted(len(foreign), 'thing')} in it that RabbitLLM did not put there: {names}.",
-            "Move them elsewhere, then call again. Nothing was touched.",
+            f"{folder} holds {counted(len(foreign), 'item')} that RabbitLLM did not write: {names}. "
+            "Nothing was removed.",
+            "Move them to another folder, and run the command again.",
         )
     records = {folder / name for name in (*RECORDS, LOCK_NAME, HOLDER_NAME)}
     files = [path for path in found if not path.is_dir() and path not in records]
@@ -183,7 +185,9 @@ def remove(removal: Removal) -> int:
     with locked_at_once(folder):
         again = plan_removal(folder)
         if set(again.files) != set(removal.files):
-            raise SplitError(f"{folder} has changed meanwhile.", "Look at it with `rabbitllm ls`, and call again.")
+            raise SplitError(
+                f"{folder} has changed since the check.", "Check it with `rabbitllm ls`, and run the command again."
+            )
         for name in (MANIFEST_NAME, JOURNAL_NAME):
             if (folder / name).exists():
                 durable.rename(folder / name, folder / (name + REMOVED_SUFFIX))
@@ -268,7 +272,6 @@ def refuse_only_copy(removal: Removal, original: Original) -> None:
     if original.there:
         return
     raise SplitError(
-        f"The layer files in {removal.entry.folder} may be the only copy of this model: {original.where}.",
-        "If they can go all the same, say --only-copy. If the checkpoint is elsewhere, keep it and say that too. "
-        "Nothing was touched.",
+        f"{removal.entry.folder} may be the only copy of this model: {original.where}. Nothing was removed.",
+        "Pass --only-copy to remove it, also if you know that the checkpoint is in another place.",
     )

@@ -112,9 +112,7 @@ class Ledger:
             return int(known)
         recipe = recipe_of(cache)
         if any(_is_filled(cache.layers[index]) for index in self._away if index < len(cache.layers)):
-            raise HostsError(
-                "This KV cache was filled elsewhere, and the hosts have no part of it.", "Begin with a new one."
-            )
+            raise HostsError("This KV cache was not filled by these hosts.", "Use a new cache.")
         cache.__class__ = type(type(cache).__name__, (_Noted, type(cache)), {})
         self.enter(cache)
         cache._note("new", recipe)
@@ -138,7 +136,7 @@ def recipe_of(cache: Cache) -> Any:
     if type(cache) is not DynamicCache or odd or cache.offloading:
         raise HostsError(
             f"A KV cache of this kind cannot be spread over hosts: {', '.join([kind, *odd[:1]])}.",
-            "Leave out cache_implementation and past_key_values, or run the model on one host.",
+            "Remove cache_implementation and past_key_values, or run the model on one host.",
         )
     made = [
         [type(layer).__name__, {name: getattr(layer, name) for name in _SETTINGS if hasattr(layer, name)}]
@@ -254,7 +252,7 @@ class MirroredCaches:
             if own < told or own >= getattr(layer, "sliding_window", math.inf):
                 raise HostsError(
                     f"Layer {index} of a KV cache has {own} tokens here and {told} in the first process.",
-                    "Begin with a new cache after an error. To cut one, call its crop().",
+                    "Use a new cache after an error. To shorten a cache, call its crop().",
                 )
             layer.keys, layer.values = layer.keys[..., :told, :], layer.values[..., :told, :]
             if hasattr(layer, "cumulative_length"):

@@ -191,7 +191,7 @@ class _HostChannel:
             return do()
         except HostGoneError as error:
             self.error = error
-            logger.debug("the hosts have parted", exc_info=True)
+            logger.debug("the hosts have disconnected", exc_info=True)
             self._stop()
             raise
 
@@ -226,8 +226,8 @@ def _refuse_what_is_not_here(model: StreamedModel, args: Any, kwargs: dict[str, 
         asked = kwargs.get(name)
         if asked or (asked is None and getattr(model.config, name, None)):
             raise HostsError(
-                f"{name} asks for what is computed in the layers, and some of them are on other hosts.",
-                "Leave it out, or run the model on one host.",
+                f"{name} requests values of layers, and some layers are on other hosts.",
+                "Remove it, or run the model on one host.",
             )
 
 

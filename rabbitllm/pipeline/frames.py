@@ -87,7 +87,7 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
     try:
         length = int.from_bytes(buffer[:_LENGTH].numpy().tobytes(), "little")
         if not 0 < length <= len(buffer) - _LENGTH:
-            raise ValueError("its head is longer than all of it")
+            raise ValueError("its header is longer than the message")
         word, number, content, described = json.loads(buffer[_LENGTH : _LENGTH + length].numpy().tobytes())
         kinds = [_dtype(name) for name, _ in described]
         shapes = [tuple(map(int, shape)) for _, shape in described]
@@ -96,7 +96,7 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
         sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
         places = _places(_LENGTH + length, sizes)
         if sizes and places[-1] + sizes[-1] > len(buffer):
-            raise ValueError("its tensors are longer than all of it")
+            raise ValueError("its tensors are longer than the message")
         tensors = tuple(
             buffer[place : place + size].view(kind).view(shape) if size else torch.empty(shape, dtype=kind)
             for place, size, kind, shape in zip(places, sizes, kinds, shapes, strict=True)
@@ -104,8 +104,8 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
         return Frame(Word(word), int(number), content, tensors)
     except (ValueError, TypeError, RecursionError) as error:
         raise HostsError(
-            f"What came from another host is no message of ours: {error}.",
-            "Start the same version of rabbitllm on every host, and give it an address of its own.",
+            f"Another host sent an invalid message: {error}.",
+            "Use the same version of rabbitllm on every host, and an address that no other program uses.",
         ) from None
 
 
@@ -121,7 +121,7 @@ def _places(begin: int, sizes: Sequence[int]) -> list[int]:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return found
 
 
@@ -160,7 +160,7 @@ class Packer:
         if type(value) is tuple:
             return {"tuple": [self.pack(part) for part in value]}
         raise HostsError(
-            f"Its layers are given a {type(value).__name__}, which cannot be sent to another host.",
+            f"Its layers receive a {type(value).__name__}, which cannot be sent to another host.",
             "Run this model on one host.",
         )
 

@@ -58,12 +58,12 @@ class Rendezvous:
         except (RuntimeError, ValueError, OSError) as error:
             if serves:
                 raise HostGoneError(
-                    f"No worker can be waited for at {hosts.address}: {_first_line(error)}",
-                    "Give an address of this machine, as the workers reach it, with a port that is free.",
+                    f"The first process cannot listen at {hosts.address}: {_first_line(error)}",
+                    "Use an address of this machine that workers can reach, and a free port.",
                 ) from error
             raise HostGoneError(
                 f"The first process cannot be reached at {hosts.address}: {_first_line(error)}",
-                "Start it with this address, and see that the port is open between the hosts.",
+                "Start it with this address, and check that the port is open between the hosts.",
             ) from error
         self._server = store
         self._store = PrefixStore("rabbitllm", store)
@@ -77,8 +77,8 @@ class Rendezvous:
             self.rank = self._store.add("joined", 1) if hosts.rank is None else hosts.rank
         if self.rank >= self.ranks:
             raise HostsError(
-                f"{hosts.address} waits for {self.ranks - 1} workers, and they are there already.",
-                "Start the first process with a larger number of workers.",
+                f"{hosts.address} waits for {self.ranks - 1} workers, and all of them have joined already.",
+                "Start the first process with more workers.",
             )
 
     def exchange(self, facts: Any) -> list[Any]:
@@ -131,7 +131,7 @@ class Rendezvous:
                 if time.monotonic() > self._until:
                     raise HostGoneError(
                         f"After {self._hosts.patience:.0f} s {who} has not come to {self._hosts.address}.",
-                        "Start it with the same address; a host that ended needs all of them started again.",
+                        "Start it with the same address; if a host has ended, start all processes again.",
                     )
                 time.sleep(_POLL_SECONDS)
             return str(self._store.get(key).decode())
@@ -139,7 +139,8 @@ class Rendezvous:
             if isinstance(error, HostGoneError):
                 raise
             raise HostGoneError(
-                f"The first process at {self._hosts.address} is gone: {_first_line(error)}", "Start all of them again."
+                f"The first process at {self._hosts.address} is gone: {_first_line(error)}",
+                "Start all processes again.",
             ) from error
 
 
@@ -185,8 +186,8 @@ class Link:
         self._with(rank, lambda: self._group.recv([length], rank, 0).wait())
         if not 0 < int(length) < _LONGEST_FRAME:
             raise HostsError(
-                f"What came from another host is no message of ours: it says that it has {int(length):,} bytes.",
-                "Start the same version of rabbitllm on every host, and give it an address of its own.",
+                f"Another host sent an invalid message of {int(length):,} bytes.",
+                "Use the same version of rabbitllm on every host, and an address that no other program uses.",
             )
         body = torch.empty(int(length), dtype=torch.uint8)
         self._with(rank, lambda: self._group.recv([body], rank, 0).wait())
@@ -198,7 +199,7 @@ class Link:
         except RuntimeError as error:
             raise HostGoneError(
                 f"{self.names[rank]} has ended or does not answer: {_first_line(error)}",
-                "See what it says itself, then start all of them again.",
+                "Check its output, then start all processes again.",
             ) from error
 
 

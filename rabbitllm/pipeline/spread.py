@@ -190,7 +190,7 @@ def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Str
         raise
     failed = _agree(sharing.link, None)
     if failed is not None:
-        raise HostsError(f"Not every host has its part: {failed}", "Start all of them again when that is mended.")
+        raise HostsError(f"A host failed to load its layers: {failed}", "Fix this, then start all processes again.")
     if sharing.link.rank:
         return Worker(model, sharing.stack, sharing.spans, sharing.link)
     model.hosts = Driver(model, sharing.stack, sharing.spans, sharing.link)

@@ -153,7 +153,7 @@ def _rehearse(model: StreamedModel, layers: Sequence[nn.Module], form: int | Non
             if number != len(trial.calls):
                 raise _NotAStack(f"layer {number} is called when layer {len(trial.calls)} should be")
             if not isinstance(hidden, torch.Tensor) or (number and hidden is not trial.flowing):
-                raise _NotAStack("what one layer gives is changed before the next one gets it")
+                raise _NotAStack("the output of one layer is changed before the next layer")
             if hidden.shape[:2] != _GIVEN.shape:  # stand-ins take the number of cached tokens from it
                 raise _NotAStack(f"its layers get {tuple(hidden.shape)} for {_GIVEN.shape[1]} tokens")
             packer = Packer(lambda cache: len(recipe_of(cache)))
@@ -230,7 +230,7 @@ def plan_spans(layers: Sequence[int], others: int, budgets: Sequence[int]) -> tu
     """
     count, ranks = len(layers), len(budgets)
     if ranks - 1 > count:
-        raise HostsError(f"{count} layers cannot be spread over {ranks} processes.", "Start fewer of them.")
+        raise HostsError(f"{count} layers cannot be spread over {ranks} processes.", "Start fewer processes.")
     sums = [0]
     for nbytes in layers:
         sums.append(sums[-1] + nbytes)

@@ -189,7 +189,9 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
     elif source.local is not None:
         folder = source.local
     else:
-        raise CheckpointNotFoundError(f"{source.name} has no checkpoint of its own.", "Leave split=False out.")
+        raise CheckpointNotFoundError(
+            f"{source.name} has no original checkpoint, which split=False needs.", "Remove split=False."
+        )
     lock = folder_lock.shared(folder, FolderKind.SOURCE)
     return LocalCheckpoint(folder), lock
 
@@ -300,8 +302,8 @@ def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
     try:
         if not locations.is_repo_id(spec.name):
             raise CheckpointNotFoundError(
-                f"There is no folder {spec.name!r}, and it is no repository id either.",
-                "Give a folder that exists, or a repository as 'organisation/name'.",
+                f"There is no folder {spec.name!r}, and it is not a repository id.",
+                "Use an existing folder, or a repository as 'organisation/name'.",
             )
         return _find_repository(spec, only_look=only_look)
     except GatedRepositoryError:
@@ -315,8 +317,8 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool) -> Source:
     if manifest is not None:
         if spec.compression not in (None, manifest.compression):
             raise SplitMismatchError(
-                f"{folder} is a split at compression {manifest.compression}; {spec.compression} was asked for.",
-                "Leave compression out, or name the original checkpoint.",
+                f"{folder} is a split at compression {manifest.compression}; requested was {spec.compression}.",
+                "Remove the compression option, or use the original checkpoint.",
             )
         return Source(spec.name, folder, folder, finished=True)
     target = locations.for_local(folder, spec.folder, spec.compression, spec.base)
@@ -347,8 +349,8 @@ def _manifest_of(folder: Path) -> Manifest | None:
         manifest = read_manifest(folder)
     if manifest is None and journal.glance(folder) is not None:
         raise IncompleteSplitError(
-            f"{folder} is an unfinished split, and no process works on it.",
-            "Name the checkpoint that it is made from: the same call then goes on with it.",
+            f"{folder} is an unfinished split, and no process is working on it.",
+            "Use the original checkpoint: the same call then resumes the split.",
         )
     return manifest
 
@@ -382,7 +384,7 @@ def _find_repository(spec: ModelSpec, *, only_look: bool) -> Source:
     except HubError as error:
         if (known := _finished_without_hub(spec)) is None:
             raise
-        logger.warning("%s Going on with the split that is here, in %s.", error.problem, known.split_folder)
+        logger.warning("%s Using the existing split in %s.", error.problem, known.split_folder)
         return known
     target = locations.for_repository(spec.name, repository.commit, spec.folder, spec.compression)
     if spec.folder is None:
@@ -472,8 +474,8 @@ def _offline_source(spec: ModelSpec, *, only_look: bool) -> Source:
     snapshot = cached_snapshot(spec.name, spec.access)
     if snapshot is None:
         raise HubError(
-            f"{spec.name} is neither split here nor in the hub cache, and the hub may not be asked.",
-            "Allow it (local_files_only=False, and HF_HUB_OFFLINE unset), or give a folder.",
+            f"{spec.name} has no split here and is not in the hub cache, and access to the hub is off.",
+            "Allow access (local_files_only=False, and HF_HUB_OFFLINE unset), or use a local folder.",
         )
     return _find_local(snapshot, spec, only_look=only_look)
 
@@ -488,13 +490,13 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
     if why is not None and manifest.source.is_named_like(identity):
         raise SplitMismatchError(
             f"{source.name} has changed since it was split into {source.split_folder}: {why}.",
-            f"To use the split as it is, name {source.split_folder} itself. To split the changed checkpoint, choose "
-            "another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
+            f"To use the split as it is, load {source.split_folder}. To split the changed checkpoint, use another "
+            "folder (layer_shards_saving_path, --dir), or delete this split if you do not need it.",
         )
     if why is not None:
         raise SplitMismatchError(
             f"{source.split_folder} was split from {manifest.source.name}, not from {source.name}: {why}.",
-            "Split into another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
+            "Split into another folder (layer_shards_saving_path, --dir), or delete this split if you do not need it.",
         )
 
 

@@ -172,15 +172,15 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         return  # made by RabbitLLM 1.1; missing tensors are detected when the model is built
     if manifest.compression != options.compression and source.split_folder != source.config_folder:
         raise SplitMismatchError(
-            f"{source.split_folder} is a split at compression {manifest.compression}; "
-            f"{options.compression} was asked for.",
-            "Split into another folder (layer_shards_saving_path).",
+            f"{source.split_folder} is a split at compression {manifest.compression}; requested was "
+            f"{options.compression}.",
+            "Split into another folder (layer_shards_saving_path, --dir).",
         )
     _tell_other_budget(source, manifest, options)
     if options.fit_scales and not is_fitted(manifest.quantizer):
         raise SplitMismatchError(
-            f"{source.split_folder} is a split whose scales are bitsandbytes' own; fit_scales=True was asked for.",
-            "Split into another folder (layer_shards_saving_path), or leave fit_scales out.",
+            f"{source.split_folder} is a split with the scales of bitsandbytes; requested was fit_scales=True.",
+            "Split into another folder (layer_shards_saving_path, --dir), or remove fit_scales.",
         )
     if is_writable(source.split_folder):
         clear_away(source.split_folder)
@@ -205,13 +205,15 @@ def _tell_other_budget(source: Source, manifest: Manifest, options: SplitOptions
     other = other_budget(manifest.chosen, options) if options.compression == AUTO else None
     if other is None:
         return
-    remake = "`rabbitllm rm` removes it, if the original can be had again; layer_shards_saving_path names another place"
+    remake = (
+        "For the new budget split into another folder (layer_shards_saving_path), or remove this one (`rabbitllm rm`)"
+    )
     nbytes = sum(record.size for record in manifest.layers)
     if options.max_disk is not None and nbytes > options.max_disk:
         raise SplitMismatchError(
-            f"{source.split_folder} was made {other} and has {nbytes:,} bytes of layer files; "
-            f"max_disk={options.max_disk:,} was given now.",
-            f"Leave max_disk out to use it as it is. {remake[0].upper()}{remake[1:]}.",
+            f"{source.split_folder} was made {other} and has {nbytes:,} bytes of layer files; requested was "
+            f"max_disk={options.max_disk:,}.",
+            f"To use the split as it is, remove max_disk. {remake}.",
         )
     logger.warning("%s was made %s and is used as it is. %s.", source.split_folder, other, remake)
 
@@ -223,9 +225,9 @@ def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[Sha
         return
     if known.name != source.local.resolve().name:
         raise SplitMismatchError(
-            f"{source.split_folder} was split from a folder named {known.name!r}, and {source.local} has no shard left "
-            "by which to tell whether that is the same model.",
-            f"If it is, name the split directory itself: {source.split_folder}.",
+            f"{source.split_folder} was split from a folder named {known.name!r}, and {source.local} has no shards "
+            "left to compare with it.",
+            f"If it is the same model, load the split directory: {source.split_folder}.",
         )
 
 
@@ -302,8 +304,8 @@ def ensure_split(
             return Profiler(enabled=options.profiling)
         if source.local is None and source.repository is None:
             raise IncompleteSplitError(
-                f"{folder} is no longer a finished split: another process has removed it, or could not repair it.",
-                "Name the checkpoint that it is made from: the same call then finishes it, or splits it again.",
+                f"{folder} is no longer a finished split: another process removed it, or failed to repair it.",
+                "Use the original checkpoint: the same call then finishes the split or makes it again.",
             )
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
@@ -381,9 +383,9 @@ def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
     method = quantized_as(config_of(source.config_folder)) if options.compression is not None else None
     if method is not None:
         raise OptionError(
-            f"The weights of {source.name} are quantized already ({method}); compression={options.compression!r} would "
-            "quantize what is left, their scales among it.",
-            "Leave compression out: they are split and streamed as they are.",
+            f"The weights of {source.name} are already quantized ({method}); compression={options.compression!r} would "
+            "also quantize their scales.",
+            "Remove compression: the quantized weights are split and used as they are.",
         )
 
 
@@ -401,9 +403,9 @@ def _open(source: Source, options: SplitOptions, *, by_executor: bool = False) -
         return open_folder(source.local, missing_from, source.split_folder)
     if by_executor and not options.shards.takes_one_at_a_time:
         raise OptionError(
-            f"All shards of {source.name} are to be kept in the hub cache of this machine, where workers on others do "
-            "not see them.",
-            "Leave --keep-shards out, or download the repository into a shared folder and name that folder.",
+            f"--keep-shards keeps the shards of {source.name} in this machine's hub cache, which workers on other "
+            "machines cannot read.",
+            "Remove --keep-shards, or download the repository into a shared folder and use that folder.",
         )
     return HubCheckpoint(repository)
 
@@ -416,7 +418,7 @@ def _with_other_splits(error: MissingShardError, source: Source) -> MissingShard
         return error
     choices = " or ".join(f"compression={other!r}" for other in others)
     return MissingShardError(
-        error.problem, f"A split at another compression may have used them up: load that split with {choices}."
+        error.problem, f"A split at another compression may have deleted them: load that split with {choices}."
     )
 
 
@@ -452,8 +454,8 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         checkpoint = HubCheckpoint(repository)
     else:
         raise OptionError(
-            f"{folder} was split from a folder named {known.name!r}, whose place is not known.",
-            "Name it with --original, if its shards are still there; otherwise split another copy of the model.",
+            f"{folder} was split from a folder named {known.name!r}, and its path is not known.",
+            "Pass its path with --original, if its shards still exist; otherwise split another copy of the model.",
         )
     fitted = is_fitted(manifest.quantizer)
     shards = ShardPolicy.DELETE_USED if original is None else ShardPolicy.KEEP

@@ -26,7 +26,7 @@ def bitsandbytes() -> Any:
     except ImportError as error:
         raise MissingPackageError(
             f"compression needs the package bitsandbytes, which cannot be imported: {error}.",
-            "Run `pip install bitsandbytes`, or leave compression out.",
+            "Run `pip install bitsandbytes`, or remove compression.",
         ) from error
     return bitsandbytes
 

@@ -126,7 +126,10 @@ def _compiled_kernels_agree(scheme: str) -> bool:
     for dtype in ("BF16", "F16", "F32"):
         data = _bytes_of(sample.to(torch_dtype(dtype)).view(torch.uint8))
         if _quantize_compiled(scheme, data, dtype) != _quantize_with_bitsandbytes(scheme, data, dtype, "cpu"):
-            logger.warning("This bitsandbytes quantizes to %s otherwise than our kernels; it is used instead.", scheme)
+            logger.warning(
+                "This bitsandbytes quantizes to %s differently from RabbitLLM's kernels; bitsandbytes is used instead.",
+                scheme,
+            )
             return False
     return True
 

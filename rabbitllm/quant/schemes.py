@@ -152,7 +152,7 @@ def check_compression(compression: str | None) -> None:
         raise OptionError(
             f"compression={compression!r} does not exist; expected 'auto', '4bit', '4bit-double', '8bit' or None "
             "('none' on the command line).",
-            "4bit is a quarter of the size of bf16 plus scales, 4bit-double the same with smaller scales, 8bit half.",
+            "8bit is half the size of bf16, 4bit a quarter (plus scales), 4bit-double a quarter with smaller scales.",
         )
     if compression is not None:
         bitsandbytes()
@@ -166,8 +166,8 @@ def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:
     """
     if fit_scales and (compression is None or (compression in SCHEMES and not SCHEMES[compression].fits)):
         raise OptionError(
-            f"fit_scales=True has nothing to fit at compression={compression!r}.",
-            "It is for '4bit' and '4bit-double'; leave it out.",
+            f"fit_scales=True has no effect at compression={compression!r}.",
+            "Remove it, or use '4bit' or '4bit-double'.",
         )
     return fit_scales
 

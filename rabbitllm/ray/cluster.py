@@ -57,7 +57,7 @@ def check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
         raise MissingPackageError(
             "--ray needs the package ray, which is not installed.",
-            'Install it: pip install ".[ray]" in a copy of the repository, on every machine.',
+            'Run pip install ".[ray]" in a copy of the repository, on every machine.',
         )
 
 
@@ -147,7 +147,7 @@ def _connect(running: str | None, scratch: str | None) -> None:
         where = running or "on this machine"
         raise ClusterError(
             f"Ray cannot be used at {where}: {type(error).__name__}: {error}.",
-            "All machines need the same Python and the same Ray; `ray status --address=HOST:PORT` says what runs.",
+            "All machines need the same Python and the same Ray; `ray status --address=HOST:PORT` shows the cluster.",
         ) from error
 
 
@@ -165,13 +165,13 @@ def _checked(address: str) -> str:
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdigit()):
         raise OptionError(
-            f"{address!r} is no address of a Ray cluster that can be used here.",
-            "Say 'auto', or HOST:PORT of the head node (what `ray start --head` printed; its port is 6379 by default).",
+            f"{address!r} is not the address of a Ray cluster.",
+            "Use 'auto', or HOST:PORT of the head node (what `ray start --head` printed; its port is 6379 by default).",
         )
     if not _answers(address):
         raise ClusterError(
-            f"Nothing answers at {address} within {CONNECT_SECONDS:.0f} s, where a Ray cluster was to be.",
-            "Start one there (ray start --head --port=PORT), check HOST, PORT and firewall, or say --ray auto.",
+            f"Nothing answers at {address} within {CONNECT_SECONDS:.0f} s; expected a Ray cluster.",
+            "Start one there (ray start --head --port=PORT), check HOST, PORT and firewall, or use --ray auto.",
         )
     return address
 
@@ -234,17 +234,17 @@ def _check(host: str, found: Mapping[str, Any], lease: Lease | None, *, quantize
     if quantizes and found["quantizer"] != (ours := quantizer_version()):
         raise ClusterError(
             f"{host} has bitsandbytes {found['quantizer']}; this machine has {ours}.",
-            "Install the same version on all machines, so that all quantize alike.",
+            "Install the same version on all machines, so that all quantize to the same bytes.",
         )
     if lease is not None and not found["lease"]:
         raise ClusterError(
             f"{host} does not see {lease.folder / LEASE_NAME}, which this machine has just written.",
-            "Put the split directory into a folder that all machines share, under the same path: name it with --dir.",
+            "Put the split directory into a folder that all machines share under the same path, and set it with --dir.",
         )
     if found["unseen"]:
         raise ClusterError(
             f"{host} does not see {found['unseen'][0]}, where the source is.",
-            "Put the source into a folder that all machines share, under the same path, or name a repository.",
+            "Put the source into a folder that all machines share under the same path, or use a repository.",
         )
 
 
@@ -278,7 +278,7 @@ def _looks(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path]) -> 
         except RayError as error:
             raise ClusterError(
                 f"{node.host} did not answer within {ANSWER_SECONDS:.0f} s: {type(error).__name__}.",
-                "Look at that machine: is it up, has it memory left, does `ray status` know it?",
+                "Check that the machine runs, has free memory, and is listed by `ray status`.",
             ) from error
     return found
 
@@ -321,5 +321,5 @@ def error_of(error: Any, what: str) -> BaseException:
         return cause
     return ClusterError(
         f"A worker failed at {what}: {type(cause).__name__}: {cause}.",
-        "The same call goes on where it stopped; without --ray it says more.",
+        "The same call resumes; without --ray its error has more details.",
     )

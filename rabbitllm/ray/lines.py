@@ -99,7 +99,7 @@ def worker_pool(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool
     if not 1 <= count <= most:
         kind = "GPUs" if gpus else "processors"
         raise OptionError(
-            f"--ray-workers {count} does not suit a cluster of {most} {kind}.", f"Say 1 to {most}, or leave it out."
+            f"--ray-workers {count} is not possible on a cluster of {most} {kind}.", f"Use 1 to {most}, or remove it."
         )
     if gpus:
         return WorkerPool(count, 1, 1, min(count, max(node.gpus for node in nodes)))
@@ -269,8 +269,8 @@ class RayAnswers:
             raise ClusterError(
                 f"The workers that had lines of the batch died, {TIMES} of them one after the other: "
                 f"{type(error).__name__}.",
-                "Look whether memory ran out where they were (dmesg; `ray status`); fewer workers (--ray-workers) or "
-                "lines at a time (--sequences) need less. What was answered is kept, and the same command goes on.",
+                "Check on those machines whether memory ran out (dmesg; `ray status`). Fewer workers (--ray-workers) "
+                "or lines at a time (--sequences) need less. Finished answers are kept: the same command resumes.",
             ) from error
         self._workers.remove(worker)
         _end(worker)  # it may be alive but unreachable
@@ -284,7 +284,7 @@ class RayAnswers:
             self._about = about
         elif (why := about.differs_from(self._about)) is not None:
             raise ClusterError(
-                f"The model on {about.host} is not the one on {self._about.host}: {why}.",
+                f"The model on {about.host} differs from the one on {self._about.host}: {why}.",
                 "Put one split directory into a folder that all machines share (--dir), or delete the wrong one. GPUs "
                 "and processors do not answer alike: use machines of one kind.",
             )

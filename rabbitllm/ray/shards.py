@@ -118,7 +118,7 @@ class RayShardExecutor:
 
     def __init__(self, nodes: Sequence[Node], at_once: int | None, *, quantizes: bool, fill: Fill = fill_from) -> None:
         if at_once is not None and at_once < 1:
-            raise OptionError(f"--ray-tasks {at_once} is no number of shards.", "Say 1 or more, or leave it out.")
+            raise OptionError(f"--ray-tasks {at_once} is not a number of shards.", "Use 1 or more, or remove it.")
         self._nodes = nodes
         self._quantizes = quantizes
         self._fill = fill
@@ -182,8 +182,8 @@ def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
     except RayError as error:
         raise ClusterError(
             f"The workers that had {shard.name} died, {TIMES} of them one after the other: {type(error).__name__}.",
-            "Look whether memory ran out where they were (dmesg; `ray status`), or take fewer shards at a time "
-            "(--ray-tasks). The same call goes on where it stopped.",
+            "Check on those machines whether memory ran out (dmesg; `ray status`), or use fewer shards at a time "
+            "(--ray-tasks). The same call resumes.",
         ) from error
     return sums
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 1.5
 """Time after which waiting for the pipe is reported on stderr."""
-_NO_TEMPLATE = "Leave --system out, or put the instruction into the prompt."
+_NO_TEMPLATE = "Remove --system, or put the instruction into the prompt."
 
 
 def joined(argument: str | None, piped: str | None) -> str:
@@ -35,7 +35,7 @@ def joined(argument: str | None, piped: str | None) -> str:
     parts = [part for part in (piped.strip("\n") if piped is not None else None, argument) if part]
     if not any(part.strip() for part in parts):
         raise OptionError(
-            "There is no prompt.", 'Give one: rabbitllm run MODEL "What is a rabbit?"; or pipe one into it.'
+            "There is no prompt.", 'Pass one, e.g. rabbitllm run MODEL "What is a rabbit?", or pipe one to stdin.'
         )
     return "\n\n".join(parts)
 
@@ -58,7 +58,7 @@ def piped_text() -> str | None:
 
 
 def _say_waiting() -> None:
-    print("reading the prompt from the pipe, until it ends …", file=sys.stderr, flush=True)
+    print("reading the prompt from stdin until it is closed …", file=sys.stderr, flush=True)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None, *, raw: bool = False) -> Any:
@@ -76,18 +76,18 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | No
     """
     if tokenizer is None:
         raise OptionError(
-            "This model has no tokenizer, so text cannot be made of it.",
-            "Put its tokenizer files into the folder that has its config.json.",
+            "This model has no tokenizer, so the prompt cannot be tokenized.",
+            "Put its tokenizer files into the folder with its config.json.",
         )
     if raw or not has_template(tokenizer):
         if system is not None:
-            why = "--raw leaves the chat template out" if raw else "This model has no chat template"
-            raise OptionError(f"{why}, so there is no place for a system prompt.", _NO_TEMPLATE)
+            why = "--raw uses no chat template" if raw else "This model has no chat template"
+            raise OptionError(f"{why}, so a system prompt is not possible.", _NO_TEMPLATE)
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     else:
         ids = _through_template(tokenizer, prompt, system)
     if not ids.shape[-1]:
-        raise OptionError("The prompt has no tokens.", "Give a longer one.")
+        raise OptionError("The prompt has no tokens.", "Use a longer prompt.")
     return ids
 
 
@@ -97,8 +97,8 @@ def _through_template(tokenizer: PreTrainedTokenizerBase, prompt: str, system: s
     def refused(error: Exception) -> OptionError:
         what = "a system prompt" if system is not None else "this"
         return OptionError(
-            f"The model's chat template does not take {what}: {harmless(str(error))}.",
-            _NO_TEMPLATE if system is not None else "--raw does without it.",
+            f"The model's chat template refuses {what}: {harmless(str(error))}.",
+            _NO_TEMPLATE if system is not None else "--raw uses no chat template.",
         )
 
     said = [{"role": "system", "content": system}] if system is not None else []
@@ -146,13 +146,13 @@ def how_it_ended(answer: Answer, max_tokens: int, *, raw: bool = False) -> Text 
         raw: whether an existing chat template was not used.
     """
     if answer.finish is FinishReason.STOP and not answer.text:
-        advice = " without --raw the prompt goes through the chat template" if raw else ""
-        return Text(f"the first token ended the text: the answer is empty{';' * bool(advice)}{advice}", "yellow")
+        advice = " without --raw, the prompt goes through the chat template" if raw else ""
+        return Text(f"the first token was an end token: the answer is empty{';' * bool(advice)}{advice}", "yellow")
     if answer.finish is FinishReason.STOP:
         return None
     if answer.finish is FinishReason.CANCELLED:
         return Text(f"interrupted after {counted(len(answer.tokens), 'token')}", "yellow")
-    return Text(f"cut off after {counted(max_tokens, 'token')}; --max-new-tokens allows more", "yellow")
+    return Text(f"stopped after {counted(max_tokens, 'token')}, the limit of --max-new-tokens", "yellow")
 
 
 def answer_record(model: str, answer: Answer, load_seconds: float, where: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def called_together(
     """
     if bool(workers) != (address is not None):
         raise OptionError(
-            "--workers and --address belong together.", "For example --workers 1 --address 192.168.1.5:29500."
+            "--workers and --address must be used together.", "Example: --workers 1 --address 192.168.1.5:29500."
         )
     if address is None:
         return Hosts.of_torchrun(environment)

@@ -76,7 +76,7 @@ def closing() -> APIError:
 
 def broken() -> APIError:
     """The error for a failure that is not the caller's fault; its cause is only in the server's log."""
-    return APIError(BROKEN, "The server could not answer this request; its log says why.", code="internal_error")
+    return APIError(BROKEN, "The server failed to answer this request; its log has the reason.", code="internal_error")
 
 
 CLOSE = {"connection": "close"}

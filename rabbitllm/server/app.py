@@ -126,7 +126,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         if service.embedder is None:
             raise APIError(
                 NOT_FOUND,
-                "This model has no embeddings: its checkpoint says of none how they are made (modules.json).",
+                "This model has no embeddings: its checkpoint has no modules.json.",
                 code="no_embeddings",
             )
         embedder = service.embedder
@@ -265,7 +265,7 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
         ClientDisconnect: the client has disconnected.
     """
     too_large = APIError(
-        TOO_LARGE, f"The body has more than {max_bytes:,} bytes.", code="body_too_large", headers=CLOSE
+        TOO_LARGE, f"The request body has more than {max_bytes:,} bytes.", code="body_too_large", headers=CLOSE
     )
     said = request.headers.get("content-length", "")
     if said.isdecimal() and (len(said) > 18 or int(said) > max_bytes):
@@ -279,9 +279,9 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
                     raise too_large
     except TimeoutError:
         raise APIError(
-            TIMED_OUT, f"The body did not arrive within {seconds:g} s.", code="body_timeout", headers=CLOSE
+            TIMED_OUT, f"The request body did not arrive within {seconds:g} s.", code="body_timeout", headers=CLOSE
         ) from None
     try:
         return decode_message(bytes(raw))
     except ValueError as error:
-        raise bad(f"The body is no JSON that is taken here: {error}.", code="invalid_json") from None
+        raise bad(f"The request body is not valid JSON: {error}.", code="invalid_json") from None

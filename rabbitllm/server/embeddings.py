@@ -172,7 +172,7 @@ def checked_embedding(
     """
     given = listed(body.input)
     if not given:
-        raise bad("There is no input.", "input")
+        raise bad("The input is empty.", "input")
     if len(given) > MAX_INPUTS:
         raise bad(f"There are {len(given):,} inputs; expected at most {MAX_INPUTS:,}.", "input")
     if body.dimensions is not None and body.dimensions > embedder.width:

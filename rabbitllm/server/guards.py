@@ -169,8 +169,8 @@ class RequestLog:
             if not record.status:
                 await answer_of(closing())(scope, receive, sending)
         except Exception:
-            errors.exception("An answer broke off.")
-            raise ConnectionAbortedError("An answer broke off.") from None
+            errors.exception("An answer was aborted.")
+            raise ConnectionAbortedError("An answer was aborted.") from None
         finally:
             self._metrics.open.add(amount=-1)
             endpoint = path if path in ENDPOINTS else "other"
@@ -230,13 +230,18 @@ def wrong_caller(scope: Scope, hosts: tuple[str, ...] | None, origins: tuple[str
     headers = Headers(scope=scope)
     host, origin = headers.get("host"), headers.get("origin")
     if host is not None and hosts is not None and (name := name_of(host)) not in hosts and not is_address(name):
-        problem = "This server is not called by that name; serve --allow-host NAME permits it."
+        problem = "The Host header is not allowed; start the server with --allow-host NAME to allow it."
         return APIError(FORBIDDEN, problem, code="wrong_host", headers=CLOSE)
     if scope["method"] in ("GET", "HEAD", "OPTIONS") or origin is None or "*" in origins or origin in origins:
         return None
     if host is not None and origin.partition("://")[2] == host:
         return None
-    return APIError(FORBIDDEN, "Pages of that origin may not ask here.", code="wrong_origin", headers=CLOSE)
+    return APIError(
+        FORBIDDEN,
+        "This origin is not allowed; start the server with --allow-origin ORIGIN to allow it.",
+        code="wrong_origin",
+        headers=CLOSE,
+    )
 
 
 def name_of(host: str) -> str:
@@ -265,7 +270,7 @@ def wrong_key(scope: Scope, api_key: str | None) -> APIError | None:
         return None
     return APIError(
         UNAUTHORISED,
-        "No API key that is accepted here. Expected Authorization: Bearer KEY.",
+        "The API key is missing or wrong; expected Authorization: Bearer KEY.",
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer", **CLOSE},
     )

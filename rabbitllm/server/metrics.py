@@ -160,13 +160,20 @@ class Metrics:
     def families(self, facts: BatchStats, model: str) -> list[Family]:
         """All metrics."""
         return [
-            Family("rabbitllm_info", "gauge", "What runs.", [("", {"version": __version__, "model": model}, 1)]),
-            self.requests.family("rabbitllm_http_requests_total", "Requests of HTTP that were answered."),
-            self.open.family("rabbitllm_http_requests_open", "Requests of HTTP that are being answered.", "gauge"),
-            self.left.family("rabbitllm_clients_left_total", "Clients that left before their answer was complete."),
-            self.first.family("rabbitllm_time_to_first_token_seconds", "From a request to its first token."),
-            self.between.family("rabbitllm_time_between_tokens_seconds", "Between two tokens of an answer."),
-            self.whole.family("rabbitllm_request_seconds", "From a request to the end of its answer."),
+            Family(
+                "rabbitllm_info",
+                "gauge",
+                "Version and model of this server.",
+                [("", {"version": __version__, "model": model}, 1)],
+            ),
+            self.requests.family("rabbitllm_http_requests_total", "Answered HTTP requests."),
+            self.open.family("rabbitllm_http_requests_open", "Open HTTP requests.", "gauge"),
+            self.left.family(
+                "rabbitllm_clients_left_total", "Requests whose client disconnected before the answer was complete."
+            ),
+            self.first.family("rabbitllm_time_to_first_token_seconds", "Time from a request to its first token."),
+            self.between.family("rabbitllm_time_between_tokens_seconds", "Time between two tokens of an answer."),
+            self.whole.family("rabbitllm_request_seconds", "Time from a request to the end of its answer."),
             *_of_the_batch(facts),
         ]
 
@@ -174,23 +181,29 @@ class Metrics:
 def _of_the_batch(facts: BatchStats) -> list[Family]:
     ended = [("", {"reason": reason}, float(count)) for reason, count in facts.ended.items()]
     return [
-        gauge("rabbitllm_running", "Generations that take part in passes.", facts.running),
-        gauge("rabbitllm_running_limit", "How many may.", facts.most_running),
-        gauge("rabbitllm_waiting", "Generations that have not begun.", facts.waiting),
-        gauge("rabbitllm_waiting_limit", "How many may wait.", facts.most_waiting),
-        gauge("rabbitllm_cache_bytes", "KV caches in memory.", facts.cache_bytes),
-        gauge("rabbitllm_cache_limit_bytes", "How many may be.", facts.cache_limit_bytes),
-        gauge("rabbitllm_aside_bytes", "KV caches that are swapped out, to RAM or a file.", facts.aside_bytes),
-        gauge("rabbitllm_aside_limit_bytes", "How many may be.", facts.aside_limit_bytes),
-        counter("rabbitllm_passes_total", "Walks over all layers.", facts.passes),
-        counter("rabbitllm_pass_seconds_total", "Time that they took.", facts.pass_seconds),
-        counter("rabbitllm_disk_wait_seconds_total", "Of that, waiting for the disk.", facts.disk_seconds),
-        counter("rabbitllm_copy_wait_seconds_total", "Of that, waiting for copies.", facts.copy_seconds),
-        counter("rabbitllm_streamed_bytes_total", "Of weights, brought for passes.", facts.streamed_bytes),
-        counter("rabbitllm_prompt_tokens_total", "Tokens of prompts.", facts.prompt_tokens),
-        counter("rabbitllm_kept_tokens_total", "Of these, not computed again.", facts.kept_tokens),
-        counter("rabbitllm_generated_tokens_total", "Tokens that were generated.", facts.new_tokens),
-        counter("rabbitllm_preempted_total", "Times that a generation gave its place back.", facts.preempted),
-        counter("rabbitllm_resumed_total", "Times that one had its KV cache swapped in then.", facts.resumed),
-        Family("rabbitllm_generations_total", "counter", "Generations that ended.", ended),
+        gauge("rabbitllm_running", "Running requests.", facts.running),
+        gauge("rabbitllm_running_limit", "Maximum running requests.", facts.most_running),
+        gauge("rabbitllm_waiting", "Waiting requests.", facts.waiting),
+        gauge("rabbitllm_waiting_limit", "Maximum waiting requests.", facts.most_waiting),
+        gauge("rabbitllm_cache_bytes", "Bytes of KV caches in memory.", facts.cache_bytes),
+        gauge("rabbitllm_cache_limit_bytes", "Maximum bytes of KV caches in memory.", facts.cache_limit_bytes),
+        gauge("rabbitllm_aside_bytes", "Bytes of KV caches that are swapped out to RAM or a file.", facts.aside_bytes),
+        gauge("rabbitllm_aside_limit_bytes", "Maximum bytes of swapped-out KV caches.", facts.aside_limit_bytes),
+        counter("rabbitllm_passes_total", "Passes over all layers.", facts.passes),
+        counter("rabbitllm_pass_seconds_total", "Time of all passes.", facts.pass_seconds),
+        counter(
+            "rabbitllm_disk_wait_seconds_total", "Part of the passes' time that waits for the disk.", facts.disk_seconds
+        ),
+        counter(
+            "rabbitllm_copy_wait_seconds_total",
+            "Part of the passes' time that waits for copies to a device.",
+            facts.copy_seconds,
+        ),
+        counter("rabbitllm_streamed_bytes_total", "Bytes of weights read or copied for passes.", facts.streamed_bytes),
+        counter("rabbitllm_prompt_tokens_total", "Prompt tokens.", facts.prompt_tokens),
+        counter("rabbitllm_kept_tokens_total", "Prompt tokens found in the prefix cache.", facts.kept_tokens),
+        counter("rabbitllm_generated_tokens_total", "Generated tokens.", facts.new_tokens),
+        counter("rabbitllm_preempted_total", "Preemptions of running requests.", facts.preempted),
+        counter("rabbitllm_resumed_total", "Preempted requests resumed with their KV cache swapped in.", facts.resumed),
+        Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended),
     ]

@@ -116,19 +116,18 @@ def _tools(body: ChatBody, template: Template) -> list[Tool]:
     if choice not in (None, "auto", "none"):
         shown = choice if isinstance(choice, str) else "a tool that must be called"
         raise unsupported(
-            f"tool_choice: {str(shown)[:40]} is not supported: nothing here forces a model to call a tool. "
-            'Expected "auto" or "none".',
+            f'tool_choice: {str(shown)[:40]} is not supported: tool calls cannot be forced. Expected "auto" or "none".',
             "tool_choice",
         )
     if not body.tools or choice == "none":
         return []
     if body.parallel_tool_calls is False:
         raise unsupported(
-            "parallel_tool_calls: false is not supported: nothing here keeps a model from calling several tools.",
+            "parallel_tool_calls: false is not supported: the number of tool calls cannot be limited.",
             "parallel_tool_calls",
         )
     if not template.reads("tools", with_tools=True):
-        raise unsupported("This model's chat template has no place for tools.", "tools")
+        raise unsupported("This model's chat template does not support tools.", "tools")
     return body.tools
 
 
@@ -144,7 +143,7 @@ def _variables(body: ChatBody, template: Template, *, with_tools: bool) -> dict[
     asked = {"response_format": form if form["type"] != "text" else None, "reasoning_effort": body.reasoning_effort}
     for name, value in asked.items():
         if value is not None and not template.reads(name, with_tools=with_tools):
-            raise unsupported(f"{name} is not supported: this model's chat template has no place for it.", name)
+            raise unsupported(f"{name} is not supported: this model's chat template does not use it.", name)
     return found | {name: value for name, value in asked.items() if value is not None}
 
 
@@ -160,9 +159,9 @@ def _messages(messages: list[Message], template: Template) -> list[dict[str, Any
         made |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if message.tool_calls:
             if role != "assistant":
-                raise bad(f"{where} is of {role}, and only an assistant calls tools.", f"{where}.tool_calls")
+                raise bad(f"{where} is of {role}; only an assistant can call tools.", f"{where}.tool_calls")
             if not template.reads("tool_calls", with_tools=True):
-                raise unsupported("This model's chat template has no place for calls of tools.", f"{where}.tool_calls")
+                raise unsupported("This model's chat template does not support tool calls.", f"{where}.tool_calls")
             made["tool_calls"] = [
                 {
                     "id": call.id,
@@ -222,11 +221,11 @@ def checked_completion(
     """
     refuse_unsupported(body)
     if body.suffix:
-        raise unsupported("suffix is not supported here.", "suffix")
+        raise unsupported("suffix is not supported; omit it.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of is not supported here, unless it is n.", "best_of")
+        raise unsupported("best_of is not supported; omit it, or set it to n.", "best_of")
     if body.echo and body.logprobs is not None:
-        raise unsupported("echo with logprobs is not supported here.", "echo")
+        raise unsupported("echo with logprobs is not supported; omit one of them.", "echo")
     given = listed(body.prompt)
     if not given:
         raise bad("There is no prompt.", "prompt")

@@ -162,7 +162,7 @@ def parsed(kind: type[_Parsed], body: Any) -> _Parsed:
         APIError: the body does not fit; the message names the field and the problem.
     """
     if not isinstance(body, dict):
-        raise bad("The body is no JSON object.")
+        raise bad("The request body is not a JSON object.")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -232,8 +232,8 @@ def refuse_unsupported(body: GenerationBody) -> None:
         if name not in NEUTRAL or value is None:
             continue
         if not any(_same(neutral, value) for neutral in NEUTRAL[name]):
-            what = f"; expected {' or '.join(map(repr, NEUTRAL[name]))}, or none of it" if NEUTRAL[name] else ""
-            raise unsupported(f"{name} is not supported here{what}.", name)
+            what = f" or use {' or '.join(map(repr, NEUTRAL[name]))}" if NEUTRAL[name] else ""
+            raise unsupported(f"{name} is not supported; omit it{what}.", name)
 
 
 def _same(neutral: Any, value: Any) -> bool:

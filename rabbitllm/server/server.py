@@ -225,7 +225,7 @@ class Server(uvicorn.Server):
     def _close(self, grace: float | None) -> None:
         if not self.was_forced:
             within = "" if grace is None else f", within {grace:g} s"
-            logger.info("ending: what runs is finished%s; once more for at once", within)
+            logger.info("shutting down: finishing running requests%s; press Ctrl-C again to stop now", within)
             self._service.batch.close(grace)
         else:
             self.force_exit = True
@@ -278,15 +278,15 @@ def put_greeting(
     put(console, Text(f"{harmless(settings.name)} at {address}", "bold green"))
     if split is not None:
         before, folder = split
-        put_fact(console, "split", f"{'was there already' if before else 'made'}, in {harmless(str(folder))}")
+        put_fact(console, "split", f"{'existed' if before else 'made'}, in {harmless(str(folder))}")
     put_fact(console, "weights", _weights(service.streamed))
     put_fact(console, "requests", _requests(facts))
-    put_fact(console, "embeddings", "yes" if service.embedder is not None else "none: the checkpoint has none")
-    put_fact(console, "API key", "needed" if settings.api_key else "none")
+    put_fact(console, "embeddings", "yes" if service.embedder is not None else "no, the checkpoint has no modules.json")
+    put_fact(console, "API key", "required" if settings.api_key else "none")
     put_fact(console, "try", _curl(service, address))
     if not is_local and not settings.api_key:
         warning = (
-            "Everyone who reaches this machine can use the model: --api-key, or --host 127.0.0.1, keeps others out."
+            "Every machine that reaches this address can use the model; prevent it with --api-key or --host 127.0.0.1."
         )
         put(console, Text(warning, "bold yellow"))
 
@@ -303,8 +303,8 @@ def _weights(model: StreamedModel) -> str:
 
 def _requests(facts: BatchStats) -> str:
     room = size(facts.cache_limit_bytes)
-    aside = f", and {size(facts.aside_limit_bytes)} aside" if facts.aside_limit_bytes else ""
-    return f"{facts.most_running} in a pass, {facts.most_waiting} more wait; the KV cache takes at most {room}{aside}"
+    swap = f", with up to {size(facts.aside_limit_bytes)} of swap" if facts.aside_limit_bytes else ""
+    return f"at most {facts.most_running} running, {facts.most_waiting} waiting; KV cache of up to {room}{swap}"
 
 
 def _curl(service: Service, address: str) -> str:

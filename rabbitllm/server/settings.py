@@ -78,7 +78,7 @@ def bound(host: str, port: int) -> socket.socket:
         made = socket.socket(family, kind, protocol)
     except OSError as error:
         raise OptionError(
-            f"There is no address {host} here ({error.strerror}).", "Give --host an address of this machine."
+            f"There is no address {host} here ({error.strerror}).", "Set --host to an address of this machine."
         ) from None
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,7 +105,7 @@ def listen(made: socket.socket, backlog: int) -> None:
 def _taken(host: str, port: int, error: OSError) -> OptionError:
     return OptionError(
         f"Nothing can listen at {host}, port {port} ({error.strerror}).",
-        "Something else may listen there: stop it, or give another --port.",
+        "Another program may use the port: stop it, or use another --port.",
     )
 
 
@@ -146,9 +146,9 @@ def check_guarded(made: socket.socket, api_key: str | None, *, insecure: bool) -
         return
     host, port = made.getsockname()[:2]
     raise OptionError(
-        f"Other machines reach the server at {host}, port {port}, and it has no API key.",
-        "Give --api-key KEY, better as RABBITLLM_API_KEY in the environment; or --insecure, and everyone who reaches "
-        "this machine can use the model. --host 127.0.0.1 is for this machine only.",
+        f"Other machines reach the server at {host}, port {port}, and no API key is set.",
+        "Set an API key (RABBITLLM_API_KEY in the environment, or --api-key KEY). Or pass --insecure: every machine "
+        "that reaches this address can use the model. --host 127.0.0.1 serves this machine only.",
     )
 
 
@@ -164,5 +164,5 @@ def check_installed() -> None:
     if missing:
         raise MissingPackageError(
             f"A server needs the package {missing[0]}, which is not installed.",
-            'Install what it needs: pip install ".[serve]" in a copy of the repository.',
+            'Run pip install ".[serve]" in a copy of the repository.',
         )

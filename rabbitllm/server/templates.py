@@ -97,7 +97,7 @@ class Template:
         """
         if not self.is_there:
             if any(message["role"] == "tool" for message in messages):
-                raise bad("This model has no chat template, so it takes no messages of tools.", "messages")
+                raise bad("This model has no chat template, so it supports no tool messages.", "messages")
             plain = [{"role": message["role"], "content": message["content"] or ""} for message in messages]
             return [int(token) for token in self.tokenizer(plain_text(plain))["input_ids"]]
         given = [dict(tool) for tool in tools] or None
@@ -107,7 +107,7 @@ class Template:
 def refused_by_template(error: Exception) -> APIError:
     """The error for a rejected conversation; it quotes a template that raises on purpose, and nothing else."""
     said = f": {str(error)[:300]}" if isinstance(error, jinja2.TemplateError) and error.message else ""
-    return bad(f"The model's chat template does not take this conversation{said}.", "messages", "template_error")
+    return bad(f"The model's chat template refuses this conversation{said}.", "messages", "template_error")
 
 
 def names_in(source: str) -> frozenset[str]:

@@ -568,13 +568,13 @@ def _nothing_fits(limits: _Limits, least: BitChoice) -> NotEnoughSpaceException:
     short = limits.shortage(least)
     assert short is not None
     if short.limited:
-        remedy = f"max_disk={short.need} is the least that would do."
+        remedy = f"Set max_disk to at least {short.need}."
     else:
         missing = size_rounded_up(short.need - short.have)
-        remedy = f"Free {missing} there, or name another place with layer_shards_saving_path."
+        remedy = f"Free {missing} there, or use a folder on another disk (layer_shards_saving_path, --dir)."
     return NotEnoughSpaceException(
-        f"compression='auto' finds no choice of bits for {limits.bare.source.name} in {limits.disk_budget.folder}: the "
-        f"fewest need {short.needed} at the peak; {size(short.have)} is {short.where}.",
+        f"compression='auto' finds no bits for {limits.bare.source.name} that fit in {limits.disk_budget.folder}: the "
+        f"smallest split needs {short.needed} at its peak; {size(short.have)} is {short.where}.",
         remedy,
     )
 
@@ -588,7 +588,7 @@ def other_budget(chosen: BitAllocation | None, options: SplitOptions) -> str | N
         return None
     limits = [("max_disk", chosen.max_disk), ("memory", chosen.memory)]
     said = " and ".join(f"{name} {size(nbytes)}" for name, nbytes in limits if nbytes is not None)
-    return f"for {said}" if said else "for what was free"
+    return f"for {said}" if said else "for the free disk and memory"
 
 
 @dataclass(frozen=True, slots=True)

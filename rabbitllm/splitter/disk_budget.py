@@ -48,7 +48,7 @@ NOTHING: Mapping[str, int] = MappingProxyType({})
 class ShardTransfer(enum.Enum):
     """The way that fetched shards reach their layer files."""
 
-    FILE_AHEAD = "file, the next one fetched meanwhile"
+    FILE_AHEAD = "file, with one shard downloaded ahead"
     FILE = "file, one at a time"
     STREAM = "stream, never a file"
 
@@ -282,11 +282,10 @@ def candidates(plan: SplitPlan, transfer: str) -> tuple[ShardTransfer, ...]:
         return {"file": files, "stream": (ShardTransfer.STREAM,), "auto": (*files, ShardTransfer.STREAM)}[transfer]
     if transfer == "stream":
         raise OptionError(
-            f"shard_transfer='stream' is not possible for {plan.source.name}: {plan.unstreamable[0]} is a file of "
-            "torch.save with tensors that share bytes, lie at strides or are a part of more, so it can only be used "
-            "when all of it is here.",
-            "Leave shard_transfer out (or 'file'): one such shard at a time is then on the disk. Or use a revision of "
-            "this model with safetensors weights.",
+            f"shard_transfer='stream' is not possible for {plan.source.name}: {plan.unstreamable[0]} is a torch.save "
+            "file whose tensors share storage or are strided, so it must be a complete file.",
+            "Remove shard_transfer (or use 'file'): one shard at a time is then on the disk. Or use a revision of this "
+            "model with safetensors weights.",
         )
     return files
 
@@ -334,7 +333,7 @@ def shortage(
     for place, need in _by_disk([(disk_budget.folder, use.added), *disk_budget.downloads]):
         free = shutil.disk_usage(place).free + (disk_budget.lock_bytes if place == existing(disk_budget.folder) else 0)
         if need and need + options.min_free > free:
-            reserve = f", less {size(options.min_free)} that stay free (min_free_disk)" if options.min_free else ""
+            reserve = f", without the {size(options.min_free)} to keep free (min_free_disk)" if options.min_free else ""
             return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {place}{reserve}")
     return None
 
@@ -357,16 +356,16 @@ def _what_would_fit(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOpti
         and way is ShardTransfer.STREAM
         and shortage(plan, disk_budget, options, way) is None
     ):
-        return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
+        return "shard_transfer='stream' (or 'auto') would fit: it writes no shard to the disk."
     if not options.shards.takes_one_at_a_time and any(need for _, need in disk_budget.downloads):
-        return "sequential_shard_processing=True takes one shard at a time instead of downloading all of them first."
+        return "Use sequential_shard_processing=True: it downloads one shard at a time instead of all."
     smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression != AUTO else ()
     for compression in () if disk_budget.used else smaller:
         if shortage(recompressed(plan, compression), disk_budget, options, way) is None:
             return f"compression='{compression}' would fit."
     missing = size_rounded_up(short.need - short.have)
-    place = f"allow max_disk={short.need}" if short.limited else f"free {missing} there"
+    place = f"set max_disk to {short.need}" if short.limited else f"free {missing} there"
     return (
-        f"{place[0].upper()}{place[1:]}, or name another place with layer_shards_saving_path. No other compression "
-        "fits as it is."
+        f"{place[0].upper()}{place[1:]}, or use a folder on another disk (layer_shards_saving_path, --dir). No "
+        "compression would fit now."
     )

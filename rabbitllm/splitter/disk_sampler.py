@@ -95,8 +95,8 @@ class DiskSampler:
             return
         raise DiskFullError(
             f"Only {size(self._lowest_free)} were free at {self._folder}, less than min_free_disk "
-            f"({size(self._min_free)}). The split stopped; everything done so far is safe.",
-            "Free some space and make the same call again: it goes on where it stopped. Or lower min_free_disk.",
+            f"({size(self._min_free)}). The split stopped; its finished part is kept.",
+            "Free disk space or lower min_free_disk, and make the same call again: it resumes.",
         )
 
     @property

@@ -377,10 +377,9 @@ class Filler:
             for path, size in wanted:
                 if not path.exists() or path.stat().st_size != size:
                     raise IncompleteSplitError(
-                        f"A worker has put {shard.name} into {path}, and here that file is not there or has not "
-                        f"{size:,} bytes.",
-                        "Use a shared folder that shows every machine the same files at once; then make the same call "
-                        "again. Nothing was deleted.",
+                        f"A worker wrote {shard.name} to {path}, but on this machine the file is missing or its size "
+                        f"is not {size:,} bytes. Nothing was deleted.",
+                        "Use a shared folder in which all machines see the same files, and make the same call again.",
                     )
 
     def _move_file(
@@ -446,21 +445,21 @@ class Filler:
         other = [tensor.name for tensor in shard.tensors if found.get(tensor.name) != tensor]
         if other:
             raise CorruptShardError(
-                f"{shard.name} is not the file that the plan was made from: {other[0]!r} is elsewhere in it, or not "
-                "at all."
+                f"{shard.name} differs from the file that was planned with: {other[0]!r} has another offset, or is "
+                "missing."
             )
 
     def _advice(self, shard: PlannedShard) -> str:
-        safe = f"Layers finished so far are safe in {self._work.folder}."
+        safe = f"Finished layers are kept in {self._work.folder}."
         if shard.staged:
             return (
-                f"Make the same call again, in case it was damaged on the way. {safe} If it stays so, what the hub "
-                "said of it when the split was planned was damaged: delete that folder, and call again."
+                f"Make the same call again: the download may have been damaged. {safe} If the error remains, the plan "
+                "is based on a damaged header: delete that folder, and make the call again."
             )
         return (
             f"{safe} For a repository on the hub make the same call again, or delete that folder first. For a local "
-            "checkpoint put a sound copy at that path and call again; delete nothing: other shards may be used up "
-            "already."
+            "checkpoint put a sound copy at that path and make the call again. Do not delete other files: other "
+            "shards may be deleted already."
         )
 
     def _path(self, layout: LayerLayout, suffix: str) -> Path:

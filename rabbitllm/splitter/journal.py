@@ -88,7 +88,7 @@ def replay(folder: Path) -> Replay | None:
         entries = [entry for line in rest if (entry := _entry(line)) is not None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteSplitError(
-            f"{path} cannot be read back: {type(error).__name__} {error}.",
+            f"{path} is not a readable split journal: {type(error).__name__} {error}.",
             "If every shard of the source is still there (or it is on the hub), delete that folder and call again. "
             "Otherwise keep it: it may hold the only copy of some tensors.",
         ) from None
@@ -375,13 +375,13 @@ def _state(folder: Path) -> str:
     except OSError:
         seen = None
     if seen is None:  # an unreadable journal is not reported here
-        return f"Interrupted: what was done is safe in {folder}."
-    return f"Interrupted: {len(seen.used)} of {len(seen.shards)} shards are used up; the layers are in {folder}."
+        return f"Interrupted: the finished part is kept in {folder}."
+    return f"Interrupted: {len(seen.used)} of {len(seen.shards)} shards are used; the layers are in {folder}."
 
 
 def _way_on() -> str:
     command = command_line()
-    return "The same call goes on from there" + (f": {command}" if command else ".")
+    return f"To resume: {command}" if command else "The same call resumes."
 
 
 def command_line() -> str | None:

@@ -113,7 +113,7 @@ def locked_at_once(folder: Path) -> Iterator[None]:
             lock, has_locks = None, True
     if lock is None and has_locks:
         raise InUseError(
-            f"{folder} is being worked on by {_holder(folder)}.", "Wait until that is done, or end it, and call again."
+            f"{folder} is in use by {_holder(folder)}.", "Wait for that process or end it, and make the call again."
         )
     try:
         with folder_lock.exclusive(folder, FolderKind.SPLIT):
@@ -157,7 +157,7 @@ def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
             with durable.open_scratch(folder / LOCK_NAME) as descriptor:
                 lock = _try(folder / LOCK_NAME, descriptor)
         except _NoLocksError:
-            text = "The file system of %s has no locks; make sure that nothing else splits into it meanwhile."
+            text = "The file system of %s has no locks; make sure that no other process splits into it."
             logger.warning(text, folder)
             return None
         except _Unlinked:
@@ -275,7 +275,7 @@ def _holder(folder: Path) -> str:
 
 def _tell(folder: Path) -> None:
     """Report which process this one waits for."""
-    text = f"{folder} is being worked on by {_holder(folder)}; waiting until it is done."
+    text = f"{folder} is in use by {_holder(folder)}; waiting."
     logger.warning("%s", text)
     if logger.hasHandlers():  # without handlers logging itself writes the warning to stderr
         print(text, file=sys.stderr, flush=True)
@@ -336,8 +336,8 @@ class LeaseCheck:
         self._next = now + LOOK_SECONDS
         if not self._lease.holds():
             raise ClusterError(
-                f"{self._lease.folder} is no longer the split directory of the run that this worker works for.",
-                "Nothing: another run has taken it over, or the call is over. What was done so far is safe.",
+                f"{self._lease.folder} no longer belongs to the run of this worker.",
+                "Nothing: another run has taken over the folder, or the call has ended. The finished part is kept.",
             )
 
 

@@ -89,7 +89,7 @@ def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, me
             run = bytearray(count * SCALE_BYTES)
             if file.read_into(memoryview(run), form.source.offset + first * SCALE_BYTES) != len(run):
                 raise IncompleteSplitError(
-                    f"{scratch} ends before the scales of {form.of.name!r} do.",
+                    f"{scratch} is truncated within the scales of {form.of.name!r}.",
                     "If every shard of the source is still there (or it is on the hub), delete that folder and "
                     "call again. Otherwise keep it: it may hold the only copy of some tensors.",
                 )
@@ -296,8 +296,8 @@ class Mover:
             return
         if spec.strides is None:
             at, end = move.offset + got, move.offset + move.nbytes
-            raise CorruptShardError(f"{source.path} ended at byte {at:,}; its header promised {end:,}.")
-        raise CorruptShardError(f"{source.path} ended inside {spec.name!r}, whose elements lie at strides in it.")
+            raise CorruptShardError(f"{source.path} ends at byte {at:,}; by its header it has at least {end:,}.")
+        raise CorruptShardError(f"{source.path} ends within the strided tensor {spec.name!r}.")
 
     def _run_from_buffer(
         self,

@@ -250,7 +250,7 @@ def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardMetadata]) -> 
             raise InvalidIndexError(
                 f"The index puts {absent[0]!r}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''} into "
                 f"{shard.name}, whose header does not have it.",
-                "Fetch the index and that shard again: they are of different versions.",
+                "Download the index and that shard again: they are of different versions.",
             )
     return chosen
 

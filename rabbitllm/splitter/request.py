@@ -197,9 +197,9 @@ def require_shards(shards: Iterable[str], facts: dict[str, ShardMetadata], check
     missing = [shard for shard in shards if shard not in facts]
     if missing:
         raise MissingShardError(
-            f"{checkpoint.label} lacks {len(missing)} of the shards its index names: {', '.join(missing[:5])}"
-            f"{' …' if len(missing) > 5 else ''}.",
-            "Put them there, or give the repository they come from. Nothing was touched.",
+            f"{checkpoint.label} lacks {len(missing)} of the shards in its index: {', '.join(missing[:5])}"
+            f"{' …' if len(missing) > 5 else ''}. Nothing was changed.",
+            "Add the missing shards, or use the repository that has them.",
         )
 
 

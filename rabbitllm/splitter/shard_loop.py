@@ -122,7 +122,7 @@ class Completion:
         """
         for layer, layout in self._plan.layouts.items():
             if not self.is_final(layout):
-                logger.warning("Layer %s was left over by an earlier run and is finished now.", layer)
+                logger.warning("Layer %s of an earlier run was unfinished; it is finished now.", layer)
                 self._finish_layer(layout)
             self._drop_scratch([layout])
         markers = [self._path(layout, DONE_SUFFIX) for layout in self._plan.layouts.values()]
@@ -364,8 +364,8 @@ class ShardLoop:
         require_unmodified(path, shard)
         if shard.expected_crc32 not in (None, crc):
             raise CorruptShardError(
-                f"{path} differs from the checksum that was recorded for it when the split was begun or made.",
-                "Restore the file as it was, and make the same call again. The data that was just read is not used.",
+                f"{path} differs from its checksum, which was recorded when the split was started or made.",
+                "Restore the original file, and make the same call again. The data just read is not used.",
             )
         return crc
 
@@ -381,7 +381,7 @@ class ShardLoop:
             return Release(shard.name, Disposal.KEPT)
         release = self.work.checkpoint.release(shard.name)
         if release.disposal is Disposal.READ_ONLY:
-            logger.warning("%s is used up but cannot be deleted: its folder is read-only.", shard.name)
+            logger.warning("%s is used but cannot be deleted: its folder is read-only.", shard.name)
         return release
 
     def _source_left(self) -> int:

@@ -87,7 +87,7 @@ def _tensor_crc32(file: PositionalFile, spec: TensorSpec, buffer: memoryview) ->
     for begin in range(0, spec.nbytes, READ_BYTES):
         part = buffer[: min(READ_BYTES, spec.nbytes - begin)]
         if read_run(file, spec, begin, part) != len(part):
-            raise CorruptShardError(f"{file.path} ended inside {spec.name!r}.")
+            raise CorruptShardError(f"{file.path} ends within {spec.name!r}.")
         crc = zlib.crc32(part, crc)
     return crc
 
@@ -104,8 +104,8 @@ def require_unmodified(path: Path, shard: PlannedShard) -> None:
     if change_between(shard.stat, now) is Change.MODIFIED:
         raise CorruptShardError(
             f"{path} was modified while it was being split: {_difference(shard.stat, now)}.",
-            "Restore the file as it was when the split was begun, and make the same call again. The data that was just "
-            "read is not used. Delete nothing else: other shards may be used up already.",
+            "Restore the file as it was when the split was started, and make the same call again. The data just read "
+            "is not used. Do not delete anything: other shards may be deleted already.",
         )
 
 
@@ -126,8 +126,8 @@ def with_checksums(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
                 shard = dataclasses.replace(shard, expected_crc32=source_crc32(path, shard.tensors))
             elif not _matches_digest(path, shard.fingerprint):
                 raise CorruptShardError(
-                    f"{path} differs from the digest that the hub has published for it.",
-                    "Delete that file and call again: it is then fetched again.",
+                    f"{path} differs from its digest on the hub.",
+                    "Delete that file and make the call again: it is then downloaded again.",
                 )
             shards.append(shard)
             tell(shard.name, shard.size)
@@ -164,7 +164,7 @@ def check_resumed(
         elif change is Change.METADATA:
             path = checkpoint.acquire(shard.name)
             logger.warning(
-                "%s may have been modified since the split in %s was begun: it has %s.", path, folder, change.value
+                "%s may have been modified since the split in %s was started: it has %s.", path, folder, change.value
             )
     if verify and (missing := len(present) - len(to_read)):
         _warn_of_missing_checksums(missing, checkpoint)
@@ -212,8 +212,8 @@ def check_finished_source(
             if not _is_same(path, shard, manifest.source_checksums.get(shard.name)):
                 raise SplitMismatchError(
                     f"{path} has changed since the split in {folder} was made: its bytes differ.",
-                    f"To use the split as it is, leave verify_source out, or name {folder} itself. To split the "
-                    "changed checkpoint, choose another folder (layer_shards_saving_path).",
+                    f"To use the split as it is, remove verify_source, or load {folder}. To split the changed "
+                    "checkpoint, use another folder (layer_shards_saving_path, --dir).",
                 )
             tell(shard.name, shard.size)
 
@@ -225,7 +225,7 @@ def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, fol
             path = checkpoint.acquire(found.name)
             logger.warning(
                 "%s was modified after the split in %s was made; the split has the earlier weights. verify_source=True "
-                "tells whether they differ.",
+                "checks whether they differ.",
                 path,
                 folder,
             )
@@ -257,15 +257,15 @@ def _matches_digest(path: Path, fingerprint: str) -> bool:
 def _changed(checkpoint: Checkpoint, shard: PlannedShard, folder: Path, how: str, complete: bool) -> SplitMismatchError:
     """Return the error for a changed shard; `complete` says whether all shards still exist."""
     path = checkpoint.acquire(shard.name)
-    remedy = "Restore the file as it was, and make the same call again."
+    remedy = "Restore the original file, and make the same call again."
     if shard.stat is not None and shard.stat.size == path.stat().st_size:
         seconds, rest = divmod(shard.stat.mtime_ns, SECOND_NS)
-        remedy += f" If it is a sound copy of the file, restore its time: touch -d @{seconds}.{rest:09} {path}."
+        remedy += f" If it is an unchanged copy of the file, restore its time: touch -d @{seconds}.{rest:09} {path}."
     if complete:
-        remedy += f" All shards are still there: to split them as they are now, delete {folder}."
+        remedy += f" All shards still exist: to split the changed ones, delete {folder}."
     else:
-        remedy += " Delete nothing: that folder has the only copy of the shards that are used up."
-    return SplitMismatchError(f"{path} has changed since the split in {folder} was begun: {how}.", remedy)
+        remedy += f" Do not delete {folder}: it holds the only copy of the deleted shards."
+    return SplitMismatchError(f"{path} has changed since the split in {folder} was started: {how}.", remedy)
 
 
 def _difference(before: FileStat, now: FileStat) -> str:

@@ -233,23 +233,23 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     why = known.differs_from(identity) or _no_evidence(request, known, identity)
     if why is not None and known.is_named_like(identity):
         raise SplitMismatchError(
-            f"{checkpoint.label} has changed since the split in {request.folder} was begun: {why}.",
-            "Restore the original files, and make the same call again. To split the changed checkpoint, choose another "
-            "folder (layer_shards_saving_path). Delete that folder only if all original shards still exist.",
+            f"{checkpoint.label} has changed since the split in {request.folder} was started: {why}.",
+            "Restore the original files, and make the same call again. To split the changed checkpoint, use another "
+            "folder (layer_shards_saving_path, --dir). Delete the split only if all original shards still exist.",
         )
     if why is not None:
         raise SplitMismatchError(
             f"{request.folder} holds an unfinished split of {earlier.plan.source.name}, not of {identity.name}: {why}.",
-            "Split into another folder (layer_shards_saving_path). If that other model is intact, the folder may be "
-            "deleted.",
+            "Split into another folder (layer_shards_saving_path, --dir). If all shards of that other model still "
+            "exist, you can delete this folder.",
         )
     require_shards([s.name for s in earlier.plan.shards if s.name not in earlier.used], facts, checkpoint)
     _require_begun_layers(request.folder, earlier)
     if request.accept is not None:
         request.accept(PlannedFiles(earlier.plan, request.folder))
-    logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
+    logger.info("Resuming %s: %d shards are used.", request.folder, len(earlier.used))
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
-        logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
+        logger.warning("%s was started %s, and keeps the bits chosen then.", request.folder, other)
     verify = request.options.verify_source
     plan = with_places(check_resumed(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
@@ -304,10 +304,9 @@ def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
             unfinished.append(folder / layout.scratch_name)
         if begun and not file.exists() and not all(path.exists() for path in unfinished):
             raise IncompleteSplitError(
-                f"{file} is gone, finished or not; it held tensors of {', '.join(sorted(begun, key=natural_key))}, "
-                "which earlier runs used up.",
-                f"Put that file back. If those shards can be had again, put them in place, delete {folder} and call "
-                "again.",
+                f"{file} is missing; it held tensors of {', '.join(sorted(begun, key=natural_key))}, which earlier "
+                "runs have used.",
+                f"Restore that file. Or restore those shards, delete {folder}, and make the call again.",
             )
 
 
@@ -416,9 +415,9 @@ def _refuse_another(plan: SplitPlan, manifest: Manifest, folder: Path) -> None:
     why = manifest.source.differs_from(plan.source)
     planned = {layer: (layout.file_name, layout.size) for layer, layout in plan.layouts.items()}
     if why is None and planned != {record.id: (record.file, record.size) for record in manifest.layers}:
-        why = "it would be split into other layer files"
+        why = "its layer files would differ"
     if why is not None:
         raise SplitMismatchError(
             f"{folder} cannot be repaired from {plan.source.name}: {why}.",
-            "Split again into another folder (layer_shards_saving_path).",
+            "Split again into another folder (layer_shards_saving_path, --dir).",
         )

@@ -87,7 +87,7 @@ def shared(folder: Path, kind: FolderKind) -> FolderLock:
             problem = f"{folder} is being split by {_holders(folder)}, which deletes its shards."
         else:
             problem = f"{folder} is being repaired or removed by {_holders(folder)}."
-        raise InUseError(problem, "Wait until that is done, or end it, and call again. Nothing was touched.")
+        raise InUseError(problem, "Wait for that process or end it, and make the call again. Nothing was changed.")
     return lock
 
 
@@ -103,7 +103,7 @@ def exclusive(folder: Path, kind: FolderKind) -> FolderLock:
         shared(folder, kind).close()  # raises the error for an exclusive holder, if there is one
         raise InUseError(
             f"{folder} is in use by {_holders(folder)}; {kind.value}.",
-            "Wait until that is done, or end it, and call again. Nothing was touched.",
+            "Wait for that process or end it, and make the call again. Nothing was changed.",
         )
     return lock
 
@@ -134,7 +134,7 @@ def lock_failure(folder: Path, error: OSError) -> SplitError:
     """Return the error to raise for one of `BROKEN_LOCKS`."""
     return SplitError(
         f"{folder} cannot be locked: {error.strerror}.",
-        "Check its disk or file server, and call again. Nothing was touched.",
+        "Check its disk or file server, and make the call again. Nothing was changed.",
     )
 
 

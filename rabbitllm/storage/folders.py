@@ -70,19 +70,19 @@ _KAGGLE = Host(
         "/kaggle/working is kept as the notebook's output and holds 20 GB at most; free space there is the host's",
         f"layers belong into /kaggle/tmp; set max_disk='{KAGGLE_BYTES >> 30}GiB', since the quota of the whole does "
         "not show either",
-        "models are fetched only if Internet is on in the notebook's settings",
+        "downloads need Internet on in the notebook's settings",
     ),
     {str(KAGGLE_WORKING): 20 * GB},
 )
 _COLAB = Host(
     "Colab",
     (
-        "the disk is gone with the session; /content/drive is slow and its quota is Google Drive's",
-        "what a session gets differs; free ones have about 12 GiB of RAM",
+        "the disk is deleted with the session; /content/drive is slow and has Google Drive's quota",
+        "resources differ by session; free ones have about 12 GiB of RAM",
     ),
     {},
 )
-_SPACES = Host("Hugging Face Spaces", ("50 GB of disk on free hardware, gone at a restart; 16 GB of RAM",), {})
+_SPACES = Host("Hugging Face Spaces", ("50 GB of disk on free hardware, deleted at a restart; 16 GB of RAM",), {})
 _ACTIONS = Host("GitHub Actions", ("14 GB of disk are promised on standard runners, though more may show",), {})
 _CODESPACES = Host("GitHub Codespaces", ("32 GB of disk on the smallest machine; /tmp is another, larger disk",), {})
 _KNOWN: Iterable[tuple[str, Host]] = (
@@ -100,7 +100,7 @@ codespaces).
 """
 _CONTAINER = Host(
     "a container",
-    ("free space is the host's: a quota of the container does not show; max_disk says what a split may take",),
+    ("free space is the host's, without the container's quota; limit splits with max_disk",),
     {},
 )
 

@@ -164,9 +164,9 @@ class PlainReader:
         came = self._file(part.file).read_into(into, part.offset + begin)
         if came != length:
             raise IncompleteSplitError(
-                f"{self._store.path(part.file)} ends in the middle of {part.name!r}: it was cut off since the model "
-                "was loaded.",
-                "Load the model again; what is wrong with the file is then said.",
+                f"{self._store.path(part.file)} ends within {part.name!r}: the file was truncated after the model was "
+                "loaded.",
+                "Load the model again for a full check of the file.",
             )
         if self._store.checks is not None:
             self._store.checks.read(part.file, part.offset + begin, into)
@@ -258,7 +258,9 @@ def write_checkpoint(
         OSError: a file cannot be written; nothing of it is left.
     """
     if folder.exists() and not folder.is_dir():
-        raise OptionError(f"{folder} is a file.", "Name a folder that has no weights in it, or is not there yet.")
+        raise OptionError(
+            f"{folder} is a file; expected a folder.", "Use a folder without weights, or one that does not exist."
+        )
     work = folder / WORK_NAME
     mark = _mark(shards, sidecars, source)
     if (work / _READY_NAME).exists():  # an earlier call was interrupted while moving the files
@@ -327,8 +329,8 @@ def _refuse_other(folder: Path, sidecars: Mapping[str, bytes]) -> None:
         found = "config.json" if there != json.loads(sidecars["config.json"]).get("model_type") else None
     if found is not None:
         raise OptionError(
-            f"{folder} holds a model already: {found!r} is there. Nothing was touched.",
-            "Name a folder that has no weights in it, or is not there yet; or delete that one if it is not needed.",
+            f"{folder} already holds a model: it has {found!r}. Nothing was changed.",
+            "Use a folder without weights, or one that does not exist; or delete this one if you do not need it.",
         )
 
 
@@ -338,8 +340,8 @@ def _require_room(folder: Path, shards: Sequence[Shard], sidecars: Mapping[str, 
     free = shutil.disk_usage(at).free
     if need > free:
         raise NotEnoughSpaceException(
-            f"Saving into {folder} takes {size(need)}; {size(free)} are free on the disk of {at}.",
-            f"Free {size(need - free)} there, or name a folder on another disk.",
+            f"Saving into {folder} needs {size(need)}; {size(free)} are free on the disk of {at}.",
+            f"Free {size(need - free)} there, or use a folder on another disk.",
         )
 
 

@@ -188,7 +188,7 @@ def damaged(path: Path, problem: str) -> IncompleteSplitError:
     """The error for a layer file that differs from what was written; `problem` ends the sentence."""
     return IncompleteSplitError(
         f"{path} is damaged: {problem}.",
-        f"`rabbitllm verify {path.parent} --repair` makes damaged layers again from the shards that they need; add "
+        f"`rabbitllm verify {path.parent} --repair` writes damaged layer files again from the original shards; add "
         "--original CHECKPOINT_FOLDER if the model was split from a folder. Then load the model again.",
     )
 

@@ -220,19 +220,19 @@ def _check(pieces: Sequence[TensorSpec]) -> None:
             raise InvalidIndexError(
                 f"The pieces of {first.of!r} do not belong together: {pieces[0].file} has {pieces[0].dtype} "
                 f"{pieces[0].shape}, {spec.file} has {spec.dtype} {spec.shape}; expected equal parts of {first.shape}.",
-                "Fetch the shards again: they are of different models.",
+                "Download the shards again: they belong to different models.",
             )
         if piece.begin != end:
             raise InvalidIndexError(
-                f"{first.of!r} is cut into pieces, and the one that begins at {end} is missing: found "
+                f"The piece of {first.of!r} that starts at {end} is missing: found "
                 f"{', '.join(f'{_begin(one)} in {one.file}' for one in pieces)}.",
-                "Fetch the shards again: some are of another model.",
+                "Download the shards again: some belong to another model.",
             )
         end += size
     if end != first.shape[first.dim]:
         raise InvalidIndexError(
-            f"{first.of!r} is cut into pieces, which end at {end}; expected {first.shape[first.dim]}.",
-            "Fetch the shards again: some are missing or of another model.",
+            f"The pieces of {first.of!r} end at {end}; expected {first.shape[first.dim]}.",
+            "Download the shards again: some are missing or belong to another model.",
         )
 
 
@@ -370,8 +370,8 @@ def lay_out(
     if len(places) < len(ordered):
         twice = next(name for name, times in Counter(part.name for part in ordered).items() if times > 1)
         raise InvalidIndexError(
-            f"Two tensors of layer {layer.id} would be stored as {twice!r}: its weights seem to be compressed already.",
-            "Leave compression out.",
+            f"Two tensors of layer {layer.id} would be stored as {twice!r}: its weights seem to be quantized already.",
+            "Remove compression.",
         )
     end = offsets[-1] + ordered[-1].nbytes if ordered else len(header)
     shard_bytes: dict[str, int] = {}

@@ -193,14 +193,14 @@ class LayerStore(MappedWeights):
                 if size != record.size:
                     state = "is missing" if size is None else f"has {size:,} bytes"
                     raise IncompleteSplitError(
-                        f"{path} {state}; {MANIFEST_NAME} says it has {record.size:,} bytes.", REMAKE
+                        f"{path} {state}; by {MANIFEST_NAME} it has {record.size:,} bytes.", REMAKE
                     )
             return {record.file: record for record in self.manifest.layers}
         files = sorted(path.name for path in self.folder.glob(f"*{LAYER_SUFFIX}"))
         unfinished = [name for name in files if not (self.folder / (name + DONE_SUFFIX)).exists()]
         if unfinished or not files:
             raise IncompleteSplitError(
-                f"{self.folder} is no finished split: "
+                f"{self.folder} is not a finished split: "
                 + (f"{', '.join(unfinished[:3])} has no .done marker." if unfinished else "it has no layer files."),
                 REMAKE,
             )
@@ -259,7 +259,7 @@ class UnsplitStore(MappedWeights):
             path = self.path(shard)
             if not path.exists():
                 raise MissingShardError(
-                    f"{path} is missing, which the index names.", "Put it there, or fetch the checkpoint again."
+                    f"{path} is missing; the index names it.", "Restore the file, or download the checkpoint again."
                 )
             header = checkpoint.taken_from(shard, read_shard_header(path, shard))
             self._headers[shard] = header
@@ -271,9 +271,9 @@ class UnsplitStore(MappedWeights):
 def _in_one_run(spec: TensorSpec) -> TensorSpec:
     if spec.strides is not None or spec.piece is not None:
         raise UnreadableFormatError(
-            f"{spec.file} has the tensor {spec.name!r} at strides or as a piece of a larger one; without a split only "
-            "tensors that lie in one run of bytes are read.",
-            "Leave split=False out: the split puts them in order.",
+            f"The tensor {spec.name!r} in {spec.file} is strided, or a piece of a larger one; split=False reads only "
+            "contiguous tensors.",
+            "Remove split=False: a split stores every tensor contiguously.",
         )
     return spec
 
@@ -319,8 +319,10 @@ def verify(folder: Path, on_file: Callable[[str, int], None] = lambda name, nbyt
     manifest = read_manifest(folder)
     if manifest is None and not is_legacy(folder):
         if (folder / JOURNAL_NAME).exists():
-            raise IncompleteSplitError(f"{folder} is an unfinished split.", "The call that began it goes on with it.")
-        raise IncompleteSplitError(f"{folder} is no split directory.", "Name a folder that has a split.json.")
+            raise IncompleteSplitError(
+                f"{folder} is an unfinished split.", "Make the call that started it again: it resumes."
+            )
+        raise IncompleteSplitError(f"{folder} is not a split directory.", "Use a folder that has a split.json.")
     damaged, files, nbytes = [], 0, 0
     for file, record in _files(folder, manifest):
         path = folder / file

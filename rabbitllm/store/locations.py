@@ -149,8 +149,8 @@ def _repository(name: str, rest: str) -> str:
     browsed = name.startswith("http") and parts[2:] in ([], ["tree", "main"])
     if not is_repo_id(repo_id) or not (len(parts) <= 2 or browsed):
         raise OptionError(
-            f"{name} is no address of a repository of weights.",
-            "Give hf://organisation/name; a branch, tag or commit goes into --revision.",
+            f"{name} is not the address of a model repository.",
+            "Use hf://organisation/name, and --revision for a branch, tag or commit.",
         )
     return repo_id
 
@@ -165,8 +165,8 @@ def _folder_of(file: Path) -> Path:
         whole = whole or is_rank(file.name) or file.name == META_PARAMETERS
     if not whole:
         raise CheckpointNotFoundError(
-            f"{file} is not what the checkpoint in {folder} begins with: that is {entry}.",
-            "Name the folder, or put the file into one of its own, with config and tokenizer.",
+            f"{file} does not belong to the checkpoint in {folder}, which is {entry}.",
+            "Use the folder, or move the file into a separate folder with config and tokenizer.",
         )
     return folder
 

@@ -75,14 +75,14 @@ def allocation_from_json(content: Mapping[str, Any]) -> BitAllocation:
     schemes: dict[str, str] = {}
     for scheme, names in content["schemes"].items():
         if scheme not in SCHEMES:
-            raise ValueError(f"{scheme!r} is no compression")
+            raise ValueError(f"{scheme!r} is not a compression")
         schemes.update(dict.fromkeys(map(text_of, names), scheme))
     return BitAllocation(schemes, _size(content["max_disk"]), _size(content["memory"]))
 
 
 def _size(value: object) -> int | None:
     if value is not None and (type(value) is not int or value < 0):
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 
@@ -212,11 +212,11 @@ def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> Manifest | None:
         raise IncompleteSplitError(error.problem, REMAKE) from None
     version = content.get("format_version")
     if type(version) is not int or version < BY_NAME:
-        raise IncompleteSplitError(f"{path} is no manifest: it has no format_version.", REMAKE)
+        raise IncompleteSplitError(f"{path} is not a manifest: it has no format_version.", REMAKE)
     if version > FORMAT_VERSION:
         raise SplitMismatchError(
             f"{path} has format version {version}; this rabbitllm reads up to {FORMAT_VERSION}.",
-            "Update rabbitllm, or split again into another folder.",
+            "Update rabbitllm, or split the checkpoint again into another folder.",
         )
     try:
         return _parse(content)
@@ -225,15 +225,15 @@ def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> Manifest | None:
 
 
 REMAKE = (
-    "Split the checkpoint again, into another folder (layer_shards_saving_path) or after moving this one away. Keep "
-    "this one until that is done: if the checkpoint was deleted, it holds the only copy."
+    "Split the checkpoint again, into another folder (layer_shards_saving_path, --dir) or after moving this one away. "
+    "Keep this one until then: if the checkpoint was deleted, it holds the only copy."
 )
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
     source, compression = content["source"], content["compression"]
     if compression not in (None, AUTO, *SCHEMES):
-        raise ValueError(f"{compression!r} is no compression")
+        raise ValueError(f"{compression!r} is not a compression")
     fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
     identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
     layers = tuple(_record(r) for r in content["layers"])
@@ -245,15 +245,15 @@ def _parse(content: dict[str, Any]) -> Manifest:
 def _record(entry: dict[str, Any]) -> LayerRecord:
     file, size = text_of(entry["file"]), entry["size"]
     if Path(file).name != file or not file.endswith(LAYER_SUFFIX):  # a folder may come from anywhere
-        raise ValueError(f"{file!r} is no name of a layer file")
+        raise ValueError(f"{file!r} is not the name of a layer file")
     if type(size) is not int or size < 0:
-        raise ValueError(f"{size!r} is no size")
+        raise ValueError(f"{size!r} is not a size")
     tensors = tuple(text_of(name) for name in entry["tensors"])
     shards = tuple(text_of(name) for name in entry["shards"])
     crc, blocks = int(text_of(entry["crc32"]), 16), entry.get("blocks")
     known = None if blocks is None else b64decode(text_of(blocks), validate=True)
     if known is not None and len(known) % SUM_BYTES:
-        raise ValueError(f"{len(known)} bytes are no checksums")
+        raise ValueError(f"{len(known)} bytes are not checksums")
     return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, known)
 
 

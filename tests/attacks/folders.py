@@ -172,7 +172,7 @@ def links_that_lead_to_one_another(folder: Path) -> None:
 # what is no file
 
 
-@attack("a.safetensors is no regular file")
+@attack("a.safetensors is not a regular file")
 def shard_that_is_a_folder(folder: Path) -> None:
     (folder / "a.safetensors").mkdir()
     index(folder, {"t": "a.safetensors"})
@@ -180,7 +180,7 @@ def shard_that_is_a_folder(folder: Path) -> None:
 
 if sys.platform != "win32":
 
-    @attack("a.safetensors is no regular file")
+    @attack("a.safetensors is not a regular file")
     def shard_that_is_a_pipe(folder: Path) -> None:
         os.mkfifo(folder / "a.safetensors")
         index(folder, {"t": "a.safetensors"})
@@ -191,20 +191,20 @@ if sys.platform != "win32":
         index(folder, {"t": "a.safetensors"})
 
 
-@attack("sub is no regular file")
+@attack("sub is not a regular file")
 def shard_that_is_the_folder_of_another(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "a.safetensors").write_bytes(SOUND)
     index(folder, {"t": "sub", "u": "sub/a.safetensors"})
 
 
-@attack("names the shards 'A.safetensors' and 'a.safetensors', which can become one file")
+@attack("names the shards 'A.safetensors' and 'a.safetensors', the same file on some disks")
 def shards_that_differ_in_case(folder: Path) -> None:
     (folder / "a.safetensors").write_bytes(SOUND)
     index(folder, {"t": "a.safetensors", "u": "A.safetensors"})
 
 
-@attack("names the shards 'a--b.safetensors' and 'a/b.safetensors', which can become one file")
+@attack("names the shards 'a--b.safetensors' and 'a/b.safetensors', the same file on some disks")
 def shards_that_are_staged_as_one(folder: Path) -> None:
     (folder / "a").mkdir()
     (folder / "a" / "b.safetensors").write_bytes(SOUND)

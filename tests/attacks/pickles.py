@@ -693,17 +693,17 @@ def tensor_as_the_root(_: Path) -> bytes:
     return pickled(tensor())
 
 
-@attack("no plain text", CorruptShardError)
+@attack("not plain text", CorruptShardError)
 def empty_name(_: Path) -> bytes:
     return pickled({"": tensor()})
 
 
-@attack("no plain text", CorruptShardError)
+@attack("not plain text", CorruptShardError)
 def name_with_a_nul(_: Path) -> bytes:
     return pickled({"a\0b": tensor()})
 
 
-@attack("no plain text", CorruptShardError)
+@attack("not plain text", CorruptShardError)
 def name_without_end(_: Path) -> bytes:
     return pickled({"a" * 5000: tensor()})
 

@@ -57,7 +57,7 @@ def test_jobs_that_had_not_ended_fail_in_a_child_and_new_ones_are_done() -> None
 
     def in_the_child() -> int:
         for future in (running, queued):
-            with pytest.raises(ForkedError, match="had not finished its work"):
+            with pytest.raises(ForkedError, match="had unfinished work"):
                 future.result(PATIENCE)
         return done.result() + int(workers.submit(int, "3").result(PATIENCE))
 

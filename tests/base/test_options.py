@@ -52,7 +52,7 @@ def test_sizes(text: int | str, size: int) -> None:
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(OptionError) as refused:
         parse_size(text, "max_disk")
-    assert f"max_disk={text!r} is no size" in str(refused.value)
+    assert f"max_disk={text!r} is not a size" in str(refused.value)
     assert "'57GiB'" in str(refused.value)
     assert isinstance(refused.value, ValueError)
     assert isinstance(refused.value, RabbitLLMError)
@@ -78,7 +78,7 @@ def test_limit_of_an_unknown_device(key: Any) -> None:
 
 
 def test_limit_that_is_no_size_names_its_device() -> None:
-    with pytest.raises(OptionError, match=r"max_memory\['cpu'\]='lots' is no size"):
+    with pytest.raises(OptionError, match=r"max_memory\['cpu'\]='lots' is not a size"):
         parse_max_memory({"cpu": "lots"})
 
 

@@ -41,11 +41,11 @@ def test_into_a_file_and_what_is_there_is_not_overwritten(model: Any, tmp_path: 
     again = rabbitllm.batch(model, RECORDS, out, max_new_tokens=3)
     assert isinstance(again, Progress)
     assert (again.done, again.errors, again.resumed, again.new_tokens) == (4, 1, 4, 0)
-    with pytest.raises(ResultsError, match="is there already"):
+    with pytest.raises(ResultsError, match="already exists"):
         rabbitllm.batch(model, RECORDS, out, max_new_tokens=2)
     with out.open("a") as file:
         file.write("changed\n")
-    with pytest.raises(ResultsError, match="is there already"):
+    with pytest.raises(ResultsError, match="already exists"):
         rabbitllm.batch(model, RECORDS, out, max_new_tokens=3)
     rabbitllm.batch(model, RECORDS, str(out), max_new_tokens=3, overwrite=True)
     assert [json.loads(line) for line in out.read_text().splitlines()] == first

@@ -44,8 +44,8 @@ def test_bad_lines_are_errors_in_place_with_their_numbers(monkeypatch: pytest.Mo
     assert [item.key for item in items] == [1, 2, 4, 5, 6, 7, 8, "last"]
     said = [item.asked.message if isinstance(item.asked, Refused) else "" for item in items]
     assert said[0] == said[-1] == ""
-    assert said[1].startswith("Line 2 is no JSON")
-    assert "byte 12 is no UTF-8" in said[2]
+    assert said[1].startswith("Line 2 is not valid JSON")
+    assert "byte 12 is not UTF-8" in said[2]
     assert said[3] == "Line 5 has more than 64 bytes."
     assert "NaN" in said[4]
     assert "half of a character" in said[5]
@@ -153,7 +153,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Record 1 of the input has no 'title'; it has 'question'"):
         read(path, {"prompt": "title"})
     path.write_text('{"question": "x"}\nbad\n')
-    with pytest.raises(InputError, match=r"Line 2 of .* is no JSON"):
+    with pytest.raises(InputError, match=r"Line 2 of .* is not valid JSON"):
         read(path, {"prompt": "question"})
 
 
@@ -161,7 +161,7 @@ def test_words_for_columns() -> None:
     assert columns_of(["prompt=question", "id=a=b"]) == {"prompt": "question", "id": "a=b"}
     assert columns_of([]) is None
     for wrong in ("prompt", "nonsense=x"):
-        with pytest.raises(OptionError, match="does not say what a column is"):
+        with pytest.raises(OptionError, match="is not a mapping of columns"):
             columns_of([wrong])
 
 
@@ -174,7 +174,7 @@ def test_parquet(tmp_path: Path) -> None:
     write_table(pyarrow.table({"id": [1, 2], "messages": messages, "label": [float("nan"), 0.5]}), path)
     assert read(path) == [{"id": number, "messages": said} for number, said in enumerate(messages, 1)]
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match="is no Parquet file that can be read"):
+    with pytest.raises(InputError, match="is not a readable Parquet file"):
         read(path)
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read(tmp_path / "nowhere.parquet")
@@ -219,5 +219,5 @@ def test_no_room_for_what_cannot_be_read_in_place() -> None:
             yield {"prompt": "x"}
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(InputError, match=f"cannot be kept in {tempfile.gettempdir()}"):
+    with pytest.raises(InputError, match=f"cannot be stored in {tempfile.gettempdir()}"):
         read(Full())

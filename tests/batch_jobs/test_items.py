@@ -66,7 +66,7 @@ def test_what_a_line_asks_for(value: dict[str, Any], asked: object) -> None:
         ({"tokens": [1, -1]}, "tokens is a list; expected a list of token ids"),
         ({"tokens": [True]}, "expected a list of token ids"),
         ({"messages": "a"}, "messages is a text; expected a list"),
-        ({"messages": [{"content": "a"}]}, "messages.0 is no message"),
+        ({"messages": [{"content": "a"}]}, "messages.0 is not a message"),
         ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0; expected 1 or more"),
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens is 1.5"),
@@ -100,7 +100,7 @@ def test_what_is_said_of_a_line_that_asks_for_nothing(value: object, said: str) 
         ({"method": "GET"}, "method is 'GET'; expected POST"),
         ({"url": "/v1/images"}, "url is '/v1/images'"),
         ({"body": "x"}, "body is a text; expected an object"),
-        ({"body": {"stream": True}}, "stream is not for batches"),
+        ({"body": {"stream": True}}, "stream is not supported in batches"),
     ],
 )
 def test_what_is_said_of_a_line_in_openais_format(changed: dict[str, Any], said: str) -> None:
@@ -122,5 +122,5 @@ def test_keys() -> None:
 
 def test_words_for_pooling() -> None:
     assert pooling_of("mean") == "mean"
-    with pytest.raises(OptionError, match="'max' is unknown"):
+    with pytest.raises(OptionError, match="'max' does not exist"):
         pooling_of("max")

@@ -116,7 +116,7 @@ def test_a_failing_disk_ends_it_with_words_and_loses_nothing(tmp_path: Path, fau
         error = error_of(lambda out=out, at=at, added=added: failing_make(out, fault.observer(at), added))  # type: ignore[misc]
         if error is None:
             break
-        assert "run the same command once more" in error.remedy.lower()
+        assert "run the same command again" in error.remedy.lower()
         again: list[int] = []
         if not out.exists() or JOURNAL in other_files(out):  # else only its last sync failed
             make(out, again)
@@ -158,7 +158,7 @@ def test_a_torn_or_spoilt_line_is_no_answer(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten_without_being_told(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine")
-    with pytest.raises(ResultsError, match=r"out\.jsonl is there already"):
+    with pytest.raises(ResultsError, match=r"out\.jsonl already exists"):
         make(out, [])
     assert other_files(out) == []
     told: list[int] = []
@@ -233,7 +233,7 @@ def test_a_journal_of_something_else_is_refused_and_says_what_differs(tmp_path: 
     with pytest.raises(ResultsError, match="of version 99"), opened(out, LINES, HEAD):
         pass
     journal.path.write_text("what?\n")
-    with pytest.raises(ResultsError, match="no journal of rabbitllm batch"), opened(out, LINES, HEAD):
+    with pytest.raises(ResultsError, match="not a journal of rabbitllm batch"), opened(out, LINES, HEAD):
         pass
     assert journal.path.read_text() == "what?\n"
 
@@ -250,7 +250,7 @@ with opened(Path({str(out)!r}), {LINES}, {HEAD!r}):
     root = Path(__file__).parents[2]
     with opened(out, LINES, HEAD):
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
-    assert "Another process is at work on" in second.stderr
+    assert "Another process is writing" in second.stderr
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
     assert other_files(out) == ["out.jsonl.journal"]
 

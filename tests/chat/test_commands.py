@@ -24,9 +24,9 @@ def test_a_command_and_its_argument() -> None:
     [
         ("/sav x", "There is no command '/sav'"),
         ("/", "There is no command '/'"),
-        ("/save", "needs the name of a file"),
-        ("/load  ", "needs the name of a file"),
-        ("/reset all", "takes nothing more"),
+        ("/save", "needs a file name"),
+        ("/load  ", "needs a file name"),
+        ("/reset all", "takes no argument"),
     ],
 )
 def test_what_is_no_command_is_said(line: str, message: str) -> None:

@@ -80,30 +80,30 @@ def table(**changes: Any) -> dict[str, Any]:
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 WRONG: dict[str, tuple[Any, str]] = {
-    "a list": ([1], "no saved conversation"),
-    "another format": (table(format="gguf"), "no saved conversation"),
-    "no format": (table(format=None), "no saved conversation"),
+    "a list": ([1], "is not a saved conversation"),
+    "another format": (table(format="gguf"), "is not a saved conversation"),
+    "no format": (table(format=None), "is not a saved conversation"),
     "no version": (table(version=None), "no version"),
     "version true": (table(version=True), "no version"),
     "version 0": (table(version=0), "no version"),
     "a later version": (table(version=2), "has version 2; this RabbitLLM reads up to 1"),
-    "model is a number": (table(model=3), "names its model by a int"),
+    "model is a number": (table(model=3), "The model in it is of type int"),
     "no messages": (table(messages=None), 'no list of "messages"'),
     "messages are a table": (table(messages={}), 'no list of "messages"'),
-    "a message is text": (table(messages=["hello"]), "In place of message 1 of it is a str"),
+    "a message is text": (table(messages=["hello"]), "Message 1 of it is of type str"),
     "a role of its own": (table(messages=[{"role": "root", "content": ""}]), "The role in message 1 of it is 'root'"),
     "a role is a list": (table(messages=[{"role": [], "content": ""}]), r"The role in message 1 of it is \[\]"),
-    "no content": (table(messages=[{"role": "user"}]), "The content in message 1 of it is a NoneType"),
+    "no content": (table(messages=[{"role": "user"}]), "The content in message 1 of it is of type NoneType"),
     "content in parts": (
         table(messages=[{"role": "user", "content": [{}]}]),
-        "The content in message 1 of it is a lis",
+        "The content in message 1 of it is of type lis",
     ),
     "stopped is text": (table(messages=[USER, {**ASSISTANT, "stopped": "no"}]), '"stopped" in message 2'),
-    "the model begins": (table(messages=[ASSISTANT, USER]), "Message 1 of it is of the assistant; expected the user's"),
-    "twice the user": (table(messages=[USER, USER]), "Message 2 of it is of the user; expected the assistant's"),
+    "the model begins": (table(messages=[ASSISTANT, USER]), "Message 1 of it has the role assistant; expected user"),
+    "twice the user": (table(messages=[USER, USER]), "Message 2 of it has the role user; expected assistant"),
     "a system prompt later": (
         table(messages=[USER, ASSISTANT, {"role": "system", "content": ""}]),
-        "Message 3 of it is of the system; expected the user's",
+        "Message 3 of it has the role system; expected user",
     ),
     "no answer at the end": (table(messages=[USER]), "ends with a question"),
 }
@@ -117,7 +117,7 @@ RAW: dict[str, tuple[bytes, str]] = {
     "too many values": (b'{"format": [' + b"1," * 700_000 + b"1]}", "at most 600,000"),
     "half a character": (
         b'{"format":"rabbitllm chat","version":1,"messages":[{"role":"user","content":"\\ud800"}]}',
-        "half a character",
+        "lone surrogate",
     ),
     "an escape sequence": (b'{"format": "\x1b[2J', "not valid JSON"),
 }
@@ -155,11 +155,11 @@ def test_other_keys_are_ignored() -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ChatFileError, match="cannot be read: No such file"):
         read_chat(tmp_path / "talk.json")
-    with pytest.raises(ChatFileError, match=r"cannot be read|no regular file"):
+    with pytest.raises(ChatFileError, match=r"cannot be read|not a regular file"):
         read_chat(tmp_path)
     if sys.platform != "win32":
         os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(ChatFileError, match="no regular file"):
+        with pytest.raises(ChatFileError, match="not a regular file"):
             read_chat(tmp_path / "pipe")
     with (tmp_path / "large").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
@@ -170,7 +170,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_only_a_conversation_is_overwritten(tmp_path: Path) -> None:
     other = tmp_path / "thesis.json"
     other.write_text('{"chapters": 12}')
-    with pytest.raises(ChatFileError, match="is there already and is no saved conversation"):
+    with pytest.raises(ChatFileError, match="exists and is not a saved conversation"):
         write_chat(other, SAVED)
     assert other.read_text() == '{"chapters": 12}'
     with pytest.raises(ChatFileError, match="cannot be written: No such file"):

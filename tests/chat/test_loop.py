@@ -94,7 +94,7 @@ def test_other_files_are_not_overwritten(model: Any, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     talk = Talk(model, "Hello?", f"/save {tmp_path}/notes.txt")
     assert not talk.well
-    assert "is no saved conversation" in talk.notes
+    assert "is not a saved conversation" in talk.notes
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -102,18 +102,18 @@ def test_system_prompts(model: Any) -> None:
     talk = Talk(model, "/system", "/system Answer in [bold]rhymes[/].", "/system", "Hello?", "/reset", "/system -")
     assert talk.notes.splitlines() == [
         "there is no system prompt",
-        "the system prompt is set",
+        "set the system prompt",
         "Answer in [bold]rhymes[/].",
-        "forgotten, but for the system prompt",
-        "the system prompt is removed",
+        "removed all exchanges, kept the system prompt",
+        "removed the system prompt",
     ]
     assert talk.conversation == Conversation()
 
 
 def test_forgetting(model: Any) -> None:
     talk = Talk(model, "1?", "2?", "3?", "/drop", "/drop 5", "4?", "/reset", "5?")
-    assert "forgot 1 exchange; 2 left" in talk.notes
-    assert "forgot 2 exchanges; 0 left" in talk.notes
+    assert "removed 1 exchange; 2 left" in talk.notes
+    assert "removed 2 exchanges; 0 left" in talk.notes
     assert talk.conversation.exchanges == (Exchange("5?", "Yo"),)
     assert talk.session.cached_tokens == len("user: 5?\nassistant: ") + 2
 
@@ -128,7 +128,7 @@ def test_a_question_for_which_there_is_no_room_is_taken_back(model: Any) -> None
     talk = Talk(model, "Hello?", "x" * 2000, "And?")
     assert not talk.well
     assert "the model's context 1,024" in talk.notes
-    assert "/drop forgets the oldest exchange" in " ".join(talk.notes.split())
+    assert "/drop removes the oldest exchange" in " ".join(talk.notes.split())
     assert [exchange.question for exchange in talk.conversation.exchanges] == ["Hello?", "And?"]
 
 
@@ -136,7 +136,7 @@ def test_limits_are_said(tmp_path: Path) -> None:
     endless = talker(parrot_folder(tmp_path / "model", {" ": "Y", "Y": "o", "o": " "}), ALL)
     talk = Talk(endless, "Hello?", max_new_tokens=5)
     assert talk.answers == "Yo Yo\n"
-    assert "ended after 5 tokens; --max-new-tokens sets that limit" in talk.notes
+    assert "ended after 5 tokens, the limit of --max-new-tokens" in talk.notes
     talk = Talk(endless, "Hello?")
     assert "the context of 1,024 tokens is full" in talk.notes
 
@@ -152,7 +152,7 @@ def test_stats(model: Any) -> None:
     assert f"prompt      {prompt} tokens: {held} kept in the cache, {prompt - held} computed" in facts
     assert f"passes      3, with {prompt - held + 2} tokens altogether" in facts
     assert "all 2 answers" in facts
-    assert "nothing: all weights stay where they are used" in facts
+    assert "nothing: all weights are resident" in facts
     assert "5.00 MiB cpu resident" in facts
     assert f"{prompt + 2} of 1,024 tokens" in notes
 

@@ -284,7 +284,7 @@ def test_damaged_file_in_the_cache_says_how_to_go_on(folder: Path, shards: list[
     with pytest.raises(CorruptShardError, match=f"{shards[1]} is not a sound .* it is truncated") as refused:
         split(REPO)
     assert str(snapshot) in str(refused.value)
-    assert "Delete that link and the file it leads to, and call again" in str(refused.value)
+    assert "Delete that link and the file it leads to, and make the call again" in str(refused.value)
     blob.unlink()
     (snapshot / shards[1]).unlink()
     assert split(REPO)
@@ -369,7 +369,7 @@ def test_hub_that_does_not_answer(local_hub: LocalHub, folder: Path) -> None:
     with pytest.raises(HubError) as failed:
         open_repository(REPO, HubAccess(), Path())
     assert "The hub did not answer for acme/tiny" in str(failed.value)
-    assert "Make the same call again when the connection is back" in str(failed.value)
+    assert "Make the same call again when the connection works" in str(failed.value)
 
 
 def _with(**changes: object) -> Callable[[dict[str, object]], bytes]:
@@ -409,7 +409,7 @@ def _first(**changes: object) -> Callable[[dict[str, Any]], bytes]:
 )
 def test_an_answer_that_is_no_listing(local_hub: LocalHub, folder: Path, listing: Any) -> None:
     local_hub.faults.listing = listing
-    with pytest.raises(HubError, match="no list of the files of acme/tiny") as failed:
+    with pytest.raises(HubError, match="not a list of the files of acme/tiny") as failed:
         open_repository(REPO, HubAccess(), Path())
     assert "HF_ENDPOINT" in failed.value.remedy
 
@@ -450,7 +450,7 @@ def test_repository_without_weights(local_hub: LocalHub, tmp_path: Path) -> None
 
 def test_repository_that_lacks_a_shard(folder: Path, shards: list[str], tmp_path: Path, local_hub: LocalHub) -> None:
     (folder / shards[2]).unlink()
-    with pytest.raises(MissingShardError, match=f"lacks 1 of the shards its index names: {shards[2]}"):
+    with pytest.raises(MissingShardError, match=f"lacks 1 of the shards in its index: {shards[2]}"):
         split(REPO)
     assert not list(tmp_path.rglob("split.journal"))
     with pytest.raises(MissingShardError, match=f"has no file {shards[2]}, which its index names"):
@@ -496,7 +496,7 @@ def test_header_that_was_damaged_on_the_way_is_noticed(local_hub: LocalHub, tmp_
     at = (one / SINGLE_NAME).read_bytes().index(b"plain")
     local_hub.faults = Faults(only=SINGLE_NAME, flip_byte=at, flip_times=2)  # of the index made up, and of the plan
     with pytest.raises(
-        CorruptShardError, match="is not the file that the plan was made from: 'qlain' is elsewhere"
+        CorruptShardError, match="differs from the file that was planned with: 'qlain' has another offset"
     ) as bad:
         split("acme/one")
     assert "delete that folder" in bad.value.remedy

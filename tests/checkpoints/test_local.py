@@ -118,7 +118,7 @@ def test_other_weights_are_never_of_interest(folder: Path) -> None:
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="nowhere is not a folder, so there is no checkpoint in it"):
+    with pytest.raises(CheckpointNotFoundError, match="nowhere is not a folder; expected a folder with a checkpoint"):
         LocalCheckpoint(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(FileNotFoundError, match="is not a folder"):
@@ -148,7 +148,7 @@ def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], found: st
         rf"pytorch_model.bin.index.json, pytorch_model.bin and a single file of torch.save, {found}",
     ) as refused:
         LocalCheckpoint(tmp_path)
-    remedy = "as safetensors or as torch saves it" if "weights" in found else "the folder that holds the weights"
+    remedy = "safetensors or torch.save files" if "weights" in found else "the folder that holds the weights"
     assert remedy in refused.value.remedy
 
 
@@ -159,10 +159,10 @@ def test_missing_shard(folder: Path) -> None:
     assert checkpoint.facts(SECOND) is None
     held = sum(shard == SECOND for shard in checkpoint.index.weight_map.values())
     with pytest.raises(
-        MissingShardError, match=rf"{SECOND} is missing; the index says it holds {held} tensors"
+        MissingShardError, match=rf"{SECOND} is missing; by the index it holds {held} tensors"
     ) as missing:
         checkpoint.acquire(SECOND)
-    assert "Put the shard at that path, or give the id of the repository it came from." in str(missing.value)
+    assert "Put the shard at that path, or use the id of its repository." in str(missing.value)
     assert isinstance(missing.value, FileNotFoundError)
 
 
@@ -246,9 +246,9 @@ def test_damaged_shard_says_what_is_safe_and_how_to_go_on(folder: Path, damage: 
         LocalCheckpoint(folder).facts(SECOND)
     assert refused.value.problem.startswith(f"In {folder}: {SECOND} is not a sound safetensors file: ")
     assert ("it is truncated" if damage == "truncated" else "starts with b'x'") in refused.value.problem
-    assert "Put a sound copy at that path and call again" in refused.value.remedy
-    assert "layers that are finished are safe" in refused.value.remedy
-    assert "Delete nothing else" in refused.value.remedy
+    assert "Put a sound copy at that path" in refused.value.remedy
+    assert "Finished layers are safe" in refused.value.remedy
+    assert "Do not delete other files" in refused.value.remedy
 
 
 def test_damaged_single_file(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_special_tokens_of_sentencepiece(from_pieces: tuple[Any, Any]) -> None:
 def test_a_vocabulary_that_encodes_otherwise(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(trained(**{"vocab_size": 700, **changes}))
-    with pytest.raises(CorruptVocabularyError, match=f"encodes otherwise than Llama's: {says}") as refused:
+    with pytest.raises(CorruptVocabularyError, match=f"encodes differently from Llama's tokenizer: {says}") as refused:
         derive_tokenizer(path, later=False, longest=4096)
     assert "tokenizer.json" in refused.value.remedy
 

@@ -188,7 +188,11 @@ def refused(folder: Path, error: type[CheckpointError], says: str) -> None:
             r"wq\.weight' of shape \(64, 64\); params.json says \(128, 128\)",
         ),
         ({"n_layers": 3}, InvalidIndexError, r"has no tensor 'layers\.2\.attention\.wq\.weight'"),
-        ({"n_layers": 1}, UnreadableFormatError, r"has a tensor 'layers\.1\..*', which a Llama of 1 layers has not"),
+        (
+            {"n_layers": 1},
+            UnreadableFormatError,
+            r"has a tensor 'layers\.1\..*', which a Llama of 1 layers does not have",
+        ),
         (
             {"n_kv_heads": 2},
             InvalidIndexError,
@@ -198,7 +202,7 @@ def refused(folder: Path, error: type[CheckpointError], says: str) -> None:
         ({"vocab_size": 300}, InvalidIndexError, r"a vocabulary of 320 over 1 ranks; params\.json says 300"),
         ({"n_heads": 5}, InvalidIndexError, "dim 64 is no whole, even number of rows for each of 5 heads"),
         ({"n_heads": 64}, InvalidIndexError, "dim 64 is no whole, even number of rows for each of 64 heads"),
-        ({"n_kv_heads": 3}, InvalidIndexError, "n_heads 8 is no multiple of n_kv_heads 3"),
+        ({"n_kv_heads": 3}, InvalidIndexError, "n_heads 8 is not a multiple of n_kv_heads 3"),
         ({"n_layers": None}, InvalidIndexError, "has no 'n_layers'"),
         ({"norm_eps": None}, InvalidIndexError, "has no 'norm_eps'"),
         ({"n_layers": 10**9}, InvalidIndexError, "n_layers is 1000000000, expected 1 to 4,096"),
@@ -268,7 +272,7 @@ def test_tensors_that_are_no_llama_s(
 
 def test_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
     source = write_meta(tmp_path, tiny_llama(kv_heads=4), 4, n_kv_heads=2)
-    refused(source, UnreadableFormatError, "one of 4 ranks, among which 8 heads and 2 key and value heads cannot")
+    refused(source, UnreadableFormatError, "one of 4 ranks; 8 attention heads and 2 KV heads cannot")
 
 
 def test_more_ranks_than_the_shapes_say(tmp_path: Path) -> None:

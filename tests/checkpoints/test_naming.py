@@ -187,7 +187,7 @@ def test_patterns_of_one_call_come_before_the_familys() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("(", "is no regular expression"), (r"model\.layers\.\d+", "has no group named 'id', as in"), ("", "no group")],
+    [("(", "is not a regular expression"), (r"model\.layers\.\d+", "has no group named 'id', as in"), ("", "no group")],
 )
 def test_unusable_pattern(pattern: str, message: str) -> None:
     with pytest.raises(OptionError, match=message) as refused:

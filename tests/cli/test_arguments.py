@@ -59,7 +59,7 @@ def test_shards_that_are_fetched_are_not_kept_by_default() -> None:
 
 def test_nothing_is_split_without_a_split() -> None:
     assert wish("example/model", no_split=True).split is None
-    with pytest.raises(OptionError, match="compression='4bit' is done while a checkpoint is split"):
+    with pytest.raises(OptionError, match="compression='4bit' works only while splitting"):
         wish("example/model", no_split=True, compression="4bit")
 
 

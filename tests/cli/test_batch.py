@@ -116,12 +116,12 @@ def test_ctrl_c_says_that_it_goes_on(folder: Path, expected: str, tmp_path: Path
     assert process.stderr is not None
     said = process.stderr.read()
     assert process.returncode == exit_codes.INTERRUPTED, said
-    assert "ending with this pass" in said
-    assert "the same command goes on" in said
+    assert "stopping after this pass" in said
+    assert "the same command to resume" in said
     assert "Traceback" not in said
     done = run(folder, out)
     assert f"answers       {LINES} lines in" in done.stderr
-    assert "of them were answered before" in done.stderr
+    assert "were answered before" in done.stderr
     assert done.stdout == ""
     assert out.read_text() == expected
 
@@ -132,7 +132,7 @@ def test_the_same_command_on_a_finished_output_says_so_and_exits_with_0(folder: 
     run(folder, out)
     first = out.read_bytes()
     again = run(folder, out)
-    assert "all of them were answered before" in again.stderr
+    assert "all lines were answered before" in again.stderr
     assert out.read_bytes() == first
 
 
@@ -147,7 +147,7 @@ def test_what_is_refused(folder: Path, expected: str, tmp_path: Path) -> None:
     out.with_name("out.jsonl.journal").unlink()
     refused = run(folder, out, code=exit_codes.ERROR)
     assert refused.stderr.startswith("error: ")
-    assert "is there already" in refused.stderr
+    assert "already exists" in refused.stderr
     assert out.read_text() == "mine"
     run(folder, out, "--overwrite")
     assert out.read_text() == expected

@@ -136,8 +136,8 @@ def test_progress_is_on_stderr(checkpoint: Path) -> None:
     ("arguments", "message"),
     [
         (["--max-memory", "24GiB"], "names no device"),
-        (["--max-memory", "cpu=much"], "is no size"),
-        (["--plot", "time.txt"], "no name of a picture"),
+        (["--max-memory", "cpu=much"], "is not a size"),
+        (["--plot", "time.txt"], "not the name of a picture"),
         (["--compression", "3bit"], "does not exist"),
     ],
 )

@@ -138,7 +138,7 @@ def test_at_a_terminal(endless: Path, tmp_path: Path) -> None:
     with at_a_terminal(endless, "--max-memory", "cpu=0") as terminal:
         terminal.until(r"Ctrl-D")
         terminal.until(r">>> ")
-        terminal.interrupt_until(r"/exit or Ctrl-D leaves")
+        terminal.interrupt_until(r"/exit or Ctrl-D exits")
         terminal.until(r">>> ")
         for first, last in (("What is 12 + 7?", ""), ('"""What is', '12 + 7?"""')):
             terminal.send(f"{first}\r")
@@ -147,7 +147,7 @@ def test_at_a_terminal(endless: Path, tmp_path: Path) -> None:
                 terminal.send(f"{last}\r")
             terminal.until(r"\?(\"\"\")?\r\n(?s:.*?)" + OF_AN_ANSWER)
             terminal.send("\x03")
-            terminal.until(r"stopped; what came so far stays")
+            terminal.until(r"stopped; the partial answer stays")
             terminal.until(r">>> ")
         terminal.send(f"/save {talk}\r")
         terminal.until(r"wrote 2 exchanges")

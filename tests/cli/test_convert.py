@@ -211,7 +211,7 @@ def test_a_repository(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert json.loads((tmp_path / "new" / INDEX_NAME).read_text())["metadata"]["converted_from"]["name"] == REPO
     assert dataclass_without_time(convert(REPO, tmp_path / "new", **options)) == dataclass_without_time(made)
-    with pytest.raises(SplitMismatchError, match=f"is the conversion of {REPO}, not of"):
+    with pytest.raises(SplitMismatchError, match=f"holds the conversion of {REPO}, not of"):
         convert(folder, tmp_path / "new")
 
 
@@ -268,11 +268,11 @@ def test_a_folder_with_something_in_it(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
-    with pytest.raises(OptionError, match=r"has 1 other files or folders in it, 'thesis.txt' among them"):
+    with pytest.raises(OptionError, match=r"thesis\.txt"):
         convert(folder, tmp_path / "full")
     assert contents(tmp_path / "full") == {"thesis.txt": b"years of work"}
     before = contents(folder)
-    with pytest.raises(OptionError, match="holds a checkpoint that was not converted here"):
+    with pytest.raises(OptionError, match="was not converted by RabbitLLM"):
         convert(folder, folder)
     assert contents(folder) == before
     with pytest.raises(OptionError, match="is a file"):
@@ -285,7 +285,7 @@ def test_another_checkpoint_in_a_folder_that_is_whole(tmp_path: Path) -> None:
     convert(one, tmp_path / "new")
     before = contents(tmp_path / "new")
     assert convert(one, tmp_path / "new").before
-    with pytest.raises(SplitMismatchError, match=r"is the conversion of one, not of .*two: its shard .* has other"):
+    with pytest.raises(SplitMismatchError, match=r"holds the conversion of one, not of .*two: its shard .* has other"):
         convert(two, tmp_path / "new")
     assert contents(tmp_path / "new") == before
 
@@ -313,7 +313,7 @@ def test_an_uncompressed_split_gives_the_very_checkpoint(tmp_path: Path, named: 
     expected, loads = loaded(tmp_path / "new"), read_tensors(tmp_path / "new")
     assert all(torch.equal(expected[name], loads[name]) for name in loads)
     other = build_checkpoint(tmp_path / "other", "qwen3", tied=True, shards=3, dtype=torch.bfloat16, seed=9)
-    with pytest.raises(SplitMismatchError, match="conversion of something else"):
+    with pytest.raises(SplitMismatchError, match="conversion of another model"):
         convert(split(other, tmp_path / "layers", sequential=False), tmp_path / "new")
 
 

@@ -38,7 +38,7 @@ def test_json_whole_on_stdout(tmp_path: Path) -> None:
 def test_plain_text_without_a_terminal(tmp_path: Path) -> None:
     run = doctor("--quick", RABBITLLM_HOME=str(tmp_path), HF_TOKEN="hf_secret")
     assert run.returncode == 0
-    assert "Models can be run here." in run.stdout
+    assert "This machine can run models." in run.stdout
     assert "Qwen2.5-0.5B" in run.stdout
     assert "\x1b" not in run.stdout
     assert "secret" not in run.stdout + run.stderr

@@ -44,10 +44,10 @@ def record(*arguments: object, code: int = 0) -> Any:
 
 def test_from_nothing_to_nothing(repository: Path, hub_environment: HubEnvironment) -> None:
     assert "No model is split here yet" in run("ls").stdout
-    assert "not yet; `rabbitllm plan`" in run("show", REPO).stdout
+    assert "none; `rabbitllm plan`" in run("show", REPO).stdout
     text = run("pull", REPO, "--compression", "4bit").stdout
     assert re.search(rf"^{REPO}, 4bit, is ready$", text, re.MULTILINE)
-    assert "the shards that were fetched for this are not kept" in text
+    assert "the downloaded shards are not kept" in text
     assert f'rabbitllm run {REPO} --compression 4bit "What is a rabbit?"' in text
     [entry] = record("ls")
     assert (entry["name"], entry["compression"], entry["state"]) == (REPO, "4bit", "whole")
@@ -62,7 +62,7 @@ def test_from_nothing_to_nothing(repository: Path, hub_environment: HubEnvironme
 def test_pull_of_what_is_whole(folder: Path) -> None:
     run("pull", folder)
     before = contents(folder)
-    assert "is ready; it was whole already" in run("pull", f"{folder}/splitted_model").stdout
+    assert "is ready; it was complete already" in run("pull", f"{folder}/splitted_model").stdout
     assert record("pull", folder)["already_whole"] is True
     assert contents(folder) == before
 
@@ -91,7 +91,7 @@ def test_ls_of_folders_with_unfinished_ones(folder: Path) -> None:
     run("pull", folder, "--compression", "4bit")
     text = run("ls", folder.parent).stdout
     assert re.search(r"^hare +8bit +\S+ \S+ +\d+ of \d+ +unfinished", text, re.MULTILINE)
-    assert f"hare: 2 of 3 shards used up, 1 to go; this goes on: rabbitllm pull {folder} --compression 8bit" in text
+    assert f"hare: 2 of 3 shards used, 1 to go; to resume: rabbitllm pull {folder} --compression 8bit" in text
     assert "2 in all" in text
     assert [entry["shards_used"] for entry in record("ls", folder.parent, folder)] == [2, 3]
     run("pull", folder, "--compression", "8bit")
@@ -153,7 +153,7 @@ def test_rm_of_one_of_several(folder: Path) -> None:
     for compression in ("8bit", "4bit"):
         run("pull", folder, "--compression", compression)
     for command in (["rm", "--yes"], ["verify"]):
-        with pytest.raises(OptionError, match="has 2 split directories here"):
+        with pytest.raises(OptionError, match="has 2 split directories"):
             run(command[0], folder, *command[1:])
     run("verify", folder, "--compression", "8bit")
     run("rm", folder, "--compression", "8bit", "--yes")
@@ -164,10 +164,10 @@ def test_rm_of_a_link_and_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     run("pull", folder)
     link = tmp_path / "link"
     link.symlink_to(folder / "splitted_model")
-    with pytest.raises(SplitError, match="is a link, to"):
+    with pytest.raises(SplitError, match="is a link to"):
         run("rm", link, "--yes")
     other = write_shards(tmp_path / "other", cut(llama_tensors(), 2))
-    with pytest.raises(CheckpointNotFoundError, match="No split of"):
+    with pytest.raises(CheckpointNotFoundError, match="no known split of"):
         run("rm", other, "--yes")
     assert (folder / "splitted_model" / "split.json").exists()
 

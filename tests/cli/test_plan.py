@@ -117,7 +117,7 @@ def test_folder_as_text(folder: Path) -> None:
     assert re.search(rf"checkpoint +{re.escape(size(total))} in {SHARDS} shards", text)
     assert re.search(r"layers +8, the largest layers\.\d with", text)
     assert "95.4 MiB/s (as given) from this disk" in text
-    assert "Times are estimates" in text
+    assert "Estimated times" in text
     assert text.count("fits") == len(COMPRESSIONS) * 2 + 1
     assert f'model = AutoModel.from_pretrained("{folder}")' in text.replace("\n    ", "").replace(",\n)", ")")
     assert "\x1b" not in text
@@ -353,8 +353,10 @@ def test_less_compression_is_proposed_before_more(repository: Path, hub_environm
     assert given(found.choice.call) == {**expected, "sequential_shard_processing": True}
     assert plan(REPO, max_disk=1000).choice is None
     text = run(REPO, "--max-disk", "1000", "--bandwidth", "1GB")
-    assert "Nothing fits. Nearest is 4bit-double, sequential, stream: it needs" in text
-    assert re.search(r"of max_disk at its peak; 1,000 bytes is allowed by max_disk=1,000. Allow max_disk=\d+, or", text)
+    assert "Nothing fits. The smallest is 4bit-double, sequential, stream: it needs" in text
+    assert re.search(
+        r"of max_disk at its peak; 1,000 bytes is allowed by max_disk=1,000. Set max_disk to \d+, or", text
+    )
 
 
 def test_call_can_be_pasted(tmp_path: Path) -> None:
@@ -404,10 +406,10 @@ def test_unfinished_split_is_planned_to_its_end(
     assert left.seconds is not None
     assert fresh.seconds is not None
     assert left.seconds < fresh.seconds
-    assert f"unfinished, 2 of {SHARDS} shards used up" in run(named, "--bandwidth", "1GB")
+    assert f"unfinished, 2 of {SHARDS} shards used" in run(named, "--bandwidth", "1GB")
     others = [at(found, other) for other in COMPRESSIONS if other != compression]
     if kind == "folder":
-        assert all(f"2 of its {SHARDS} shards are gone" in (other.obstacle or "") for other in others)
+        assert all(f"2 of its {SHARDS} shards are missing" in (other.obstacle or "") for other in others)
         assert not any(other.routes for other in others)
     else:
         assert all(other.obstacle is None and other.routes for other in others)
@@ -432,7 +434,7 @@ def test_finished_split_is_said_to_be_finished(folder: Path, sequential: bool) -
     assert (at(found, None).obstacle is not None) == sequential  # its shards are gone
     text = run(str(folder), "--compression", "4bit")
     assert re.search(r"4bit, .*: finished \d{4}-\d\d-\d\d \d\d:\d\d in ", text)
-    assert "is finished. This loads it:" in text
+    assert "is finished. To load it:" in text
 
 
 def test_split_directory_itself(folder: Path) -> None:
@@ -443,7 +445,7 @@ def test_split_directory_itself(folder: Path) -> None:
     assert found.choice is not None
     assert given(found.choice.call) == {"source": str(made), "compression": "8bit"}
     text = run(str(made))
-    assert "8bit is finished. This loads it:" in text
+    assert "8bit is finished. To load it:" in text
     assert "no route" not in text
 
 
@@ -454,7 +456,7 @@ def test_single_file_that_is_used_up(tmp_path: Path) -> None:
     assert not (source / SINGLE_NAME).exists()
     found = plan(source)
     assert at(found, "4bit").finished
-    assert at(found, None).obstacle == "its shards are gone"
+    assert at(found, None).obstacle == "its shards are missing"
     assert found.choice is not None
     assert found.choice.compression == "4bit"
 

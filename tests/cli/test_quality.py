@@ -57,6 +57,6 @@ def test_errors_are_one_message(packed: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "error: The text has" in done.stderr
-    assert "What to do: Give a longer text." in done.stderr
+    assert "What to do: Use a longer text." in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

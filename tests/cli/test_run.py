@@ -54,7 +54,7 @@ def expected(folder: Path, text: str, tokens: int = 8, *, begins: bool = True) -
 def test_the_answer_alone_is_on_stdout(checkpoint: Path) -> None:
     result = run(str(checkpoint), PROMPT, "--raw", *SHORT)
     assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
-    assert "cut off after 8 tokens" in result.stderr
+    assert "stopped after 8 tokens" in result.stderr
 
 
 def test_through_the_chat_template(checkpoint: Path) -> None:
@@ -101,7 +101,7 @@ def test_an_answer_that_ends_at_once_says_so(tmp_path: Path) -> None:
     tokenizer.save_pretrained(folder)
     result = run(str(folder), PROMPT, "--raw", "--no-split", *SHORT)
     assert result.stdout.strip() == ""
-    assert "the first token ended the text: the answer is empty" in result.stderr
+    assert "the answer is empty" in result.stderr
     assert "chat template" in result.stderr
 
 
@@ -168,10 +168,10 @@ def test_no_prompt_is_a_wrong_call(checkpoint: Path) -> None:
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "negative"),
-        (["--raw", "--system", "x"], "no place for a system prompt"),
+        (["--raw", "--system", "x"], "a system prompt is not possible"),
         (["--compression", "3bit"], "does not exist"),
         (["--max-memory", "much"], "names no device"),
-        (["--max-new-tokens", "9999"], "the model was made for"),
+        (["--max-new-tokens", "9999"], "the model's context has"),
     ],
 )
 def test_wrong_options(checkpoint: Path, arguments: list[str], message: str) -> None:

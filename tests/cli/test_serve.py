@@ -125,7 +125,7 @@ def test_it_says_where_it_is_and_ends_when_all_is_answered(endless: Path) -> Non
         thread.join()
         assert answers[0]["usage"]["completion_tokens"] == 100
         assert process.ended() == exit_codes.SUCCESS
-        assert "ending: what runs is finished, within 30 s" in process.said
+        assert "shutting down: finishing running requests, within 30 s" in process.said
         assert "Traceback" not in process.said
 
 
@@ -135,7 +135,7 @@ def test_a_second_start_splits_nothing(endless: Path) -> None:
         pass
     layers = {path: path.stat().st_mtime_ns for path in (endless / "splitted_model").iterdir()}
     with serving(endless, RABBITLLM_API_KEY="k") as (process, address):
-        assert "split         was there already, in " in process.said
+        assert "split         existed, in " in process.said
         process.until(r"API key +needed")
         assert httpx.get(f"{address}/v1/models", trust_env=False).status_code == 401
     assert {path: path.stat().st_mtime_ns for path in layers} == layers
@@ -196,7 +196,7 @@ def test_other_machines_are_let_in_with_a_key_or_on_purpose_only(endless: Path) 
     assert "Traceback" not in done.stderr
     options = ("--host", "0.0.0.0", "--insecure", "--allow-host", "LLM.example")
     with serving(endless, *options, RABBITLLM_API_KEY="") as (said, address), httpx.Client(trust_env=False) as client:
-        said.until("Everyone who reaches this machine can use the model")
+        said.until("Every machine that reaches this address")
         for host, status in (
             ("llm.example:8000", 200),
             ("localhost", 200),

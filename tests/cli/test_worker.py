@@ -69,7 +69,7 @@ def test_a_worker_computes_for_a_model_until_it_is_killed(
     started[0].wait()
     with pytest.raises(HostGoneError, match=r"process 1 .*has ended"):
         model(INPUT)
-    with pytest.raises(HostGoneError, match="start all of them again"):
+    with pytest.raises(HostGoneError, match="start all processes again"):
         model.generate(INPUT, max_new_tokens=2)
 
 
@@ -122,9 +122,9 @@ def test_who_belongs_together() -> None:
             called_together(workers, address, "m", console, {})
     with pytest.raises(OptionError, match="contradict each other"):
         called_together(0, None, "m", console, {**TORCHRUN, "RANK": "3"})
-    with pytest.raises(OptionError, match="no address of a host"):
+    with pytest.raises(OptionError, match="is not an address"):
         called_together(1, "10.0.0.1", "m", console, {})
-    with pytest.raises(OptionError, match="0 workers or more"):
+    with pytest.raises(OptionError, match="workers >= 0"):
         Hosts("10.0.0.1:29500", -1)
 
 

@@ -88,13 +88,13 @@ def test_a_layer_has_the_reading_that_brought_it() -> None:
 
 
 def test_only_whole_passes_are_drawn(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="no whole pass"):
+    with pytest.raises(OptionError, match="no complete pass"):
         draw_pass(Trace(), tmp_path / "time.png")
     short = Trace(most_events=1)
     for start in (1.0, 2.0):
         short.add(Event(start, 0.5, "main", "a", COMPUTE, 0))
     short.add_pass(Pass(1, 0.9, 2.0, PassInput(1, 1, 5, 1), None, {}), "main")
-    with pytest.raises(OptionError, match="no whole pass"):
+    with pytest.raises(OptionError, match="no complete pass"):
         draw_pass(short, tmp_path / "time.png")
 
 
@@ -192,7 +192,7 @@ def test_a_split_that_fails_is_drawn_too(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_none_is_refused_before_anything_happens(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="no name of a picture"), pictured(tmp_path / "disk.txt"):
+    with pytest.raises(OptionError, match="not the name of a picture"), pictured(tmp_path / "disk.txt"):
         pytest.fail("it was let in")
     with pictured(None) as record:
         assert record is None

@@ -53,7 +53,7 @@ def test_rows_of_a_terminal() -> None:
     assert rows[0].startswith("splitting ━━━")
     assert rows[0].endswith("─ 41 % · 118 MiB/s · 12 min left")
     assert rows[1:] == [
-        "60.0 of 145.0 GiB · shard 13 of 37 · 64 % of it here · layers.27 · 26 of 83 layers"[:79].rpartition(" · ")[0],
+        "60.0 of 145.0 GiB · shard 13 of 37 · 64 % downloaded · layers.27 · 26 of 83 layers"[:79].rpartition(" · ")[0],
         "disk in use 21.0 of 57.0 GiB",
         "fetch 121 MiB/s · quantize 118 MiB/s · write 33.0 MiB/s",
     ]
@@ -71,7 +71,7 @@ def test_rows_fit_and_say_what_matters_most(width: int) -> None:
 
 def test_a_line_has_all_of_it() -> None:
     assert line_of(FACTS) == (
-        "splitting 41 %, 118 MiB/s, 12 min left, 60.0 of 145.0 GiB, shard 13 of 37, 64 % of it here, layers.27, "
+        "splitting 41 %, 118 MiB/s, 12 min left, 60.0 of 145.0 GiB, shard 13 of 37, 64 % downloaded, layers.27, "
         "26 of 83 layers, disk in use 21.0 of 57.0 GiB, fetch 121 MiB/s, quantize 118 MiB/s, write 33.0 MiB/s"
     )
 

@@ -137,5 +137,5 @@ def test_long_contexts_are_cut_and_rolling_windows_are_seen_as_the_harness_does(
     rolling = [Instance("loglikelihood_rolling", {}, (text,), n) for n, text in enumerate((long, "the hare"))]
     wanted = own.loglikelihood_rolling(rolling, disable_tqdm=True)
     assert ours.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(wanted, abs=1e-3)
-    with pytest.raises(OptionError, match="may look at 12"):
+    with pytest.raises(OptionError, match="limit max_length is 12"):
         ours.loglikelihood([Instance("loglikelihood", {}, ("the", " " + long), 0)], disable_tqdm=True)

@@ -164,7 +164,7 @@ def test_a_limit_for_a_gpu_that_is_not_there(no_gpu: None) -> None:
 def test_a_word_that_names_no_device(gpus: object, device: str) -> None:
     with pytest.raises(DeviceError) as caught:
         names(device)
-    assert f"device={device!r} is no device; expected 'cpu', 'cuda:N' or 'auto'" in caught.value.problem
+    assert f"device={device!r} is not a device; expected 'cpu', 'cuda:N' or 'auto'" in caught.value.problem
     assert "this machine has cuda:0, cuda:1" in caught.value.problem
 
 
@@ -251,7 +251,7 @@ def test_host_buffers_are_locked_where_they_are_and_no_byte_more(driver: Driver,
 def test_memory_that_cannot_be_locked_is_an_error_that_no_kernel_is_blamed_for(driver: Driver) -> None:
     device = CudaDevice(0)
     kept = device.host_buffer(60_000)
-    with pytest.raises(RuntimeError, match="locks no 60,000 bytes more, error 2"):
+    with pytest.raises(RuntimeError, match="cannot pin 60,000 more bytes, error 2"):
         device.host_buffer(60_000)
     assert driver.error == 0
     device.free_host_buffer(kept)

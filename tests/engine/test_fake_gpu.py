@@ -149,7 +149,7 @@ def test_uploads_into_one_buffer_come_in_order() -> None:
 def test_page_locked_memory_is_counted_and_not_freed_under_a_copy() -> None:
     gpu = FakeGpu(0, lockable=10)
     host, buffer = gpu.host_buffer(8), gpu.device_buffer(8)
-    with pytest.raises(RuntimeError, match="no more memory can be page-locked"):
+    with pytest.raises(RuntimeError, match="no more memory can be pinned"):
         gpu.host_buffer(3)
     ticket = gpu.upload(host, buffer, gpu.leave())
     with pytest.raises(Race, match="unlocked while a copy"):
@@ -391,7 +391,7 @@ def test_memory_that_cannot_be_page_locked_is_done_without(tmp_path: Path, caplo
     assert model.placement.streamed_bytes > 0
     assert sum(gpu.locked.values()) <= gpu.lockable
     messages = [record.getMessage() for record in caplog.records]
-    assert any("can be page-locked (no more memory can be page-locked); " in message for message in messages)
+    assert any("can be pinned (no more memory can be pinned); " in message for message in messages)
     assert any("copies are slower" in message for message in messages)
 
 

@@ -79,7 +79,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(
     monkeypatch.setattr(products, "multiply_4bit", lambda *given: right(*given).flip(-1))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert fused_packs(FakeGpu(0))(FORM, torch.bfloat16) is None
-    assert "multiplies 4bit codes wrongly on fake:0" in caplog.records[0].getMessage()
+    assert "multiplies 4bit codes incorrectly on fake:0" in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, torch.OutOfMemoryError, AttributeError])

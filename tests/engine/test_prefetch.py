@@ -344,7 +344,7 @@ def test_a_file_cut_short_is_named_and_costs_no_slot(opened: Opened) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
     for _ in range(5):
-        with pytest.raises(OSError, match=f"{path.name} ended at byte"):
+        with pytest.raises(OSError, match=f"{path.name} ends at byte"):
             loader.take(LAYERS[1])
     path.write_bytes(whole)
     assert opened.is_right(loader.take(LAYERS[1]))
@@ -590,7 +590,7 @@ def test_a_file_cut_short_is_named_and_costs_no_buffer(opened: Opened) -> None:
         loaded = lanes.up.take(LAYERS[0])
         lanes.up.expect(LAYERS[1:])
         lanes.up.give_back(loaded)
-        with pytest.raises(OSError, match=f"{path.name} ended at byte"):
+        with pytest.raises(OSError, match=f"{path.name} ends at byte"):
             lanes.up.take(LAYERS[1])
     path.write_bytes(whole)
     for _ in range(2):
@@ -736,7 +736,7 @@ def test_what_must_be_had_comes_unlocked_where_nothing_can_be_locked(caplog: pyt
         buffer = memory.take_anyhow(8192)
     assert (buffer.shape, buffer.dtype) == ((8192,), torch.uint8)
     assert gpu.locked == {}
-    assert "8,192 bytes of host memory could not be page-locked" in caplog.records[0].getMessage()
+    assert "8,192 bytes of host memory could not be pinned" in caplog.records[0].getMessage()
     with pytest.raises(RuntimeError, match="no more memory"):
         memory.take(8192)
 
@@ -778,7 +778,7 @@ def test_what_is_refused_is_streamed_and_said(
     assert list(kept[gpu.name].units) == LAYERS[:2]
     assert after == placed(opened, LAYERS[:2], [gpu.name])
     (record,) = caplog.records
-    assert "can be page-locked (enough); 3 layers of" in record.getMessage()
+    assert "can be pinned (enough); 3 layers of" in record.getMessage()
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_leaves_nothing_locked(opened: Opened) -> None:

@@ -107,7 +107,7 @@ def test_a_part_is_missing(tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "by awq, in the form gemv at 4 bits; expected gemm"),
         (
             {"quant_method": "awq", "bits": 4, "version": "gemx"},
-            r"quantized already \(awq\), in a way that transformers",
+            r"already quantized \(awq\), in a form that transformers",
         ),
     ],
 )

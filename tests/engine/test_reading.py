@@ -276,7 +276,7 @@ def test_outside_of_a_pass_a_read_is_refused(source: Path, way: str) -> None:
 
 def test_the_message_names_the_weight_and_says_why(source: Path) -> None:
     model = load(split(source), 0)
-    with pytest.raises(AbsentWeightError, match=r"lm_head\.weight was to be read, .*made for each pass"):
+    with pytest.raises(AbsentWeightError, match=r"lm_head\.weight cannot be read, .*made for each pass"):
         model.lm_head.weight.sum()
     with pytest.raises(AbsentWeightError, match=r"up_proj\.weight .*while model\.layers\.2 computes"):
         model.base_model.layers[2].mlp.up_proj.weight.sum()

@@ -129,7 +129,7 @@ def test_a_folder_with_a_model_is_left_alone(tmp_path: Path) -> None:
     model = load(split(source), 0)
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     for folder in (source, source / "splitted_model"):
-        with pytest.raises(OptionError, match="holds a model already"):
+        with pytest.raises(OptionError, match="already holds a model"):
             model.save_pretrained(folder)
     assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
 

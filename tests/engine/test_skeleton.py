@@ -231,7 +231,7 @@ def test_an_attention_the_model_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(OptionError) as caught:
         build(folder, attention="sdpa")
     assert "attn_implementation='sdpa'" in caught.value.problem
-    assert "Leave attn_implementation out" in caught.value.remedy
+    assert "Remove attn_implementation" in caught.value.remedy
 
 
 def test_without_a_tokenizer_it_is_none_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -79,7 +79,7 @@ def test_a_span_of_several_reads(tmp_path: Path, way: ReadMode) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
 def test_a_file_that_ends_early(tmp_path: Path, way: ReadMode) -> None:
     store = folder(tmp_path, 10_000)
-    with pytest.raises(OSError, match="ended at byte 10,000"):
+    with pytest.raises(OSError, match="ends at byte 10,000"):
         SpanReader(store, way).read([span(5000, 6000)], page_aligned(5 * BLOCK))
 
 

@@ -216,7 +216,7 @@ def test_an_unreadable_layer_is_an_error_and_the_next_call_works(
     whole = path.read_bytes()
     for _ in range(3):
         path.write_bytes(whole[:-64])
-        with pytest.raises(OSError, match=r"model\.layers\.1\.safetensors ended at byte"):
+        with pytest.raises(OSError, match=r"model\.layers\.1\.safetensors ends at byte"):
             logits(model)
         assert_nothing_is_bound(model)
         path.write_bytes(whole)

@@ -76,7 +76,7 @@ def test_formats(tmp_path: Path, ending: str) -> None:
 
 
 def test_another_ending_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="no name of a picture"):
+    with pytest.raises(OptionError, match="not the name of a picture"):
         large(8).plot(tmp_path / "tiers.txt")
 
 

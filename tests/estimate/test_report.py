@@ -65,7 +65,7 @@ def test_too_little_memory_is_said_of_the_compressions_that_it_is_too_little_for
     small = dataclasses.replace(LARGE, too_little_memory=problem)
     small_too = dataclasses.replace(CACHED, too_little_memory=problem)
     lines = text(plan_of(small, small_too, SMALL), most=200)  # a sentence is one line where there is no terminal
-    assert lines[4] == f"uncompressed, 8bit would be refused here: {problem}"
+    assert lines[4] == f"uncompressed, 8bit cannot be loaded here: {problem}"
 
 
 def test_several_devices_say_what_each_keeps() -> None:
@@ -81,7 +81,7 @@ def test_several_devices_say_what_each_keeps() -> None:
 
 def test_what_is_copied_to_a_gpu_is_said() -> None:
     lines = text(plan_of(dataclasses.replace(LARGE, copied_bytes=9 * GIB), SMALL, devices=("cuda:0",)))
-    assert [line for line in lines if "copied" in line] == ["    9.00 GiB are copied from host memory for each token"]
+    assert [line for line in lines if "copies" in line] == ["    each token copies 9.00 GiB from host memory"]
 
 
 def experts(**settings: Any) -> Experts:
@@ -92,32 +92,32 @@ def experts(**settings: Any) -> Experts:
 def test_what_is_kept_of_experts_is_said_and_what_is_assumed() -> None:
     routed = dataclasses.replace(LARGE, experts=(experts(),), found_token_seconds=0.5)
     lines = text(plan_of(routed))
-    assert "    of 40.00 GiB of experts 10.00 GiB are kept" in lines
-    assert "    a token uses 1.00 GiB of them; 500 ms if all of them are there" in lines
-    assert len([line for line in lines if "used alike" in line]) == 1
+    assert "    kept: 10.00 GiB, of 40.00 GiB of experts" in lines
+    assert "    a token uses 1.00 GiB of experts; 500 ms if all of these are kept" in lines
+    assert len([line for line in lines if "uniform use" in line]) == 1
     nothing = text(plan_of(dataclasses.replace(routed, experts=(experts(kept_bytes=0),))))
-    assert "    a token uses 1.00 GiB of them" in nothing
+    assert "    a token uses 1.00 GiB of experts" in nothing
 
 
 def test_experts_of_several_devices_are_counted_together() -> None:
     both = tuple(experts(device=f"cuda:{at}", host_bytes=5 * GIB) for at in range(2))
     routed = dataclasses.replace(LARGE, placed=(), experts=both, found_token_seconds=0.5)
     lines = text(plan_of(routed, devices=("cuda:0", "cuda:1")))
-    assert "    of 80.00 GiB of experts 20.00 GiB and 10.00 GiB in page-locked RAM are kept" in lines
+    assert "    kept: 20.00 GiB and 10.00 GiB in pinned RAM, of 80.00 GiB of experts" in lines
     assert "    10.00 GiB on cuda:0, 10.00 GiB on cuda:1" in lines
 
 
 def test_experts_that_stay_need_no_line_of_their_own() -> None:
     stay = experts(tier="resident", kept_bytes=40 * GIB, read_bytes=0)
     lines = text(plan_of(dataclasses.replace(SMALL, experts=(stay,), found_token_seconds=0.017)))
-    assert not any("are kept" in line or "alike" in line for line in lines)
-    assert any("experts that stay" in line for line in lines)
+    assert not any("kept:" in line or "uniform" in line for line in lines)
+    assert any("resident experts" in line for line in lines)
 
 
 def test_an_obstacle_is_said_once(tmp_path: Path) -> None:
     unknown = [GenerationEstimate(compression, "it is a hare") for compression in (None, "8bit", "4bit")]
-    assert text(plan_of(*unknown)) == ["no time of a token: it is a hare", ""]
-    assert text(plan_of(unknown[0], SMALL))[0] == "no time of a token of uncompressed: it is a hare"
+    assert text(plan_of(*unknown)) == ["no speed estimate: it is a hare", ""]
+    assert text(plan_of(unknown[0], SMALL))[0] == "no speed estimate of uncompressed: it is a hare"
     assert text(plan_of()) == []
 
 

@@ -48,7 +48,7 @@ def test_which_of_them_python_reads() -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "f.json")
-    with pytest.raises(InvalidIndexError, match=r"f\.json is no JSON file: it is no regular file"):
+    with pytest.raises(InvalidIndexError, match=r"f\.json is not a JSON file: it is not a regular file"):
         read_json(tmp_path / "f.json")
 
 
@@ -64,7 +64,9 @@ def test_large_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
     with path.open("wb") as stream:
         stream.truncate(bounded.MAX_BYTES + 1)  # a hole: it takes no disk
-    with pytest.raises(InvalidIndexError, match=r"no JSON file: it has 41,943,041 bytes; at most 41,943,040 are read"):
+    with pytest.raises(
+        InvalidIndexError, match=r"not a JSON file: it has 41,943,041 bytes; at most 41,943,040 are read"
+    ):
         read_json(path)
 
 

@@ -57,8 +57,8 @@ def test_a_varint_may_be_longer_than_it_must() -> None:
 @pytest.mark.parametrize(
     ("data", "end", "said"),
     [
-        (b"", 0, "at byte 0 is cut off at byte 0"),
-        (b"\x80\x01", 1, "at byte 0 is cut off at byte 1"),
+        (b"", 0, "at byte 0 is truncated at byte 0"),
+        (b"\x80\x01", 1, "at byte 0 is truncated at byte 1"),
         (b"\xff" * 9 + b"\x02", 10, "more than 64 bits"),
         (b"\x80" * 10 + b"\x00", 11, "more than 10 bytes"),
     ],

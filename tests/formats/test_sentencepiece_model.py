@@ -437,11 +437,11 @@ def test_flipped_bits_of_a_trained_vocabulary(trained: tuple[Path, dict[str, Any
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no vocabulary"):
         read_model(tmp_path / "tokenizer.model")
-    with pytest.raises(CorruptVocabularyError, match="is no regular file"):
+    with pytest.raises(CorruptVocabularyError, match="is not a regular file"):
         read_model(tmp_path)
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.model")
-        with pytest.raises(CorruptVocabularyError, match="is no regular file"):
+        with pytest.raises(CorruptVocabularyError, match="is not a regular file"):
             read_model(tmp_path / "pipe.model")
 
 

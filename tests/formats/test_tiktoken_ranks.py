@@ -50,21 +50,21 @@ def test_what_the_first_line_shows(head: bytes, is_it: bool) -> None:
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "the byte 0 is no token"),
+    "empty": (b"", "the byte 0 is not a token"),
     "an empty line": (SOUND + b"\n" + line(b"xy", 263), "line 264 is b''"),
     "no rank": (SOUND + b"IQ==\n", "line 264 is b'IQ=='; expected a token in base64 and its rank"),
-    "no base64": (SOUND + b"I! 263\n", "line 264 is b'I! 263'; expected"),
-    "base64 cut off": (SOUND + b"eHl6e 263\n", "which is no base64"),
+    "not base64": (SOUND + b"I! 263\n", "line 264 is b'I! 263'; expected"),
+    "base64 cut off": (SOUND + b"eHl6e 263\n", "which is not base64"),
     "padding in the middle": (SOUND + b"eH=l 263\n", "line 264 is"),
-    "a rank twice": (SOUND + line(b"xyz", 7), "rank 7 is there twice, again in line 264"),
+    "a rank twice": (SOUND + line(b"xyz", 7), "rank 7 appears twice, again in line 264"),
     "a rank missing": (SOUND + line(b"xyz", 264), "of its 264 ranks 263 is missing"),
     "a rank below 0": (SOUND + b"eHl6 -1\n", "line 264 is"),
     "a rank with zeros": (SOUND + b"eHl6 0261\n", "line 264 is"),
     "a rank of many digits": (SOUND + b"eHl6 " + b"9" * 5000 + b"\n", r"line 264 has 5,005 bytes"),
-    "a token twice": (SOUND + line(b"the", 263), "the token b'the' is there twice, at ranks 257 and 263"),
+    "a token twice": (SOUND + line(b"the", 263), "the token b'the' appears twice, at ranks 257 and 263"),
     "a token too long": (SOUND + line(b"x" * (MAX_TOKEN_BYTES + 60), 263), "a token has at most 1,024"),
     "one giant line": (b"A" * (1 << 20), r"line 1 has 1,048,576 bytes"),
-    "a byte missing": (b"".join(line(bytes([b]), b) for b in range(255)), "the byte 255 is no token"),
+    "a byte missing": (b"".join(line(bytes([b]), b) for b in range(255)), "the byte 255 is not a token"),
     "zero bytes": (bytes(1 << 12), "line 1 has 4,096 bytes"),
 }
 
@@ -72,7 +72,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files(name: str) -> None:
     data, says = HOSTILE[name]
-    with pytest.raises(CorruptVocabularyError, match=r"^voc\.model is no sound vocabulary of tiktoken's: .*" + says):
+    with pytest.raises(CorruptVocabularyError, match=r"^voc\.model is not a sound tiktoken vocabulary: .*" + says):
         parse_ranks(data, "voc.model")
 
 
@@ -86,7 +86,7 @@ def test_what_is_no_file_of_a_fitting_size(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="There is no vocabulary"):
         read_ranks(tmp_path / "absent")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CorruptVocabularyError, match="it is no regular file"):
+    with pytest.raises(CorruptVocabularyError, match="it is not a regular file"):
         read_ranks(tmp_path / "pipe")
     with (tmp_path / "large").open("wb") as stream:
         stream.truncate((64 << 20) + 1)

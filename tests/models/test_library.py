@@ -82,7 +82,7 @@ def test_damaged_ones_are_listed_all_the_same(folder: Path) -> None:
     assert MANIFEST_NAME in (seen(made).problem or "")
     (made / MANIFEST_NAME).unlink()
     (made / JOURNAL_NAME).write_text("nonsense\n")
-    assert (seen(made).state, seen(made).problem) == (DAMAGED, f"{JOURNAL_NAME} cannot be read back")
+    assert (seen(made).state, seen(made).problem) == (DAMAGED, f"{JOURNAL_NAME} cannot be read")
 
 
 def test_one_of_rabbitllm_1(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_those_of_a_repository(tmp_path: Path, hub_environment: HubEnvironment, 
     assert [entry.folder for entry in of_model(REPO, "none")] == made[:1]
     assert [entry.folder for entry in of_model(REPO, saving_path=tmp_path / "elsewhere")] == [elsewhere]
     assert one_of_model(REPO, "4bit").folder == made[1]
-    with pytest.raises(OptionError, match=r"has 2 split directories here: none in .*; 4bit in"):
+    with pytest.raises(OptionError, match=r"has 2 split directories: none in .*; 4bit in"):
         one_of_model(REPO)
     with pytest.raises(OptionError, match="does not exist"):
         of_model(REPO, "2bit")

@@ -147,11 +147,11 @@ def test_a_model_that_transformers_does_not_know_is_refused_before_it_is_split(f
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sequential": True, "keep_shards": True}, "keeps them all"),
+        ({"sequential": True, "keep_shards": True}, "keep_shards"),
         ({"compression": "3bit"}, "does not exist"),
-        ({"max_disk": "much"}, "is no size"),
+        ({"max_disk": "much"}, "is not a size"),
         ({"shard_transfer": "pigeon"}, "does not exist"),
-        ({"shard_transfer": "stream", "keep_shards": True}, "keeps no shard"),
+        ({"shard_transfer": "stream", "keep_shards": True}, "shard_transfer='stream'"),
         ({"max_memory": {"gpu": 1}}, "names the device"),
     ],
 )

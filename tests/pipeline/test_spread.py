@@ -211,9 +211,9 @@ def test_a_model_that_is_let_go_is_freed_and_its_worker_ends(folder: Path) -> No
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"output_hidden_states": True}, "output_hidden_states asks for what is computed in the layers"),
+        ({"output_hidden_states": True}, "output_hidden_states requests values of layers"),
         ({"past_key_values": "static"}, "cannot be spread over hosts: StaticCache"),
-        ({"past_key_values": "of another model"}, "was filled elsewhere"),
+        ({"past_key_values": "of another model"}, "was not filled by these hosts"),
     ],
 )
 def test_what_a_call_cannot_have(model: Any, plain: Any, given: dict[str, Any], message: str) -> None:

@@ -152,7 +152,7 @@ def a_tokenizer_config_of_wrong_types(folder: Path) -> None:
 
 FAULTS: list[tuple[Callable[[Path], None], type[RabbitLLMError], str]] = [
     (too_many_layers, IncompleteCheckpointError, "lacks 63 of the"),
-    (too_few_layers, IncompleteCheckpointError, "layers that its config leaves out: model.layers.1"),
+    (too_few_layers, IncompleteCheckpointError, "more layers than its config: model.layers.1"),
     (absurdly_many_layers, IncompleteCheckpointError, "num_hidden_layers=1,000,000,000"),
     (a_missing_tensor, IncompleteCheckpointError, "lacks 1 of the .* model.layers.1.mlp.up_proj.weight"),
     (a_transposed_tensor, IncompleteCheckpointError, r"up_proj.weight has shape \(64, 128\)"),
@@ -381,7 +381,7 @@ def test_too_little_memory_here_is_a_warning_for_a_split_that_may_be_for_another
         assert not list(folder.glob("model-*.safetensors"))
     said = [record.message for record in caplog.records if "A pass takes at least" in record.message]
     assert len(said) == 2
-    assert all(text.startswith("Loading the model here would be refused: A pass") for text in said)
+    assert all(text.startswith("This machine cannot load the model: A pass") for text in said)
 
 
 def test_plan_says_where_memory_is_too_little(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,4 +410,4 @@ def test_plan_proposes_no_compression_that_loading_would_refuse(
     assert "ncompressed needs more memory than this process may take. 8bit fits" in said
     call, said = proposed(1 << 16)
     assert call is None
-    assert "There is disk space for it, and too little memory. A pass takes at least" in said
+    assert "It fits on the disk, but not in memory. A pass takes at least" in said

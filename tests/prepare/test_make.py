@@ -58,9 +58,9 @@ def test_split_directory_loads_alone(model: Path, tmp_path: Path, local_hub: Loc
         assert source.finished
         assert source.split_folder == source.config_folder == made
         prepare.ensure_split(source, SplitOptions(compression))
-    with pytest.raises(SplitMismatchError, match="is a split at compression 4bit; 8bit was asked for") as refused:
+    with pytest.raises(SplitMismatchError, match="is a split at compression 4bit; requested was 8bit") as refused:
         Call(str(made), compression="8bit").find()
-    assert "Leave compression out, or name the original checkpoint." in str(refused.value)
+    assert "Remove the compression option" in str(refused.value)
     assert local_hub.requests == []
 
 
@@ -193,7 +193,7 @@ def test_used_up_folder_of_another_name_is_not_taken_for_the_one_that_was_split(
     made = split(model, tmp_path / "splits")
     assert split(model, tmp_path / "splits") == made  # its name is what is left of it
     other = shutil.copytree(model, tmp_path / "other")
-    with pytest.raises(SplitMismatchError, match="has no shard left by which to tell") as refused:
+    with pytest.raises(SplitMismatchError, match="has no shards left to compare") as refused:
         split(other, tmp_path / "splits")
     assert str(made) in refused.value.remedy
     third = split(write_shards(tmp_path / "third", cut(llama_tensors(), 3)))
@@ -223,9 +223,9 @@ def test_missing_shards_and_a_split_at_another_compression(model: Path) -> None:
     split(model, compression="4bit")
     with pytest.raises(MissingShardError) as missing:
         split(model)
-    assert "lacks 3 of the shards its index names" in missing.value.problem
+    assert "lacks 3 of the shards in its index" in missing.value.problem
     assert missing.value.remedy == (
-        "A split at another compression may have used them up: load that split with compression='4bit'."
+        "A split at another compression may have deleted them: load that split with compression='4bit'."
     )
 
 
@@ -240,7 +240,7 @@ def test_missing_shards_and_no_other_split(model: Path) -> None:
     next(model.glob("*.safetensors")).unlink()
     with pytest.raises(MissingShardError) as missing:
         split(model)
-    assert missing.value.remedy.startswith("Put them there, or give the repository they come from.")
+    assert missing.value.remedy.startswith("Add the missing shards")
 
 
 # Two at once
@@ -310,9 +310,9 @@ def test_waiting_process_goes_on_where_a_killed_one_stopped(
     first.begin(call, pause_at)
     first.wait_for_pause()
     second.begin(call)
-    said = second.wait_for_stderr("waiting until it is done")
+    said = second.wait_for_stderr("; waiting.")
     assert said.startswith(
-        f"{model / 'splitted_model'} is being worked on by process {first.process.pid} on {socket.gethostname()} since "
+        f"{model / 'splitted_model'} is in use by process {first.process.pid} on {socket.gethostname()} since "
     )
     before = contents(model / "splitted_model")
     time.sleep(0.3)
@@ -320,7 +320,7 @@ def test_waiting_process_goes_on_where_a_killed_one_stopped(
     first.process.kill()
     made = second.result()
     assert contents(made) == contents(quiet.find().split_folder)
-    assert second.stderr.count("waiting until it is done") == 1
+    assert second.stderr.count("; waiting.") == 1
     assert names_in(model, "*.safetensors") == names_in(Path(quiet.source), "*.safetensors")
 
 
@@ -331,7 +331,7 @@ def test_process_that_waited_for_a_finished_split_deletes_the_original_if_told_t
     first.begin(Call(str(model), sequential=False), pause_at=5)
     first.wait_for_pause()
     second.begin(Call(str(model), sequential=False, delete_original=True))
-    second.wait_for_stderr("waiting until it is done")
+    second.wait_for_stderr("; waiting.")
     first.go_on()
     assert first.result() == second.result()
     assert names_in(model) == ["config.json", "splitted_model"]

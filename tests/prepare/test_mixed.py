@@ -155,7 +155,7 @@ def test_what_was_begun_goes_on_as_it_was_begun(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         assert scene.call.max_disk is not None
         dataclasses.replace(scene.call, max_disk=scene.call.max_disk + 50_000).make()
-    assert "goes on with the bits chosen then" in caplog.text
+    assert "keeps the bits chosen then" in caplog.text
     assert scene.state() == scene.finished
 
 
@@ -225,7 +225,7 @@ def test_another_budget_is_neither_ignored_nor_split_for_again(made: Path, caplo
         assert not caplog.text
         assert Call(source, compression="auto", sequential=False, max_disk=chosen.max_disk * 2).make() == made
     assert "is used as it is" in caplog.text
-    with pytest.raises(SplitMismatchError, match="max_disk=1,000 was given now"):
+    with pytest.raises(SplitMismatchError, match="requested was max_disk=1,000"):
         Call(source, compression="auto", sequential=False, max_disk=1000).make()
     assert contents(made) == before
 
@@ -323,10 +323,10 @@ def test_plan_foretells_the_choice(tmp_path: Path) -> None:
     assert other["uniform"]["4bit"] < 1
     shown = CliRunner().invoke(app, ["plan", *command, *where, "--device", "cpu", "--fit-scales"])
     assert f"expected loss {other['loss']:.2g} of 4bit's ({other['uniform']['8bit']:.2g} at 8bit, " in shown.output
-    assert "scales that fit their blocks" in shown.output
+    assert "all with fitted scales" in shown.output
     shown = CliRunner().invoke(app, ["plan", *command, "--device", "cpu"])
     assert "bits chosen" in shown.output
-    assert "bits a weight; expected loss" in shown.output
+    assert "bits per weight; expected loss" in shown.output
     assert "Auto is finished" in shown.output
 
 
@@ -335,7 +335,7 @@ def test_a_budget_that_cannot_be_kept_names_the_least_that_can(tmp_path: Path) -
     pull = ["pull", str(folder), "--compression", "auto", "--device", "cpu", "--max-disk"]
     done = CliRunner().invoke(app, [*pull, "1000"])
     assert done.exit_code != 0
-    found = re.search(r"max_disk=(\d+) is the least", str(done.exception) + done.output)
+    found = re.search(r"max_disk to at least (\d+)", str(done.exception) + done.output)
     assert found is not None
     least = found[1]
     dry = CliRunner().invoke(app, [*pull, "1000", "--dry-run"])

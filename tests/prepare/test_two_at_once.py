@@ -213,12 +213,12 @@ def test_a_load_while_it_is_repaired_waits(
         thread.start()
         deadline = time.monotonic() + 60
         said = ""
-        while "waiting until it is done" not in said:
+        while "; waiting." not in said:
             assert time.monotonic() < deadline
             assert not problems, problems
             said += capsys.readouterr().err
             time.sleep(0.05)
-        assert f"{damaged} is being worked on by process {other.pid} on " in said
+        assert f"{damaged} is in use by process {other.pid} on " in said
         assert not logits
         other.goes_on()
         thread.join(300)
@@ -230,7 +230,9 @@ def test_a_load_while_it_is_repaired_waits(
 def test_a_repair_that_was_killed_is_said(folder: Path, damaged: Path) -> None:
     with Paused("repair", folder=damaged, original=folder) as other:
         other.is_killed()
-    with pytest.raises(IncompleteSplitError, match=f"{damaged} is an unfinished split, and no process works on it"):
+    with pytest.raises(
+        IncompleteSplitError, match=f"{damaged} is an unfinished split, and no process is working on it"
+    ):
         AutoModel.from_pretrained(damaged, device="cpu")
     AutoModel.from_pretrained(folder, layer_shards_saving_path=damaged.parent, device="cpu")
     assert not verify(damaged).damaged

@@ -132,7 +132,7 @@ def test_bitsandbytes_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         check_compression(None)
         with pytest.raises(MissingPackageError, match="compression needs the package bitsandbytes") as missing:
             check_compression("4bit")
-        assert "Run `pip install bitsandbytes`, or leave compression out." in str(missing.value)
+        assert "Run `pip install bitsandbytes`, or remove compression." in str(missing.value)
         assert isinstance(missing.value, ImportError)
     finally:
         library.bitsandbytes.cache_clear()

@@ -154,7 +154,7 @@ def test_bitsandbytes_with_other_rules_is_the_one_that_counts(
     data = memoryview(bytearray(8192))
     assert quantize_blocks(scheme, data, "F16", "cpu") == otherwise(scheme, data, "F16", "cpu")
     assert [record.message for record in caplog.records] == [
-        f"This bitsandbytes quantizes to {scheme} otherwise than our kernels; it is used instead."
+        f"This bitsandbytes quantizes to {scheme} differently from RabbitLLM's kernels; bitsandbytes is used instead."
     ]
 
 

@@ -28,7 +28,7 @@ def test_a_worker_for_each_gpu_else_for_each_machine() -> None:
 
 @pytest.mark.parametrize(("machines", "wanted"), [(nodes((8, 0)), 0), (nodes((8, 0)), 9), (nodes((8, 2)), 3)])
 def test_more_workers_than_there_is_room_for_are_refused(machines: list[Node], wanted: int) -> None:
-    with pytest.raises(OptionError, match=f"--ray-workers {wanted} does not suit"):
+    with pytest.raises(OptionError, match=f"--ray-workers {wanted} is not possible on"):
         worker_pool(machines, wanted)
 
 

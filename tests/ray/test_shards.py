@@ -150,7 +150,7 @@ def test_wherever_it_dies_nothing_is_lost_and_it_is_finished(tmp_path: Path) -> 
 def test_what_was_filled_elsewhere_is_not_believed_unseen(source: Path, tmp_path: Path) -> None:
     before = contents(source)
     call = Call(str(source), str(tmp_path / "spread"))
-    with pytest.raises(IncompleteSplitError, match="here that file is not there"):
+    with pytest.raises(IncompleteSplitError, match="on this machine the file is missing"):
         spread(call, Here(fill=lambda *given: {}))
     assert contents(source) == before
 
@@ -164,7 +164,7 @@ def test_without_its_lease_a_worker_writes_nothing(source: Path, tmp_path: Path)
     steps: list[Step] = []
     before = contents(source)
     call = Call(str(source), str(tmp_path / "spread"))
-    with pytest.raises(ClusterError, match="no longer the split directory"):
+    with pytest.raises(ClusterError, match="no longer belongs to the run"):
         spread(call, Here(fill=fill))
     assert not steps
     assert contents(source) == before

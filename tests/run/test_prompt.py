@@ -79,7 +79,7 @@ def test_a_system_prompt_needs_a_place(raw: bool) -> None:
     tokenizer = make_tokenizer()
     if not raw:
         tokenizer.chat_template = None
-    with pytest.raises(OptionError, match="no place for a system prompt"):
+    with pytest.raises(OptionError, match="a system prompt is not possible"):
         prompt_ids(tokenizer, "Hello", "Be brief.", raw=raw)
 
 
@@ -88,7 +88,7 @@ def test_a_template_that_refuses() -> None:
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
     )
-    with pytest.raises(OptionError, match="does not take a system prompt: System role not supported"):
+    with pytest.raises(OptionError, match="refuses a system prompt: System role not supported"):
         prompt_ids(tokenizer, "Hello", "Be brief.")
     assert prompt_ids(tokenizer, "Hello").shape == (1, 1)
 
@@ -99,17 +99,17 @@ def test_a_template_that_refuses() -> None:
 def test_a_template_that_fails(template: str, why: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(OptionError, match=f"chat template does not take this: .*{why}"):
+    with pytest.raises(OptionError, match=f"chat template refuses this: .*{why}"):
         prompt_ids(tokenizer, "Hello")
 
 
 TWICE = "{% for i in range(99999) %}{% for j in range(99999) %}"
 ENDLESS = {
-    "it calls itself without end": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "its recursion does not end": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     "it takes more than": TWICE + "{% endfor %}{% endfor %}",
-    "it makes a text of more than": TWICE + "xxxxxxxx{% endfor %}{% endfor %}",
-    "it makes a text": "{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "it makes a": "{% set x = ['x' * 9999] * 9999 %}{% for y in x %}{{ y }}{% endfor %}",
+    "its output has more than": TWICE + "xxxxxxxx{% endfor %}{% endfor %}",
+    "its output": "{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "its outp": "{% set x = ['x' * 9999] * 9999 %}{% for y in x %}{{ y }}{% endfor %}",
 }
 
 
@@ -121,9 +121,9 @@ def test_a_template_that_does_not_end(why: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(template, "TEMPLATE_LETTERS", 1 << 20)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ENDLESS[why]
-    with pytest.raises(OptionError, match=f"chat template does not take this: {why}"):
+    with pytest.raises(OptionError, match=f"chat template refuses this: {why}"):
         prompt_ids(tokenizer, "Hello")
-    with pytest.raises(APIError, match="chat template does not take this conversation"):
+    with pytest.raises(APIError, match="chat template refuses this conversation"):
         Template(tokenizer).ids([{"role": "user", "content": "Hello"}], [], {})
     assert Template(make_tokenizer()).ids([{"role": "user", "content": "Hello"}], [], {})
 
@@ -158,7 +158,7 @@ def test_an_operation_of_a_template_that_makes_too_much() -> None:
     ran = subprocess.run([sys.executable, "-c", ONE_BY_ONE], capture_output=True, text=True, check=False, timeout=600)
     said = ran.stdout.splitlines()
     for made, why in zip(HUGE, [*said, *[ran.stderr[-300:]] * 99], strict=False):
-        assert re.match("OptionError .*: it (makes a text of|computes with integers of|takes) more than", why), made
+        assert re.match("OptionError .*: it(s output has| computes with integers of| takes) more than", why), made
 
 
 SANE = (Path(__file__).parent / "templates_within_limits.txt").read_text().splitlines()

@@ -47,15 +47,15 @@ def test_where_what_and_a_line_to_try(served: Running, split_folder: Path) -> No
 
 
 def test_a_warning_where_everybody_reaches_it(served: Running) -> None:
-    assert "Everyone who reaches this machine" not in said(served, None)
-    assert "Everyone who reaches this machine" in said(served, None, is_local=False)
+    assert "Every machine that reaches this address" not in said(served, None)
+    assert "Every machine that reaches this address" in said(served, None, is_local=False)
     guarded = replace(served.service.settings, api_key="k")
     before, served.service.settings = served.service.settings, guarded
     try:
         told = said(served, None, is_local=False)
     finally:
         served.service.settings = before
-    assert "Everyone who reaches this machine" not in told
+    assert "Every machine that reaches this address" not in told
     assert "$RABBITLLM_API_KEY" in told
 
 

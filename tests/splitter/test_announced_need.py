@@ -131,7 +131,7 @@ def test_a_limit_of_what_is_announced_for_a_repository(
 def test_the_least_limit_that_auto_names_is_enough(tmp_path: Path) -> None:
     folder = build(tmp_path / "model")
     told = refused(wished(folder, compression="auto", max_disk=1000), folder)
-    match = re.search(r"max_disk=(\d+) is the least that would do", told)
+    match = re.search(r"max_disk to at least (\d+)\.", told)
     assert match is not None
     least = int(match[1])
     refused(wished(folder, compression="auto", max_disk=least - 1), folder)

@@ -340,7 +340,7 @@ def test_a_byte_less_than_the_least_is_refused_and_the_least_is_not(tmp_path: Pa
     assert made.chosen is not None
     assert set(made.chosen.schemes) == {spec.name for group in groups(made.tensors) for spec in group.tensors}
     assert made.output_bytes <= least
-    with pytest.raises(NotEnoughSpaceException, match=f"max_disk={least} is the least that would do"):
+    with pytest.raises(NotEnoughSpaceException, match=f"Set max_disk to at least {least}\\."):
         choose(tmp_path, max_disk=least - 1)
 
 
@@ -352,7 +352,7 @@ def test_the_free_disk_is_a_limit_where_nothing_is_said(tmp_path: Path, free: li
     assert at(plan, "4bit") < made.output_bytes <= free[0]
     assert set(made.chosen.schemes.values()) >= {"8bit"}
     free[0] = 1000
-    with pytest.raises(NotEnoughSpaceException, match=r"Free .* there, or name another place"):
+    with pytest.raises(NotEnoughSpaceException, match=r"Free .* there, or use a folder on another disk"):
         choose(tmp_path, plan=plan)
 
 

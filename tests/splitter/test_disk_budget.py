@@ -188,10 +188,8 @@ def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
     free[0] = 1 << 20
     with pytest.raises(NotEnoughSpaceException) as refused:
         choose(plan, folder, None, deletes=False)
-    assert f"Free {size_rounded_up(need - MIB)} there, or name another place with layer_shards_saving_path" in str(
-        refused.value
-    )
-    assert "No other compression fits as it is." in str(refused.value)
+    assert f"Free {size_rounded_up(need - MIB)} there, or use a folder on another disk" in str(refused.value)
+    assert "No compression would fit now." in str(refused.value)
 
 
 def test_max_disk_is_too_little(tmp_path: Path, free: list[int]) -> None:
@@ -249,7 +247,7 @@ def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) 
     free[0] = need + 50 * MIB
     choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
     free[0] -= 1
-    with pytest.raises(NotEnoughSpaceException, match=r"less 50.00 MiB that stay free \(min_free_disk\)"):
+    with pytest.raises(NotEnoughSpaceException, match=r"without the 50.00 MiB to keep free \(min_free_disk\)"):
         choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
 
 
@@ -273,7 +271,7 @@ def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
 def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB, staged=True), "4bit")
     free[0] = peak_of(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)).created
-    with pytest.raises(NotEnoughSpaceException, match="would fit: no shard is then on the disk"):
+    with pytest.raises(NotEnoughSpaceException, match="would fit: it writes no shard"):
         choose(plan, tmp_path, None, deletes=True, transfer="file")
 
 
@@ -300,7 +298,7 @@ def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list
         ) as short:
             choose(plan, tmp_path, None, deletes=True, transfer=transfer)
         assert "stream" not in short.value.remedy
-    with pytest.raises(OptionError, match=r"shard_transfer='stream' is not possible for m: shard-0 is a file of torch"):
+    with pytest.raises(OptionError, match=r"shard_transfer='stream' is not possible for m: shard-0 is a torch"):
         choose(plan, tmp_path, None, deletes=True, transfer="stream")
     here = plan_of(tuple(dataclasses.replace(shard, staged=False) for shard in whole))
     free[0] = 10**15
@@ -318,7 +316,7 @@ def test_max_disk_counts_downloads_outside_the_split(tmp_path: Path, free: list[
     choose(plan, tmp_path / "split", need, deletes=False, downloads=cache)
     with pytest.raises(NotEnoughSpaceException, match=re.escape(f"allowed by max_disk={need - 1:,}")) as refused:
         choose(plan, tmp_path / "split", need - 1, deletes=False, downloads=cache)
-    assert "sequential_shard_processing=True takes one shard at a time" in str(refused.value)
+    assert "sequential_shard_processing=True: it downloads one shard at a time" in str(refused.value)
 
 
 def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

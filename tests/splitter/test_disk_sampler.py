@@ -58,11 +58,9 @@ def test_too_little_free_space_is_seen_at_once(tmp_path: Path) -> None:
     found = watch.peaks.lowest_free_bytes
     assert full.value.problem == (
         f"Only {size(found)} were free at {tmp_path}, less than min_free_disk ({size(wanted)}). "
-        "The split stopped; everything done so far is safe."
+        "The split stopped; its finished part is kept."
     )
-    assert full.value.remedy == (
-        "Free some space and make the same call again: it goes on where it stopped. Or lower min_free_disk."
-    )
+    assert full.value.remedy == ("Free disk space or lower min_free_disk, and make the same call again: it resumes.")
 
 
 def test_free_space_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

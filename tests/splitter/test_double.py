@@ -39,7 +39,7 @@ def test_a_scratch_file_that_ends_too_early(tmp_path: Path) -> None:
     runs = list(settled_parts(form, scratch))
     assert {part for part, _, _ in runs} == {0, 1, 2}
     scratch.write_bytes(bytes(form.source.offset) + scales[:-SCALE_BYTES])
-    with pytest.raises(IncompleteSplitError, match=r"ends before the scales of 'model\.layers\.0\.w' do"):
+    with pytest.raises(IncompleteSplitError, match=r"is truncated within the scales of 'model\.layers\.0\.w'"):
         list(settled_parts(form, scratch))
 
 

@@ -100,9 +100,9 @@ def test_a_byte_of_a_shard_that_waits(model: Path, sequential: bool, compression
     made = interrupted(call)
     last = model / "model-00003-of-00003.safetensors"
     edit(last)
-    error = refused(call, rf"{last} has changed since the split in {made} was begun: its modification time is 20")
+    error = refused(call, rf"{last} has changed since the split in {made} was started: its modification time is 20")
     assert f"touch -d @{last.stat().st_mtime_ns // 10**9 - 1}." in error.remedy
-    assert ("Delete nothing" in error.remedy) is sequential
+    assert ("Do not delete" in error.remedy) is sequential
     assert (f"delete {made}" in error.remedy) is not sequential
 
 
@@ -113,8 +113,8 @@ def test_a_byte_of_a_shard_that_is_used_up_and_kept(model: Path, compression: st
     made = interrupted(call)
     first = model / "model-00001-of-00003.safetensors"
     edit(first, back=back)
-    error = refused(call, rf"{first} has changed since the split in {made} was begun: its bytes differ")
-    assert f"to split them as they are now, delete {made}" in error.remedy
+    error = refused(call, rf"{first} has changed since the split in {made} was started: its bytes differ")
+    assert f"to split the changed ones, delete {made}" in error.remedy
 
 
 def test_a_byte_of_a_used_shard_that_a_crash_has_left(model: Path) -> None:
@@ -184,7 +184,7 @@ def test_other_samples_are_said_to_be_a_change(model: Path) -> None:
     made = interrupted(call)
     other = write_shards(model.parent / "other", cut(llama_tensors(**LARGE, seed=1), 3))
     shutil.copyfile(other / "model-00003-of-00003.safetensors", model / "model-00003-of-00003.safetensors")
-    refused(call, rf"{model} has changed since the split in {made} was begun: its shard model-00003")
+    refused(call, rf"{model} has changed since the split in {made} was started: its shard model-00003")
 
 
 def test_a_journal_of_an_earlier_version_goes_on_as_it_did(model: Path, original: Path, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_change_behind_the_time_s_back_while_it_runs(model: Path) -> None:
 
     with (
         progress.listening(listen),
-        pytest.raises(CorruptShardError, match="differs from the checksum that was recorded"),
+        pytest.raises(CorruptShardError, match="differs from its checksum"),
     ):
         call.make()
     assert last.exists()
@@ -335,7 +335,7 @@ def cached(
 def test_a_cached_shard_that_was_edited_before(cached: Callable[[str], Path], sequential: bool) -> None:
     edit(cached("00002"), back=True)
     call = Call(REPO, compression="4bit", sequential=sequential, verify_source=True)
-    with pytest.raises(CorruptShardError, match="differs from the digest that the hub has published"):
+    with pytest.raises(CorruptShardError, match="differs from its digest on the hub"):
         call.make()
     assert cached("00001").exists()
 
@@ -393,7 +393,7 @@ def test_repair_takes_nothing_of_an_edited_original(model: Path) -> None:
     damaged = {damage.layer for damage in verify(made).damaged}
     for name in shards_of(model):
         edit(model / name, back=True)
-    with pytest.raises(CorruptShardError, match="differs from the checksum that was recorded"):
+    with pytest.raises(CorruptShardError, match="differs from its checksum"):
         prepare.repair_split(made, manifest, damaged, model)
     assert not (made / record.file).exists()
     for name in record.shards:
@@ -419,5 +419,5 @@ def test_options(tmp_path: Path) -> None:
         AutoModel.from_pretrained(folder, verify_source=True, device="cpu")
     for command in (["run", str(folder), "hello"], ["batch", str(folder), "in.jsonl", "-o", "out.jsonl"]):
         assert "--verify-source" in CliRunner().invoke(app, [command[0], "--help"]).output
-    with pytest.raises(OptionError, match="verify_source=True is done while a checkpoint is split"):
+    with pytest.raises(OptionError, match="verify_source=True works only while splitting"):
         AutoModel.from_pretrained(folder, verify_source=True, split=False, device="cpu")

@@ -110,8 +110,8 @@ def test_in_the_middle_of_a_split(tmp_path: Path, script: list[str]) -> None:
     assert replayed is not None
     assert 1 <= len(replayed.used) < 8
     assert end.said() == [
-        f"Interrupted: {len(replayed.used)} of 8 shards are used up; the layers are in {folder}.",
-        f"The same call goes on from there: {shlex.join(command)}",
+        f"Interrupted: {len(replayed.used)} of 8 shards are used; the layers are in {folder}.",
+        f"To resume: {shlex.join(command)}",
     ]
     assert not [name for name in names_in(folder) if name.startswith(".")]
     assert go_on(shlex.split(end.said()[1].partition(": ")[2])) == folder  # as it was printed
@@ -162,7 +162,7 @@ def test_while_a_shard_is_being_fetched(
     end = Interrupted(command, one_used_and_one_stalled)
     assert end.seconds < SOON
     assert end.status == -signal.SIGINT, end.stderr
-    said = re.fullmatch(r"Interrupted: 1 of 3 shards are used up; the layers are in (.*)\.", end.said()[0])
+    said = re.fullmatch(r"Interrupted: 1 of 3 shards are used; the layers are in (.*)\.", end.said()[0])
     assert said, end.stderr
     stalled.flows.set()
     made = go_on(command)
@@ -206,7 +206,7 @@ def test_before_anything_was_split(tmp_path: Path, capsys: pytest.CaptureFixture
         raise KeyboardInterrupt
     said = capsys.readouterr().err
     assert said.startswith(f"Interrupted before the first shard was taken; nothing was split into {tmp_path} yet.\n")
-    assert said.splitlines()[1].startswith("The same call goes on from there")
+    assert said.splitlines()[1].startswith(("To resume: ", "The same call resumes"))
 
 
 def test_when_all_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +225,7 @@ def test_journal_that_a_crash_cut_short(tmp_path: Path, capsys: pytest.CaptureFi
     (made / "split.journal").write_text("not this")
     with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(made):
         raise KeyboardInterrupt
-    assert capsys.readouterr().err.startswith(f"Interrupted: what was done is safe in {made}.\n")
+    assert capsys.readouterr().err.startswith(f"Interrupted: the finished part is kept in {made}.\n")
 
 
 def test_nothing_is_said_of_a_call_that_would_start_afresh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,8 +323,8 @@ def test_a_signal_that_ends_the_process_says_how_to_go_on(tmp_path: Path, number
     whole = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, env=whole, capture_output=True, text=True)
     assert ended.returncode == -number
-    assert "of 3 shards are used up; the layers are in " in ended.stderr
-    assert f"The same call goes on from there: {shlex.join(command)}" in ended.stderr
+    assert "of 3 shards are used; the layers are in " in ended.stderr
+    assert f"To resume: {shlex.join(command)}" in ended.stderr
     made = go_on(command)
     assert layer_files(made) == layer_files(split(write_shards(tmp_path / "again", cut(llama_tensors(), 3))))
 

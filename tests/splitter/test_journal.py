@@ -157,7 +157,7 @@ def test_garbage_after_the_first_line_is_no_line(folder: Path, garbage: bytes) -
 )
 def test_first_line_that_cannot_be_read(tmp_path: Path, head: bytes) -> None:
     (tmp_path / "split.journal").write_bytes(head + b"\n" + json.dumps({"used": A}).encode() + b"\n")
-    with pytest.raises(IncompleteSplitError, match=r"split.journal cannot be read back") as refused:
+    with pytest.raises(IncompleteSplitError, match=r"split.journal is not a readable") as refused:
         replay(tmp_path)
     assert "If every shard of the source is still there (or it is on the hub), delete that folder" in str(refused.value)
     assert "Otherwise keep it: it may hold the only copy of some tensors." in str(refused.value)
@@ -168,7 +168,7 @@ def test_first_line_that_lacks_something(folder: Path, field: str) -> None:
     content: dict[str, Any] = json.loads((folder / "split.journal").read_text())
     del content[field]
     (folder / "split.journal").write_text(json.dumps(content) + "\n")
-    with pytest.raises(IncompleteSplitError, match="cannot be read back"):
+    with pytest.raises(IncompleteSplitError, match="is not a readable"):
         replay(folder)
 
 

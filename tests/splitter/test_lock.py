@@ -130,10 +130,10 @@ def test_second_process_waits_and_says_once_for_whom(folder: Path, hold: Callabl
     second = hold(folder)
     said = second.says()
     begin, _, rest = said.partition(" since ")
-    assert begin == f"{folder} is being worked on by process {first.process.pid} on {socket.gethostname()}"
+    assert begin == f"{folder} is in use by process {first.process.pid} on {socket.gethostname()}"
     since, _, end = rest.partition(";")
     assert abs(datetime.fromisoformat(since).timestamp() - time.time()) < 60
-    assert end == " waiting until it is done.\n"
+    assert end == " waiting.\n"
     time.sleep(0.5)
     assert second.said() == said
     first.leaves()
@@ -178,7 +178,7 @@ def test_holder_whose_note_cannot_be_read(folder: Path, hold: Callable[[Path], H
     first = hold(folder)
     first.is_in()
     (folder / HOLDER_NAME).write_text('{"pid": 12')
-    assert hold(folder).says() == f"{folder} is being worked on by another process; waiting until it is done.\n"
+    assert hold(folder).says() == f"{folder} is in use by another process; waiting.\n"
 
 
 def test_threads_exclude_each_other(folder: Path) -> None:
@@ -381,7 +381,7 @@ def test_file_system_without_locks(
     with locked(folder):
         pass
     assert [record.message for record in caplog.records] == [
-        f"The file system of {folder} has no locks; make sure that nothing else splits into it meanwhile."
+        f"The file system of {folder} has no locks; make sure that no other process splits into it."
     ]
     assert names_in(folder) == ["split.journal"]
     with locked(folder, excluding_readers=True), locked_at_once(folder):
@@ -436,5 +436,5 @@ def test_who_reads_waits_for_who_replaces(
         assert not read
     reader.join(60)
     assert read == ["read"]
-    assert said.startswith(f"{folder} is being worked on by process {os.getpid()} on {socket.gethostname()} since ")
-    assert "waiting until it is done" in said
+    assert said.startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since ")
+    assert "; waiting." in said

@@ -260,7 +260,7 @@ def test_index_promises_what_the_header_does_not_have(promised: list[str], more:
         InvalidIndexError, match=f"The index puts 'p'{more} into a, whose header does not have it"
     ) as bad:
         tensors_by_shard(index_of(dict.fromkeys(["x", *promised], "a")), [facts_of(shard)])
-    assert "Fetch the index and that shard again" in str(bad.value)
+    assert "Download the index and that shard again" in str(bad.value)
 
 
 def test_recompressed_plan_is_the_plan_at_that_compression() -> None:

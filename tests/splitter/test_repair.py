@@ -169,7 +169,7 @@ def test_command_names_what_is_damaged_and_repairs_it(made: Path) -> None:
     assert "1 of 9 layers are damaged" in text
     assert f"  {LAYER}: its checksum is " in text
     shards = len(next(record.shards for record in manifest_of(made).layers if record.file == LAYER))
-    assert f"To repair (fetches {shards} of 6 shards again): rabbitllm verify {made} --repair" in text
+    assert f"To repair (downloads {shards} of 6 shards again): rabbitllm verify {made} --repair" in text
     code, text = run(str(made), "--repair")
     assert code == 0
     assert text.endswith("repaired: 1 layers\n")
@@ -194,7 +194,7 @@ def test_command_on_a_local_split_says_what_it_needs(tmp_path: Path) -> None:
     assert code == 1
     assert "To repair, if the checkpoint still has model-00002-of-00003.safetensors" in text
     assert "it may hold the only copy" in text
-    with pytest.raises(OptionError, match="whose place is not known"):
+    with pytest.raises(OptionError, match="its path is not known"):
         run(str(made), "--repair")
 
 

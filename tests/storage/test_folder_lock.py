@@ -87,7 +87,7 @@ def test_one_that_deletes_is_alone(tmp_path: Path, hold: Start) -> None:
         since, _, end = rest.partition(", which")
         assert abs(datetime.fromisoformat(since).timestamp() - time.time()) < 60
         assert end == " deletes its shards."
-        assert "Nothing was touched" in refused.value.remedy
+        assert "Nothing was changed" in refused.value.remedy
     first.ends()
     exclusive(tmp_path, FolderKind.SOURCE).close()
 

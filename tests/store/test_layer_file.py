@@ -102,7 +102,7 @@ def test_name_that_is_a_part_of_another_tensor() -> None:
         InvalidIndexError, match=r"Two tensors of layer layers.0 would be stored as 'w.4bit.absmax'"
     ) as bad:
         lay_out(LAYER, [form("w", (65, 67), compression="4bit"), taken])
-    assert "Leave compression out." in str(bad.value)
+    assert "Remove compression." in str(bad.value)
     assert lay_out(LAYER, [form("w", (65, 67)), taken]).places.keys() == {"w", "w.4bit.absmax"}
 
 
@@ -473,9 +473,9 @@ def changed(specs: list[TensorSpec], number: int, **changes: object) -> list[Ten
 @pytest.mark.parametrize(
     ("specs", "says"),
     [
-        (cut((64, 64), 4, 0)[1:], "the one that begins at 0 is missing: found 16 in r1"),
-        (cut((64, 64), 4, 0)[:3], "which end at 48; expected 64"),
-        ([*cut((64, 64), 4, 0), *cut((64, 64), 4, 0)[:1]], "the one that begins at 16 is missing"),
+        (cut((64, 64), 4, 0)[1:], "that starts at 0 is missing: found 16 in r1"),
+        (cut((64, 64), 4, 0)[:3], "end at 48; expected 64"),
+        ([*cut((64, 64), 4, 0), *cut((64, 64), 4, 0)[:1]], "that starts at 16 is missing"),
         (changed(cut((64, 64), 4, 1), 2, dtype="F16"), "r0 has BF16 .* r2 has F16"),
         (changed(cut((64, 64), 4, 1), 2, shape=(64, 8)), r"r2 has BF16 \(64, 8\); expected equal parts of \(64, 64\)"),
         (changed(cut((64, 64), 4, 1), 1, piece=TensorPiece("w", (64, 32), 1, 16)), "do not belong together"),
@@ -486,4 +486,4 @@ def changed(specs: list[TensorSpec], number: int, **changes: object) -> list[Ten
 def test_pieces_that_are_no_whole(specs: list[TensorSpec], says: str) -> None:
     with pytest.raises(InvalidIndexError, match=says) as refused:
         join(specs, None)
-    assert "Fetch the shards again" in refused.value.remedy
+    assert "Download the shards again" in refused.value.remedy

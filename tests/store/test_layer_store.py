@@ -74,7 +74,7 @@ def test_a_file_that_is_cut_off_after_opening(folder: Path) -> None:
     store = LayerStore(folder)
     spec = max((t.parts[0] for t in store.tensors.values() if t.parts[0].file == LAYER_0), key=lambda s: s.offset)
     os.truncate(folder / LAYER_0, spec.offset)
-    with pytest.raises(CorruptShardError, match=f"ends in the middle of {spec.name!r}"):
+    with pytest.raises(CorruptShardError, match=f"ends within {spec.name!r}"):
         store.mapped(LAYER_0).tensor(spec)
 
 
@@ -128,7 +128,7 @@ def test_manifest_that_is_none(folder: Path, content: str) -> None:
     with pytest.raises(IncompleteSplitError) as refused:
         read_manifest(folder)
     assert str(folder / "split.json") in str(refused.value)
-    assert "Keep this one until that is done" in str(refused.value)
+    assert "Keep this one until then" in str(refused.value)
 
 
 RECORD = {
@@ -169,7 +169,7 @@ def test_damaged_manifest(folder: Path, changes: dict[str, Any]) -> None:
     rewrite(folder, **changes)
     with pytest.raises(IncompleteSplitError, match=r"split.json is damaged") as refused:
         LayerStore(folder)
-    assert "Keep this one until that is done" in str(refused.value)
+    assert "Keep this one until then" in str(refused.value)
 
 
 def test_names_of_directories() -> None:
@@ -207,7 +207,7 @@ def test_store_knows_every_tensor(tmp_path: Path, compression: str | None) -> No
 def test_missing_layer_file(folder: Path, file: str) -> None:
     size = (folder / file).stat().st_size
     (folder / file).unlink()
-    with pytest.raises(IncompleteSplitError, match=rf"{file} is missing; split.json says it has {size:,} bytes") as bad:
+    with pytest.raises(IncompleteSplitError, match=rf"{file} is missing; by split.json it has {size:,} bytes") as bad:
         LayerStore(folder)
     assert "if the checkpoint was deleted, it holds the only copy" in str(bad.value)
     assert isinstance(bad.value, SplitError)
@@ -219,7 +219,7 @@ def test_layer_file_of_another_length(folder: Path, change: int) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:change] if change < 0 else path.read_bytes() + b"x")
     with pytest.raises(
-        IncompleteSplitError, match=rf"has {size + change:,} bytes; split.json says it has {size:,} bytes"
+        IncompleteSplitError, match=rf"has {size + change:,} bytes; by split.json it has {size:,} bytes"
     ):
         LayerStore(folder)
 
@@ -278,7 +278,7 @@ def test_legacy_folder_lacks_tensors_and_the_store_shows_which(tmp_path: Path) -
 def test_legacy_folder_with_a_layer_that_is_not_done(tmp_path: Path) -> None:
     folder = legacy(tmp_path, "rabbitllm-1.1.0-none")
     (folder / f"{LAYER_0}.done").unlink()
-    with pytest.raises(IncompleteSplitError, match=f"is no finished split: {LAYER_0} has no .done marker"):
+    with pytest.raises(IncompleteSplitError, match=f"is not a finished split: {LAYER_0} has no .done marker"):
         LayerStore(folder)
 
 
@@ -300,7 +300,7 @@ def test_legacy_folder_with_scales_for_too_few_blocks(tmp_path: Path) -> None:
 
 
 def test_empty_folder(tmp_path: Path) -> None:
-    with pytest.raises(IncompleteSplitError, match="is no finished split: it has no layer files"):
+    with pytest.raises(IncompleteSplitError, match="is not a finished split: it has no layer files"):
         LayerStore(tmp_path)
 
 
@@ -416,7 +416,7 @@ def test_directory_of_1_1_that_is_cut_short(tmp_path: Path) -> None:
 
 
 def test_what_is_no_finished_split(tmp_path: Path) -> None:
-    with pytest.raises(IncompleteSplitError, match="is no split directory"):
+    with pytest.raises(IncompleteSplitError, match="is not a split directory"):
         verify(tmp_path)
     call = Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3))))
     with pytest.raises(IncompleteSplitError, match="is an unfinished split"):

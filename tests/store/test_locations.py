@@ -178,7 +178,7 @@ def test_a_file_stands_for_the_checkpoint_in_its_folder(tmp_path: Path) -> None:
 def test_a_file_that_is_not_the_checkpoint_of_its_folder(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "m", "llama")
     (folder / "other.bin").write_bytes(b"x")
-    with pytest.raises(CheckpointNotFoundError, match=r"begins with: that is model\.safetensors"):
+    with pytest.raises(CheckpointNotFoundError, match=r"which is model\.safetensors"):
         meant(str(folder / "other.bin"))
 
 

@@ -1,7 +1,7 @@
 """How far results may be apart that differ by rounding alone, from the roundoff of their dtype; nothing of a processor.
 
-Equal bits are promised under equal conditions (docs/RUNNING.md); where the conditions differ, or a product is made in
-another way, a result is compared with one in double precision, never two results with each other by a fixed figure.
+Equal bits are promised under equal conditions (docs/reference/equal-bits.md); where the conditions differ, or a product
+is made in another way, a result is compared with one in double precision, never two results by a fixed figure.
 
 Rounding to nearest changes a number by at most the part u of it, half of `torch.finfo(dtype).eps`. The errors of a sum
 of n terms have no common sign. In the worst order, one term after the other, their root mean square is 0.4 u sqrt(n)

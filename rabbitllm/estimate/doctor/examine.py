@@ -117,7 +117,7 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
     if not quick and (memory is None or memory.usable >= MEASURING_BYTES):
         rates, models, devices = _measured(asking, models, every)
     elif not quick and memory is not None:
-        little = f"{size(memory.usable)} of RAM can be had, and measuring takes up to {size(MEASURING_BYTES)}"
+        little = f"{size(memory.usable)} of RAM is available; measuring takes up to {size(MEASURING_BYTES)}"
         asking.failures.append(Failure("times", little))
     machine = MachineInfo(
         memory=memory,
@@ -154,8 +154,8 @@ def _measured(
             begun = time.perf_counter()
             for at, one in enumerate(models):
                 if time.perf_counter() - begun > MEASURING_SECONDS and not every:
-                    why = f"measuring took {MEASURING_SECONDS:.0f} s already: something else is at work on this machine"
-                    asking.failures.append(Failure(f"times from {one.name} on", why))
+                    why = f"measuring took longer than {MEASURING_SECONDS:.0f} s: this machine is busy"
+                    asking.failures.append(Failure(f"speed of {one.name} and later models", why))
                     break
                 timed = partial(with_times, known[one.repository], one, machine, locations.home(), every)
                 models[at] = asking.ask(one.name, timed) or one
@@ -264,8 +264,7 @@ def _of_packages(machine: MachineInfo) -> Iterator[Advice]:
         if package.sound or (package.optional and package.found is None):
             continue
         command = f"pip install --upgrade {shlex.quote(package.name + package.wanted)}"
-        use = package.brings if package.essential else f"is for {package.brings}"
-        yield Advice(package.essential, f"{_state_of(package)} It {use}.", command)
+        yield Advice(package.essential, f"{_state_of(package)} It is for {package.brings}.", command)
 
 
 def _state_of(package: Package) -> str:
@@ -273,7 +272,7 @@ def _state_of(package: Package) -> str:
         return f"{package.name} is missing."
     if package.problem is not None:
         return f"{package.name} {package.found} cannot be loaded ({package.problem})."
-    return f"{package.name} {package.found} does not do; {package.wanted} is needed."
+    return f"{package.name} {package.found} is not supported; expected {package.wanted}."
 
 
 def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
@@ -287,17 +286,19 @@ def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
     elsewhere = f"; {better.path} has {size(better.room)}" if better is not None else ""
     name = "set RABBITLLM_HOME to a folder on another disk"
     if not splits.writable:
-        yield Advice(True, f"{splits.path} cannot be written to, and splits of hub models go there: {name}.", command)
+        yield Advice(True, f"{splits.path}, the folder for splits of hub models, is not writable: {name}.", command)
     elif splits.room < needed:
-        text = f"No room at {splits.path}: {size(splits.room)}, and the smallest model takes {size(needed)}{elsewhere}"
-        yield Advice(True, f"{text}. Free some, or {name}.", command)
+        text = (
+            f"Too little disk at {splits.path}: {size(splits.room)}; the smallest model takes {size(needed)}{elsewhere}"
+        )
+        yield Advice(True, f"{text}. Free disk space, or {name}.", command)
     elif splits.in_memory:
         yield Advice(
-            False, f"{splits.path} lies in memory ({splits.filesystem}), so layers there take RAM: {name}.", command
+            False, f"{splits.path} is in memory ({splits.filesystem}); layer files there use RAM: {name}.", command
         )
     elif splits.room < LITTLE_DISK:
-        text = f"Only {size(splits.room)} may be written at {splits.path}{elsewhere}: larger models have no room"
-        yield Advice(False, f"{text}; {name}, or name one with --dir.", command)
+        text = f"Only {size(splits.room)} are available at {splits.path}{elsewhere}: larger models do not fit"
+        yield Advice(False, f"{text}; {name}, or use --dir.", command)
     elif better is not None:
         yield Advice(False, f"{splits.path} has {size(splits.room)}{elsewhere}: {name} for large models.", command)
 
@@ -311,10 +312,12 @@ def _of_memory(machine: MachineInfo) -> Iterator[Advice]:
     room, limit = min(named, default=(memory.free, ""))
     why = f": {limit}" if room < memory.free else ""
     if memory.usable < LEAST_MEMORY:
-        yield Advice(True, f"Only {size(memory.usable)} of RAM can be had{why}. End other programs, or allow more.")
+        yield Advice(
+            True, f"Only {size(memory.usable)} of RAM is available{why}. End other programs, or raise the limit."
+        )
     elif memory.usable < LITTLE_MEMORY:
-        text = f"Only {size(memory.usable)} of RAM can be had{why}: most of a model is read again for each token"
-        yield Advice(False, f"{text}. End other programs, or allow more.")
+        text = f"Only {size(memory.usable)} of RAM is available{why}: each token reads most of a model again"
+        yield Advice(False, f"{text}. End other programs, or raise the limit.")
 
 
 def _of_gpus(machine: MachineInfo) -> Iterator[Advice]:
@@ -322,12 +325,12 @@ def _of_gpus(machine: MachineInfo) -> Iterator[Advice]:
     if gpus is None:
         return
     if gpus.driver and not gpus.found and gpus.torch is not None:
-        text = f"NVIDIA's driver is there, but torch {gpus.torch} finds no GPU: it may be built for the CPU, or for"
+        text = f"NVIDIA's driver is installed, but torch {gpus.torch} finds no GPU: it may be built for the CPU, or for"
         command = "pip install --upgrade --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
         yield Advice(False, f"{text} a newer driver, or CUDA_VISIBLE_DEVICES hides it.", command)
     for gpu in gpus.found:
         if gpu.free < gpu.total // 2:
-            text = f"{gpu.device}: {size(gpu.total - gpu.free)} of {size(gpu.total)} are taken by other programs"
+            text = f"{gpu.device}: {size(gpu.total - gpu.free)} of {size(gpu.total)} are in use by other programs"
             yield Advice(False, f"{text} (or by an earlier cell of this notebook).", "nvidia-smi")
 
 
@@ -337,8 +340,8 @@ def _of_processor(machine: MachineInfo) -> Iterator[Advice]:
         return
     # the names of `probes.py`; without AVX2 there is no kernel
     if processor.instructions.get("AVX2") and not processor.instructions.get("AVX512-BF16"):
-        text = "Models that are not compressed compute in bfloat16, for which this processor has no instructions"
-        yield Advice(False, f"{text}: --fast-bfloat16 (fast_bfloat16=True) multiplies by a kernel that does without.")
+        text = "Uncompressed models compute in bfloat16, and this processor has no bfloat16 instructions"
+        yield Advice(False, f"{text}: --fast-bfloat16 (fast_bfloat16=True) uses a faster kernel.")
 
 
 def _of_hub(machine: MachineInfo) -> Iterator[Advice]:
@@ -346,19 +349,19 @@ def _of_hub(machine: MachineInfo) -> Iterator[Advice]:
     if hub is None:
         return
     if hub.offline:
-        text = "HF_HUB_OFFLINE is set: only models that are here already can be used"
+        text = "HF_HUB_OFFLINE is set: only models on this machine can be used"
         yield Advice(False, f"{text}.", "unset HF_HUB_OFFLINE")
     elif not hub.reachable:
         kaggle = machine.host is not None and machine.host.name == "Kaggle"
-        do = "Turn Internet on in the notebook's settings" if kaggle else "Look at the connection and the proxy"
-        text = f"The hub does not answer at {hub.endpoint} ({hub.problem}). {do}; models that are here can be used"
-        yield Advice(False, f"{text}, and HF_ENDPOINT names a mirror.")
+        do = "Turn on Internet in the notebook's settings" if kaggle else "Check the connection and the proxy"
+        text = f"The hub at {hub.endpoint} does not answer ({hub.problem}). {do}, or set HF_ENDPOINT to a mirror"
+        yield Advice(False, f"{text}. Models on this machine can be used.")
     if not hub.token and hub.reachable:
-        yield Advice(False, "There is no token for the hub: gated models (Llama) need one.", "hf auth login")
+        yield Advice(False, "No access token for the hub is set; gated models (Llama) need one.", "hf auth login")
 
 
 def _of_rates(machine: MachineInfo) -> Iterator[Advice]:
     reading = [rate.bytes_per_second for rate in machine.rates if rate.what.startswith("reading")]
     if reading and max(reading) < SLOW_DISK:
-        text = f"The disk is read at {speed(max(reading))}: a model that does not fit in memory waits for it"
-        yield Advice(False, f"{text}. Put layers on a local SSD (RABBITLLM_HOME), or use 4bit.")
+        text = f"The disk reads only {speed(max(reading))}, which limits models that do not fit in memory"
+        yield Advice(False, f"{text}. Put splits on a local SSD (RABBITLLM_HOME), or use 4bit.")

@@ -137,26 +137,26 @@ def _harmless(address: str) -> str:
 
 NAME = "rabbitllm"
 ESSENTIAL: Mapping[str, str] = {
-    "torch": "computes",
-    "transformers": "has the models",
+    "torch": "all computation",
+    "transformers": "the models",
     "safetensors": "the format of layer files",
-    "huggingface_hub": "fetches models",
-    "accelerate": "moves outputs between devices",
-    "psutil": "knows how much memory is free",
-    "filelock": "keeps two splits apart",
+    "huggingface_hub": "downloads of models",
+    "accelerate": "moving outputs between devices",
+    "psutil": "measuring free memory",
+    "filelock": "locks between processes",
 }
 WANTED: Mapping[str, str] = {
     "bitsandbytes": "compression, 8bit and 4bit",
-    "numba": "quantizes and multiplies with codes at full speed on the CPU",
+    "numba": "full speed of compressed models on the CPU",
 }
 OPTIONAL: Mapping[str, str] = {
     "hf_xet": "faster downloads on the standard route",
-    "matplotlib": "pictures (--plot)",
+    "matplotlib": "plots (--plot)",
     "kernels": "transformers' own kernels for FP8 and MXFP4 on GPUs",
     "flash-attn": "FlashAttention 2, on GPUs with bfloat16",
     "sentencepiece": "tokenizers of some older models",
     "tiktoken": "tokenizers of some models",
-    "compressed-tensors": "checkpoints that are published as compressed-tensors",
+    "compressed-tensors": "checkpoints in the compressed-tensors format",
 }
 """Packages -> their use."""
 _LOADED: Mapping[str, Callable[[], object]] = {

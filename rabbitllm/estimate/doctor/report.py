@@ -31,12 +31,12 @@ _SIZE = 8
 _MARKS = {"standard": "", "sequential_ahead": ", seq.", "sequential_file": ", seq.", "sequential_stream": ", stream"}
 _ROUTES = ("standard", "sequential_file", "sequential_stream")
 _LEGEND = (
-    "seq.: the disk has room only with sequential_shard_processing=True; stream: only",
-    "if that keeps no shard there, which it then chooses; no: what it would take",
+    "seq.: fits only with --sequential; stream: only with --sequential, which then",
+    "streams the shards; no: does not fit, and needs this much disk",
 )
 _LEGEND_OF_ALL = (
-    "standard, sequential, stream: disk at the peak; sequential: one shard at a time;",
-    "stays: in memory or on GPUs; read: for each token, from the disk or its cache",
+    "standard, sequential, stream: peak disk use; sequential: one shard at a time;",
+    "stays: resident in memory or on GPUs; read: per token, from disk or page cache",
 )
 
 
@@ -53,7 +53,7 @@ def show(report: Report, console: Console, *, every: bool = False) -> None:
     for name, value in _facts(report.machine):
         put_fact(console, name, value)
     for failure in report.failures:
-        put(console, Text(f"not found out: {failure.what} ({harmless(failure.problem)})", "yellow"))
+        put(console, Text(f"not checked: {failure.what} ({harmless(failure.problem)})", "yellow"))
     if report.models:
         console.print()
         _show_models(console, report, every)
@@ -88,7 +88,7 @@ def _memory(memory: Memory) -> str:
     named += [(one.name, one.limit, one.room) for one in memory.limits]
     for name, limit, room in named:
         if limit < memory.total:
-            said += f"; {name} allows {size(limit)}, of which {size(room)} are left"
+            said += f"; {name} allows {size(limit)}, {size(room)} of it free"
     return said
 
 
@@ -104,7 +104,7 @@ def _processor(processor: Processor) -> str:
 def _gpus(machine: MachineInfo) -> Iterator[tuple[str, str]]:
     assert machine.gpus is not None
     if not machine.gpus.found:
-        yield "GPU", "none that torch can use" if machine.gpus.driver else "none"
+        yield "GPU", "none usable by torch" if machine.gpus.driver else "none"
     for gpu in machine.gpus.found:
         major, minor = gpu.capability
         dtype = "bfloat16" if gpu.bf16 else "float16: it has no bfloat16"
@@ -128,9 +128,9 @@ def _folders(folders: Sequence[Folder]) -> Iterator[tuple[str, str]]:
 
 
 def _hub(hub: Hub) -> str:
-    token = "a token is there" if hub.token else "no token"
+    token = "token set" if hub.token else "no token"
     if hub.offline:
-        return f"{hub.endpoint}, not asked: HF_HUB_OFFLINE is set; {token}"
+        return f"{hub.endpoint}, not checked: HF_HUB_OFFLINE is set; {token}"
     if not hub.reachable:
         return f"{hub.endpoint} does not answer; {token}"
     return f"{hub.endpoint} answers in {moment(hub.seconds)}; {token}"
@@ -142,8 +142,8 @@ def _packages(packages: Sequence[Package]) -> str:
         f"{one.name} {one.found}" for one in sound if one.name in ("torch", "transformers", "bitsandbytes")
     )
     absent = [f"{one.name} ({one.brings})" for one in packages if one.optional and one.found is None]
-    said = f"{len(sound)} of {len(packages)} sound" + (f", among them {shown}" if shown else "")
-    return said + (f"; not there, and optional: {', '.join(absent)}" if absent else "")
+    said = f"{len(sound)} of {len(packages)} usable" + (f", such as {shown}" if shown else "")
+    return said + (f"; optional, not installed: {', '.join(absent)}" if absent else "")
 
 
 # Models
@@ -151,7 +151,7 @@ def _packages(packages: Sequence[Package]) -> str:
 
 def _show_models(console: Console, report: Report, every: bool) -> None:
     timed = any(one.generation for model in report.models for one in model.at)
-    title = f"seconds a token on {', '.join(report.devices)}" if timed else "layer files on the disk"
+    title = f"seconds per token on {', '.join(report.devices)}" if timed else "size of the layer files"
     put(console, Text(f"Models that fit, and {title}", "bold"))
     if every:
         for model in report.models:
@@ -216,7 +216,7 @@ def _show_model(console: Console, model: ModelEstimate) -> None:
         row = _columns(one.compression or "uncompressed", *disk, route, stays, read, moment(one.token_seconds))
         put(console, Text(row, "red" if one.route is None else ""))
         if one.problem is not None:
-            put(console, Text(f"  no time: {harmless(one.problem)}", "yellow"))
+            put(console, Text(f"  no speed estimate: {harmless(one.problem)}", "yellow"))
 
 
 def _columns(name: str, *values: str) -> str:
@@ -236,6 +236,8 @@ def _show_advice(console: Console, report: Report) -> None:
             console.print(Text(f"    {harmless(advice.command, 500)}"), soft_wrap=True)
     if report.advice:
         console.print()
-    verdict = "Models can be run here." if report.can_run else "Models cannot be run here before that is mended."
+    verdict = (
+        "This machine can run models." if report.can_run else "This machine cannot run models until this is fixed."
+    )
     put(console, Text(verdict, "bold green" if report.can_run else "bold red"))
-    put(console, Text(f"Times are estimates; looked at for {report.seconds:.1f} s.", "dim"))
+    put(console, Text(f"Times are estimates. The checks took {report.seconds:.1f} s.", "dim"))

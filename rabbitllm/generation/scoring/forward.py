@@ -324,7 +324,7 @@ class ScoringForward:
         if self._keep is None:
             return [_scored(index, one, own, chances, cut.states) for index, one, own in found]
         if cut.states is None:
-            raise ScoringError(f"The body of {type(self._model).__name__} returned no hidden states to keep.")
+            raise ScoringError(f"The body of {type(self._model).__name__} returned no hidden states.")
         for index, one, own in found:
             self._keep(index, cut.states[own[one.first : one.first + len(one.targets)]])
         return [Scored(index, tokens=len(one.targets)) for index, one, _ in found]
@@ -370,7 +370,7 @@ class ScoringForward:
             if len(logits) != len(part):
                 raise ScoringError(
                     f"{type(self._model).__name__} returned {len(logits):,} rows of logits for {len(part):,}.",
-                    "Score with exact=True, which asks nothing unusual of the model.",
+                    "Score with exact=True.",
                 )
             found |= _chances_in(logits, [wanted[row] for row in part], part)
         return found
@@ -445,7 +445,7 @@ def _scored(
     embedding = None
     if asked.pooling is not None:
         if states is None:
-            raise ScoringError("The model's body returned no hidden states, of which embeddings are made.")
+            raise ScoringError("The model's body returned no hidden states, which embeddings need.")
         if asked.pooling == "last":
             embedding = tuple(states[rows[-1]].float().tolist())
         else:

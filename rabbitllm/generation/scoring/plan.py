@@ -122,11 +122,11 @@ def ability_of(model: StreamedModel) -> Ability:
     """
     if not hasattr(model, "placement") or not hasattr(model, "streamer"):
         raise OptionError(
-            f"Texts are to be scored by a {type(model).__name__} that was not loaded by this package.",
+            f"Scoring needs a model loaded by this package; found {type(model).__name__}.",
             "Load it with rabbitllm.AutoModel.from_pretrained.",
         )
     if model.config.is_encoder_decoder:
-        raise OptionError(f"{type(model).__name__} has an encoder too; only models that continue a text can score.")
+        raise OptionError(f"{type(model).__name__} has an encoder; scoring needs a decoder-only model.")
     vocabulary = model.get_input_embeddings().num_embeddings
     return Ability(vocabulary, context_of(model), model.get_output_embeddings() is not None)
 
@@ -157,7 +157,7 @@ def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
     for name in ("memory_bytes", "disk_bytes", "tokens"):
         value = getattr(room, name)
         if value is not None and value < (name == "tokens"):
-            raise OptionError(f"{name}={value}, which cannot be.", "Give a positive number.")
+            raise OptionError(f"{name}={value}; expected a positive number.", "Use a positive number.")
     devices = [lane.device for lane in model.streamer.lanes.values()]
     on_host = all(device.shares_host_memory for device in devices)
     free = min(device.free_bytes() for device in devices)
@@ -187,7 +187,7 @@ def _folder(model: StreamedModel, room: Room) -> Path:
     """The folder of the file: by default that of the weights, whose disk is large, or the system's temporary one."""
     if room.scratch is not None:
         if not room.scratch.is_dir():
-            raise OptionError(f"{room.scratch} is no folder.", "Give one that is there.")
+            raise OptionError(f"{room.scratch} is not a folder.", "Use an existing folder.")
         return room.scratch
     own = Path(model.name_or_path)
     return own if own.is_dir() and os.access(own, os.W_OK) else Path(tempfile.gettempdir())

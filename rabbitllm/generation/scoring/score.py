@@ -73,10 +73,12 @@ def score(
         OSError, RabbitLLMError: the weights cannot be read, or there is no room for waiting micro-batches.
     """
     if importlib.util.find_spec("greenlet") is None:
-        raise MissingPackageError("Scoring needs the package greenlet, which is not installed.", "pip install greenlet")
+        raise MissingPackageError(
+            "Scoring needs the package greenlet, which is not installed.", "Run pip install greenlet."
+        )
     ability = ability_of(model)
     if model.shared_passes is not None:
-        raise BatchError("The model answers other requests at the moment.", "Score when these are done.")
+        raise BatchError("The model is busy with other requests.", "Score when these are finished.")
     sound = []
     for number, text in enumerate(texts):
         problem = problem_of(text, ability, truncate=room.truncate)
@@ -114,10 +116,10 @@ def score(
 def _then(form: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
     """The layout in which the texts of a failed micro-batch are retried; None if they are not retried."""
     if isinstance(error, NotPackable):
-        logger.warning("Texts do not share what they begin with: %s.", error)
+        logger.warning("Texts do not share their prefixes: %s.", error)
         return TextLayout.EQUAL
     if isinstance(error, NoRoom) and some_passed:
-        logger.warning("A further pass is made for what had no room: %s.", error)
+        logger.warning("Another pass computes the texts that did not fit in memory: %s.", error)
         return form
     logger.warning("A micro-batch has failed.", exc_info=error)
     return TextLayout.ALONE if len(batch.tasks) > 1 else None

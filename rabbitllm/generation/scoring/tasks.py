@@ -140,16 +140,16 @@ def problem_of(text: ScoredText, ability: Ability, *, truncate: bool) -> OptionE
     """
     name = f"The text with index {text.index}"
     if not text.continuation and text.pooling is None:
-        return OptionError(f"{name} asks for nothing.", "Give a continuation, or a pooling for an embedding.")
+        return OptionError(f"{name} requests nothing.", "Set a continuation, or pooling for an embedding.")
     if text.pooling is not None and text.pooling not in POOLINGS:
         return OptionError(f"{name} has pooling={text.pooling!r}; expected one of {', '.join(POOLINGS)}.")
     if not text.context and (text.continuation or text.pooling is None):
         return OptionError(
-            f"{name} has an empty context, so that nothing predicts the first token of its continuation.",
-            "Give at least one token as context: the tokenizer's beginning-of-sequence or end-of-sequence token.",
+            f"{name} has an empty context, so the first token of its continuation has no prediction.",
+            "Use at least one token as context: the tokenizer's beginning-of-sequence or end-of-sequence token.",
         )
     if not text.context:
-        return OptionError(f"{name} has no tokens.", "Leave it out.")
+        return OptionError(f"{name} has no tokens.", "Remove it.")
     if text.continuation and not ability.has_head:
         return OptionError(f"{name} has a continuation, and the model gives no probabilities, only embeddings.")
     wrong = [token for token in (*text.context, *text.continuation) if not 0 <= token < ability.vocabulary]
@@ -160,14 +160,14 @@ def problem_of(text: ScoredText, ability: Ability, *, truncate: bool) -> OptionE
         return None
     if not truncate:
         return OptionError(
-            f"{name} brings {inputs:,} tokens into the model, whose context has {ability.context:,}.",
-            "Shorten it, or let it lose its beginning (truncate).",
+            f"{name} has {inputs:,} tokens; the model's context has {ability.context:,}.",
+            "Shorten it, or use truncate, which removes its beginning.",
         )
     if len(text.continuation) > ability.context:
         return OptionError(
             f"{name} has a continuation of {len(text.continuation):,} tokens; the model's context has "
             f"{ability.context:,}.",
-            "Score it in parts, each with what comes before it as context.",
+            "Score it in parts, each with the text before it as context.",
         )
     return None
 

@@ -92,22 +92,22 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
         (
             {"packages": (package(found="0.9", fits=False),)},
             False,
-            "0.9 does not do; >=1 is needed",
+            "0.9 is not supported; expected >=1",
             "'bitsandbytes>=1'",
         ),
         ({"packages": (package(problem="no CUDA"),)}, False, "cannot be loaded (no CUDA)", "pip install --upgrade"),
-        ({"folders": (SMALL,)}, True, "No room at /splits-of-hub-models", None),
+        ({"folders": (SMALL,)}, True, "Too little disk at /splits-of-hub-models", None),
         (
             {"folders": (SMALL, ROOMY)},
             True,
             "/this-folder has 100.00 GiB",
             "export RABBITLLM_HOME=/this-folder/rabbitllm",
         ),
-        ({"folders": (folder(writable=False), ROOMY)}, True, "cannot be written to", None),
-        ({"folders": (folder(free=9),)}, False, "Only 9.00 GiB may be written", None),
-        ({"folders": (folder(quota=2 * GIB),)}, False, "Only 2.00 GiB may be written", None),
+        ({"folders": (folder(writable=False), ROOMY)}, True, "is not writable", None),
+        ({"folders": (folder(free=9),)}, False, "Only 9.00 GiB are available", None),
+        ({"folders": (folder(quota=2 * GIB),)}, False, "Only 2.00 GiB are available", None),
         ({"folders": (folder(free=40), ROOMY)}, False, "for large models", "export RABBITLLM_HOME="),
-        ({"folders": (folder(filesystem="tmpfs"),)}, False, "layers there take RAM", None),
+        ({"folders": (folder(filesystem="tmpfs"),)}, False, "layer files there use RAM", None),
         ({"memory": Memory(8 * GIB, 8 * GIB, GIB // 2)}, True, "Only 512.00 MiB of RAM", None),
         ({"memory": Memory(8 * GIB, 8 * GIB, GIB, (LIMIT,))}, False, "/sys/fs/cgroup allows 2.00 GiB", None),
         (
@@ -116,12 +116,17 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
             "RLIMIT_AS allows 3.00 GiB",
             None,
         ),
-        ({"gpus": gpu(3)}, False, "12.00 GiB of 15.00 GiB are taken", "nvidia-smi"),
+        ({"gpus": gpu(3)}, False, "12.00 GiB of 15.00 GiB are in use", "nvidia-smi"),
         ({"gpus": Gpus((), True, "2.13+cpu")}, False, "torch 2.13+cpu finds no GPU", "pip install"),
         ({"hub": hub(offline=True, reachable=None)}, False, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
-        ({"hub": hub(reachable=False, problem="refused")}, False, "does not answer at https://hub (refused)", None),
+        (
+            {"hub": hub(reachable=False, problem="refused")},
+            False,
+            "The hub at https://hub does not answer (refused)",
+            None,
+        ),
         ({"hub": hub(token=False)}, False, "gated models", "hf auth login"),
-        ({"rates": (Speed("reading the disk", 9e7),)}, False, "read at 85.8 MiB/s", None),
+        ({"rates": (Speed("reading the disk", 9e7),)}, False, "reads only 85.8 MiB/s", None),
     ],
 )
 def test_what_is_wrong_is_said_once_with_what_to_do(
@@ -145,4 +150,4 @@ def test_the_essential_comes_first_and_kaggle_is_told_of_its_switch() -> None:
     kaggle = Host("Kaggle", (), {})
     found = said(hub=hub(reachable=False, problem="?"), host=kaggle, folders=(SMALL,))
     assert [advice.essential for advice in found] == [True, False]
-    assert "Turn Internet on" in found[1].text
+    assert "Turn on Internet" in found[1].text

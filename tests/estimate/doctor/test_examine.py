@@ -61,7 +61,7 @@ def test_a_probe_that_fails_costs_a_line(broken: str, monkeypatch: pytest.Monkey
     assert not before.failures
     assert [failure.what for failure in report.failures] == [broken]
     text = text_of(report)
-    assert f"not found out: {broken} (OSError: [Errno 28] broken on purpose)" in text
+    assert f"not checked: {broken} (OSError: [Errno 28] broken on purpose)" in text
     assert len(text.splitlines()) > 8
     json.dumps(as_record(report))
 
@@ -128,13 +128,13 @@ def test_a_gpu_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
         rate.what for rate in report.machine.rates
     }
     assert all((one.token_seconds or 0) > 0 for one in report.models[0].at)
-    assert "seconds a token on fake:0" in text_of(report)
+    assert "seconds per token on fake:0" in text_of(report)
 
 
 def test_a_machine_that_is_too_busy_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rabbitllm.estimate.doctor.examine.MEASURING_SECONDS", -1.0)
     report = examine()
-    assert [failure.what for failure in report.failures] == ["times from Qwen2.5-0.5B-Instruct on"]
+    assert [failure.what for failure in report.failures] == ["speed of Qwen2.5-0.5B-Instruct and later models"]
     assert report.machine.rates
     assert all(one.generation is None for model in report.models for one in model.at)
 
@@ -144,7 +144,7 @@ def test_where_memory_is_short_nothing_is_measured(monkeypatch: pytest.MonkeyPat
     report = examine()
     assert report.machine.rates == ()
     assert [failure.what for failure in report.failures] == ["times"]
-    assert "2.00 GiB of RAM can be had" in text_of(report)
+    assert "2.00 GiB of RAM is available" in text_of(report)
     assert report.models[0].at[0].route == "standard"
 
 
