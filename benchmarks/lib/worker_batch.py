@@ -18,21 +18,12 @@ def prompt(number: int, length: int, vocabulary: int) -> list[int]:
     return [(number * 7919 + place * (37 + number % 11) + 11) % vocabulary for place in range(length)]
 
 
-def _records(job: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    prompts = [prompt(number, job["length"], job["vocabulary"]) for number in range(count)]
-    if job["task"] == "bulk":
-        return [{"tokens": ids} for ids in prompts]
-    texts = [[f"w{token}" for token in ids] for ids in prompts]
-    behind = job["tokens"]
-    return [{"context": " ".join(one[:-behind]), "continuation": " " + " ".join(one[-behind:])} for one in texts]
-
-
 def _ours(job: dict[str, Any], count: int) -> Any:
     package = importlib.import_module(job["package"])
     (manifest,) = Path(job["path"]).rglob("split.json")
     return package.batch(
         str(manifest.parent),
-        _records(job, count),
+        [{"tokens": prompt(number, job["length"], job["vocabulary"])} for number in range(count)],
         job["out"],
         max_new_tokens=job["tokens"],
         sequences=job["sequences"],
@@ -70,11 +61,4 @@ def tasks(worker: Any, job: dict[str, Any]) -> dict[str, Callable[[dict[str, Any
         )
         return output[:, job["length"] :].numel(), time.perf_counter() - begun
 
-    def scores(job: dict[str, Any]) -> dict[str, Any]:
-        """Score one text, then all: what a pass of the weights takes, and what all of them take."""
-        one, all_of_them = (_ours(job, count) for count in (1, job["count"]))
-        if all_of_them.errors:
-            raise RuntimeError(Path(job["out"]).read_text().splitlines()[0][:200])
-        return {"one_seconds": one.seconds, "seconds": all_of_them.seconds, "read_tokens": all_of_them.prompt_tokens}
-
-    return {"bulk": bulk, "scores": scores}
+    return {"bulk": bulk}

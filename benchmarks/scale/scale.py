@@ -82,7 +82,7 @@ def one_machine(hosts: Sequence[Host]) -> Table:
         "machine, model",
         "layer files GB",
         "tokens/s of 1",
-        "limit",
+        "limit of 1",
         "best batch",
         "tokens/s",
         "limit",

@@ -132,7 +132,7 @@ def _refuse_others(fields: Mapping[str, Any], where: str) -> None:
     raise UnreadableFormatError(
         f"{where} has {', '.join(map(repr, other[:5]))}, which belongs to {what}; in Meta's own format the dense text "
         "models Llama 1 to 3 are read.",
-        "Give the same model in transformers' format, from the hub.",
+        "Use the same model in transformers' format, from the hub.",
     )
 
 
@@ -302,9 +302,9 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
     for name, tensor in found.items():
         if name not in expected:
             raise UnreadableFormatError(
-                f"{file} has a tensor {name!r}, which a Llama of {params.n_layers} layers has not; in Meta's own "
+                f"{file} has a tensor {name!r}, which a Llama of {params.n_layers} layers does not have; in Meta's own "
                 "format the dense text models Llama 1 to 3 are read.",
-                "Give the same model in transformers' format, from the hub.",
+                "Use the same model in transformers' format, from the hub.",
             )
         if tensor.dtype not in _FLOATING:
             raise UnreadableFormatError(

@@ -159,7 +159,7 @@ def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
 
 
 _CHECK_THE_SOURCE = (
-    "Fetch the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
+    "Download the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
 )
 FIXED_BYTES = 16 << 20
 """Minimum memory of a pass of one token, without weights and buffers: activations, tables, threads."""

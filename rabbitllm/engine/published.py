@@ -275,7 +275,7 @@ def _method(settings: Any) -> str:
 _OPAQUE = ("WrapAgain", "ExpertMatrices")
 """Operations of transformers that read some of their tensors: their result depends on more than shapes."""
 _STATE = ".quant_state.bitsandbytes__"
-_FETCH_AGAIN = "The checkpoint is incomplete: fetch it again, its config.json and every file that its index names."
+_FETCH_AGAIN = "The checkpoint is incomplete: download it again, its config.json and every file that its index names."
 
 
 def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
@@ -328,7 +328,7 @@ def check_opaque(
         if counts != {experts}:
             raise IncompleteSplitError(
                 f"the tensors for {key} are of {' or '.join(map(str, sorted(counts)))} experts; the model's config "
-                f"asks for {experts}.",
+                f"needs {experts}.",
                 _FETCH_AGAIN,
             )
         if not projection:
@@ -360,7 +360,6 @@ def _check_size(key: str, expected: torch.Tensor, parts: Mapping[str, Sequence[S
         agrees = codes.shape[:1] == tuple(expected.shape[:1])
     if not agrees:
         raise IncompleteSplitError(
-            f"the codes for {key} have shape {codes.shape}; the model's config asks for {tuple(expected.shape)} "
-            "elements.",
+            f"the codes for {key} have shape {codes.shape}; the config needs {tuple(expected.shape)} elements.",
             "The config and the weights belong to different models: check the source of each.",
         )

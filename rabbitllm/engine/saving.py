@@ -205,7 +205,7 @@ def _sidecars(model: StreamedModel, origin: Origin, tokenizer: bool) -> dict[str
     if tokenizer:
         if model.tokenizer is None:
             raise OptionError(
-                f"The model has no tokenizer: none could be read from {origin.home}.", "Leave tokenizer=True out."
+                f"The model has no tokenizer: none could be read from {origin.home}.", "Remove tokenizer=True."
             )
         with tempfile.TemporaryDirectory() as scratch:
             model.tokenizer.save_pretrained(scratch)

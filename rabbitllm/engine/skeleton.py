@@ -162,14 +162,14 @@ def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> N
             if isinstance(count, int) and count > _MANY_LAYERS and (tensors is None or count > tensors):
                 has = "no model has so many" if tensors is None else f"the checkpoint has {tensors:,} tensors"
                 raise IncompleteCheckpointError(
-                    f"The config of {label} asks for {name}={count:,}; {has}.", "Fetch its config.json again."
+                    f"The config of {label} needs {name}={count:,}; {has}.", "Download its config.json again."
                 )
         used, experts = picked_by(part), [getattr(part, name, None) for name in _EXPERTS]
         known = [count for count in experts if isinstance(count, int) and count > 1]  # one is a dense layer
         if used is not None and known and used > max(known):
             raise UnknownArchitectureError(
-                f"The config of {label} asks for {used} experts a token; it has {max(known)}.",
-                "Fetch its config.json again.",
+                f"The config of {label} needs {used} experts per token; it has {max(known)}.",
+                "Download its config.json again.",
             )
 
 
@@ -324,7 +324,7 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     except Exception as error:  # values of unexpected types make transformers raise any error
         raise UnknownArchitectureError(
             f"transformers cannot read the generation settings in {folder / name}: {_first_line(error)}",
-            "Fetch that file again; without a generation_config.json transformers uses its own settings.",
+            "Download that file again; without a generation_config.json transformers uses its own settings.",
         ) from error
 
 
@@ -403,5 +403,5 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
             return
         raise CorruptVocabularyError(
             f"transformers cannot read the tokenizer in {folder}: {_first_line(error)}",
-            f"Fetch {', '.join(_TOKENIZER_FILES[:2])} again, or take them away: model.tokenizer is then None.",
+            f"Download {', '.join(_TOKENIZER_FILES[:2])} again, or remove them: model.tokenizer is then None.",
         ) from error

@@ -159,7 +159,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             raise CopyError(
                 "accelerate cannot place this model (cpu_offload, disk_offload, dispatch_model): it is streamed or "
                 "compressed, and has its own placement.",
-                "Say what may stay where with max_memory= of AutoModel.from_pretrained.",
+                "Set max_memory= of AutoModel.from_pretrained instead.",
             )
         super().__setattr__(name, value)
 

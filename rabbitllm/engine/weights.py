@@ -162,8 +162,8 @@ def map_weights(
         raise IncompleteSplitError(
             f"{where} lacks {len(names)} of the {len(expected)} tensors that {type(model).__name__} needs: "
             f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}.",
-            "Split the checkpoint again, into another folder (layer_shards_saving_path). Keep this one until that is "
-            "done: if the checkpoint was deleted, it holds the only copy of the rest.",
+            "Split the checkpoint again, into another folder (layer_shards_saving_path, --dir). Keep this one until "
+            "then: if the checkpoint was deleted, it holds the only copy of the rest.",
         )
     return WeightMap(recipes, ties, allowed, tuple(unused))
 
@@ -190,7 +190,7 @@ def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles)
     nbytes, total = (sum(store.tensors[name].nbytes for name in names) for names in (left, store.tensors))
     if nbytes > UNUSED_SHARE * total:
         raise IncompleteSplitError(
-            f"{type(model).__name__}, which the config of {store.label} asks for, uses {1 - nbytes / total:.0%} of its "
+            f"{type(model).__name__}, which the config of {store.label} names, uses {1 - nbytes / total:.0%} of its "
             f"bytes; {len(left)} tensors are left out, {left[0]} among them.",
             _DIFFERENT,
         )
@@ -344,7 +344,7 @@ def _checked(
         wanted = tuple(expected[name].shape) if name in expected else None
         if wanted != tuple(tensor.shape):
             raise IncompleteSplitError(
-                f"the tensor for {name} has shape {tuple(tensor.shape)}; the model's config asks for {wanted}.",
+                f"the tensor for {name} has shape {tuple(tensor.shape)}; the config needs {wanted}.",
                 _DIFFERENT,
             )
     return replace(recipe, targets=tuple(made))

@@ -368,7 +368,7 @@ def read_leading_pickle(
         ) from None
     except ValueError as error:
         raise CorruptShardError(
-            f"The pickle of {file} is not sound at byte {begin:,}: {name} {error}.", "Fetch or copy the file again."
+            f"The pickle of {file} is not sound at byte {begin:,}: {name} {error}.", "Download or copy the file again."
         ) from None
 
 
@@ -403,7 +403,7 @@ def list_opcodes(data: bytes, file: str, most: int = MAX_LISTED) -> Iterator[Lis
     except (ValueError, OverflowError) as error:
         raise CorruptShardError(
             f"The pickle of {file} cannot be listed beyond byte {position:,}: {str(error)[:200]}.",
-            "Fetch or copy the file again.",
+            "Download or copy the file again.",
         ) from None
 
 

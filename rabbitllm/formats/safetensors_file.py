@@ -200,7 +200,7 @@ def _naturals(value: object) -> bool:
 
 
 def _corrupt(file: str, what: str) -> CorruptShardError:
-    return CorruptShardError(f"{file} is not a sound safetensors file: {what}.", "Fetch or copy the file again.")
+    return CorruptShardError(f"{file} is not a sound safetensors file: {what}.", "Download or copy the file again.")
 
 
 class TensorToWrite(NamedTuple):

@@ -91,7 +91,7 @@ FORMATS = (
     WeightFormat(
         Weights.UNKNOWN,
         lambda head: True,
-        remedy="Fetch the file again; what is there may be a web page, or the pointer of a large file.",
+        remedy="Download the file again; what is there may be a web page, or the pointer of a large file.",
     ),
 )
 """The formats, in the order in which a file is compared with them."""

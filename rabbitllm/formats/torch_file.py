@@ -303,7 +303,7 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
 def corrupt_legacy(file: str, what: str) -> CorruptShardError:
     """The error for a malformed file of this format."""
     return CorruptShardError(
-        f"{file} is not a sound torch file of a version before torch 1.6: {what}.", "Fetch or copy the file again."
+        f"{file} is not a sound torch file of a version before torch 1.6: {what}.", "Download or copy the file again."
     )
 
 

@@ -56,7 +56,7 @@ _HARMLESS_EXTRAS = {0x4246, 0x5455, 0x7875}
 """Ids of torch's padding ("FB"), and of times and owners from Info-ZIP. Others can change a name or hide data."""
 
 _REMEDY = (
-    "Fetch or copy the file again. One that another program packed can be written again: load it where it can do no "
+    "Download or copy the file again. One that another program packed can be written again: load it where it can do no "
     "harm, and save the tensors as safetensors."
 )
 

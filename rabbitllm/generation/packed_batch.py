@@ -179,7 +179,7 @@ class PackedCache(Cache):  # type: ignore[misc]
             NotPackable: some did not, so that sequences may have attended to each other.
         """
         if self._unused > 0:
-            raise NotPackable("attention was computed otherwise than by transformers' attention interface")
+            raise NotPackable("attention was not computed by transformers' attention interface")
 
     # called by models and mask functions ----------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         Raises:
             NotPackable: always.
         """
-        raise NotPackable("the model asks how long the texts of a pass are, and they have no common length")
+        raise NotPackable("the model needs one length for all sequences of a pass, and their lengths differ")
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -295,7 +295,7 @@ def _attention(
         if name in _BY_ROW:
             del kwargs[name]
         elif name not in _BY_HEAD:
-            raise NotPackable(f"attention was given {name}, and nothing is known of it")
+            raise NotPackable(f"attention was given the unknown argument {name}")
     masks = attention_mask if attention_mask is not None else [None] * len(cache.lengths)
     if attend is sdpa_attention_forward and kwargs.keys() <= _PLAIN and not kwargs.get("dropout"):
         return _by_rows(module, query, pairs, masks, cache.lengths, kwargs), None
@@ -340,7 +340,7 @@ def _own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
     eager = getattr(type(module).forward, "__globals__", {}).get("eager_attention_forward")
     found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(own, eager)
     if found is None:
-        raise NotPackable(f"{type(module).__name__} attends by no function that is known")
+        raise NotPackable(f"{type(module).__name__} uses an unknown attention function")
     return found
 
 
@@ -558,7 +558,7 @@ class PackedForward:
         kind, logits = type(output), output.logits
         unknown = output.keys() - {"logits", "past_key_values"}
         if unknown:
-            raise NotPackable(f"the model returned {', '.join(sorted(unknown))}, and nothing is known of it")
+            raise NotPackable(f"the model returned unknown values: {', '.join(sorted(unknown))}")
         parts = logits.split([sequence.kept for sequence in sequences], 1)
         return [
             kind(logits=part, past_key_values=sequence.cache) for sequence, part in zip(sequences, parts, strict=True)

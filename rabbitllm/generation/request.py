@@ -319,7 +319,7 @@ class Limits:
                 raise OptionError(f"{name}={value}; expected 0 or more.", "Use 0 for none.")
         if self.aside_folder is not None and not (self.aside_folder.is_dir() and is_writable(self.aside_folder)):
             raise OptionError(
-                f"No file can be made in {self.aside_folder}, where keys and values were to be set aside.",
+                f"No swap file for KV caches can be created in {self.aside_folder}.",
                 "Use an existing folder that is writable.",
             )
 
@@ -391,9 +391,9 @@ def most_new_tokens(context: int | None, prompt_tokens: int, asked: int | None, 
         return asked if asked is not None else usual
     left = context - prompt_tokens
     if left < (asked or 1):
-        followed = f", with {asked:,} to follow" if asked is not None else ""
+        new = f" and {asked:,} new tokens were requested" if asked is not None else ""
         raise OptionError(
-            f"The prompt has {prompt_tokens:,} tokens{followed}; the model was made for {context:,} in all.",
-            "Shorten it." if left < 1 else f"Shorten it, or ask for at most {left:,}.",
+            f"The prompt has {prompt_tokens:,} tokens{new}; the model's context has {context:,}.",
+            "Shorten the prompt." if left < 1 else f"Shorten the prompt, or request at most {left:,} new tokens.",
         )
     return asked if asked is not None else min(usual, left)

@@ -64,7 +64,7 @@ class TemplateBudget:
         """
         self._left -= letters
         if letters > self.letters or self._left < 0:
-            raise ValueError(f"it makes a text of more than {self.letters:,} letters")
+            raise ValueError(f"its output has more than {self.letters:,} letters")
 
     def step(self) -> None:
         """Count a step of a loop, or a call.

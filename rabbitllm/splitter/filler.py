@@ -458,8 +458,8 @@ class Filler:
             )
         return (
             f"{safe} For a repository on the hub make the same call again, or delete that folder first. For a local "
-            "checkpoint put a sound copy at that path and call again; delete nothing: other shards may be used up "
-            "already."
+            "checkpoint put a sound copy at that path and make the call again. Do not delete other files: other "
+            "shards may be deleted already."
         )
 
     def _path(self, layout: LayerLayout, suffix: str) -> Path:

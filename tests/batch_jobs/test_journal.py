@@ -158,7 +158,7 @@ def test_a_torn_or_spoilt_line_is_no_answer(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten_without_being_told(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine")
-    with pytest.raises(ResultsError, match=r"out\.jsonl is there already"):
+    with pytest.raises(ResultsError, match=r"out\.jsonl already exists"):
         make(out, [])
     assert other_files(out) == []
     told: list[int] = []

@@ -188,7 +188,11 @@ def refused(folder: Path, error: type[CheckpointError], says: str) -> None:
             r"wq\.weight' of shape \(64, 64\); params.json says \(128, 128\)",
         ),
         ({"n_layers": 3}, InvalidIndexError, r"has no tensor 'layers\.2\.attention\.wq\.weight'"),
-        ({"n_layers": 1}, UnreadableFormatError, r"has a tensor 'layers\.1\..*', which a Llama of 1 layers has not"),
+        (
+            {"n_layers": 1},
+            UnreadableFormatError,
+            r"has a tensor 'layers\.1\..*', which a Llama of 1 layers does not have",
+        ),
         (
             {"n_kv_heads": 2},
             InvalidIndexError,

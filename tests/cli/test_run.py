@@ -171,7 +171,7 @@ def test_no_prompt_is_a_wrong_call(checkpoint: Path) -> None:
         (["--raw", "--system", "x"], "a system prompt is not possible"),
         (["--compression", "3bit"], "does not exist"),
         (["--max-memory", "much"], "names no device"),
-        (["--max-new-tokens", "9999"], "the model was made for"),
+        (["--max-new-tokens", "9999"], "the model's context has"),
     ],
 )
 def test_wrong_options(checkpoint: Path, arguments: list[str], message: str) -> None:

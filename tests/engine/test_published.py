@@ -269,7 +269,7 @@ def test_codes_without_scales(tmp_path: Path) -> None:
     with pytest.raises(IncompleteSplitError) as refused:
         load(split(folder))
     assert "model.layers.1.mlp.up_proj.weight holds codes (F8_E4M3) and has no scales" in refused.value.problem
-    assert "fetch it again" in refused.value.remedy
+    assert "download it again" in refused.value.remedy
 
 
 def test_an_expert_s_codes_without_scales(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_codes_of_another_size(tmp_path: Path) -> None:
     folder = quantized.build_bitsandbytes(tmp_path / "model", "llama", 4)
     take_out(folder, **{"model.layers.1.mlp.up_proj.weight": torch.zeros(96, 1, dtype=torch.uint8)})
     with pytest.raises(
-        IncompleteSplitError, match=r"up_proj.weight have shape \(96, 1\); the model's config asks for \(128, 64\)"
+        IncompleteSplitError, match=r"up_proj.weight have shape \(96, 1\); the config needs \(128, 64\)"
     ):
         load(split(folder))
 

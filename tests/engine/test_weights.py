@@ -80,7 +80,7 @@ def test_a_missing_expert(tmp_path: Path) -> None:
     rewrite(folder, lambda tensors: {name: tensors[name] for name in tensors if name != gone})
     error = refused(folder)
     assert "model.layers.1.mlp.experts.down_proj has shape (3, 64, 80)" in error.problem
-    assert "asks for (4, 64, 80)" in error.problem
+    assert "needs (4, 64, 80)" in error.problem
 
 
 def test_an_expert_without_its_other_half(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_another_shape_than_the_config_says(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(content))
     error = refused(folder)
     assert "model.layers.0.mlp.down_proj.weight has shape (64, 128)" in error.problem
-    assert "asks for (64, 192)" in error.problem
+    assert "needs (64, 192)" in error.problem
     assert "of different models" in error.remedy
 
 

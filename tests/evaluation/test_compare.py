@@ -146,7 +146,7 @@ def test_no_positions_and_bad_texts_are_refused(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "model", FAMILIES["llama"])))
     with pytest.raises(QualityError, match="no token to predict"):
         compare(model, model, [])
-    with pytest.raises(OptionError, match="index 1 brings 400 tokens"):
+    with pytest.raises(OptionError, match="index 1 has 400 tokens"):
         compare(model, model, [ScoredText(0, (3,), (4,)), ScoredText(1, (3,), (4,) * 400)])
 
 

@@ -147,10 +147,10 @@ def test_how_many_may_follow(model: Any) -> None:
     context = model.config.max_position_embeddings
     assert most_new_tokens(context, 6, None) == min(MAX_TOKENS, context - 6)
     assert most_new_tokens(context, 6, 9) == 9
-    with pytest.raises(OptionError, match="with 9 to follow") as caught:
+    with pytest.raises(OptionError, match="9 new tokens") as caught:
         most_new_tokens(context, context - 4, 9)
     assert "at most 4" in caught.value.remedy
-    with pytest.raises(OptionError, match=f"{context} tokens; the model was made for"):
+    with pytest.raises(OptionError, match=f"{context} tokens; the model.s context has"):
         most_new_tokens(context, context, None)
 
 

@@ -203,12 +203,12 @@ def test_events_come_whole_wherever_the_network_cuts_them(modules: Path) -> None
 
 
 BROKEN = {
-    'data: {"choices": [{"delta": {"content": "a"}}]}\n\n': "The connection was lost. What came until then stays.",
+    'data: {"choices": [{"delta": {"content": "a"}}]}\n\n': "The connection was lost. The partial answer is kept.",
     'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"error": {"message": "No disk."}}\n\n': (
         "The server ended the answer. No disk."
     ),
     'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: <html>\n\n': (
-        "The server sent what this page cannot read. What came until then stays."
+        "The server sent an invalid reply. The partial answer is kept."
     ),
 }
 
@@ -257,12 +257,12 @@ def test_refusals_in_words(modules: Path) -> None:
         ],
     )
     assert found == [
-        ["The server has as many requests as it takes on.", False, 7],
-        ["The server takes nothing on now. Shutting down.", False, 60],
-        ["This server wants an API key.", True, None],
-        ["The server refused this. Too long.", False, None],
-        ["The server refused this. (HTTP 418)", False, None],
-        ["Something went wrong in the server. Sorry.", False, None],
+        ["The server's request queue is full.", False, 7],
+        ["The server is not available. Shutting down.", False, 60],
+        ["This server requires an API key.", True, None],
+        ["The server refused the request. Too long.", False, None],
+        ["The server refused the request. (HTTP 418)", False, None],
+        ["The server failed. Sorry.", False, None],
     ]
 
 

@@ -191,7 +191,7 @@ def test_an_answer_comes_in_pieces_and_is_there_after_a_reload(tab: Tab) -> None
     below = tab.run("document.querySelector('.assistant .under span').textContent")
     assert below.startswith("201 tokens · ")
     assert "first after" in below
-    assert below.endswith("as long as it may be")
+    assert below.endswith("reached the maximum tokens")
     tab.wait("/disk \\d+ % .*copies \\d+ % .*computing \\d+ %/.test(document.querySelector('#shares').textContent)")
     tab.wait("document.querySelector('#requests').textContent === 'requests: 0 running, 0 waiting'")
     tab.click("summary")
@@ -247,7 +247,7 @@ def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None
             while True:
                 waiting.append(server.batch.submit(Request((5,), 1), lambda event: None))
         ask(tab, "Anybody there?")
-        assert "The server has as many requests as it takes on. It" in trouble(tab)
+        assert "The server's request queue is full. Try" in trouble(tab)
         shown = f"requests: 1 running, {len(waiting)} waiting"
         tab.wait(f"document.querySelector('#requests').textContent === '{shown}'")
         for handle in waiting:
@@ -269,7 +269,7 @@ def test_a_lost_connection_leaves_what_came(browser: Browser, server: Running) -
     ask(tab, "Go on!")
     tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
     relay.cut()
-    assert "The connection was lost. What came until then stays." in trouble(tab)
+    assert "The connection was lost. The partial answer is kept." in trouble(tab)
     came = texts(tab)
     assert HOPS.startswith(came[1])
     assert len(came[1]) > 3
@@ -290,7 +290,7 @@ def test_a_lost_connection_leaves_what_came(browser: Browser, server: Running) -
 def test_a_refusal_is_said_in_words(tab: Tab) -> None:
     settings(tab, max_tokens=3)
     ask(tab, "long " * 1000)
-    assert trouble(tab).startswith("The server refused this. ")
+    assert trouble(tab).startswith("The server refused the request. ")
     assert "1,024" in trouble(tab) or "1024" in trouble(tab)
 
 
@@ -298,9 +298,7 @@ def test_a_server_that_ends_says_so(tab: Tab, server: Running) -> None:
     server.service.is_closing = True
     try:
         ask(tab, "Still there?")
-        assert trouble(tab).startswith(
-            "The server takes nothing on now. The server is shutting down. It says to ask again"
-        )
+        assert trouble(tab).startswith("The server is not available. The server is shutting down. Try again")
     finally:
         server.service.is_closing = False
 
@@ -331,7 +329,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, folder: Path)
         tab.wait("document.querySelector('#notice').textContent.includes('API key')")
         settings(tab, temperature=0, max_tokens=3)
         ask(tab, "Please?")
-        assert "This server wants an API key." in trouble(tab)
+        assert "This server requires an API key." in trouble(tab)
         tab.click("[role=alert] input")
         tab.write(KEY)
         tab.click("[role=alert] button")

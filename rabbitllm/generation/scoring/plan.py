@@ -157,7 +157,7 @@ def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
     for name in ("memory_bytes", "disk_bytes", "tokens"):
         value = getattr(room, name)
         if value is not None and value < (name == "tokens"):
-            raise OptionError(f"{name}={value}, which cannot be.", "Give a positive number.")
+            raise OptionError(f"{name}={value}; expected a positive number.", "Use a positive number.")
     devices = [lane.device for lane in model.streamer.lanes.values()]
     on_host = all(device.shares_host_memory for device in devices)
     free = min(device.free_bytes() for device in devices)

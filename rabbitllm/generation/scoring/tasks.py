@@ -160,7 +160,7 @@ def problem_of(text: ScoredText, ability: Ability, *, truncate: bool) -> OptionE
         return None
     if not truncate:
         return OptionError(
-            f"{name} brings {inputs:,} tokens into the model, whose context has {ability.context:,}.",
+            f"{name} has {inputs:,} tokens; the model's context has {ability.context:,}.",
             "Shorten it, or use truncate, which removes its beginning.",
         )
     if len(text.continuation) > ability.context:

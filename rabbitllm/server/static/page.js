@@ -23,7 +23,7 @@ function keep(changed) {
   try {
     chats.put(changed);
   } catch {
-    notify("The browser has no room left for conversations. Export this one, and delete old ones.");
+    notify("The browser's storage is full. Export this conversation, and delete old ones.");
   }
   list();
 }
@@ -117,7 +117,7 @@ function unanswered() {
 
 function hello() {
   const icon = made("img", { src: "static/icon.svg", alt: "", width: 56, height: 56 });
-  return made("p", { className: "hello" }, icon, "What you write is kept in this browser and sent to this server only.");
+  return made("p", { className: "hello" }, icon, "Your messages are stored in this browser and sent to this server only.");
 }
 
 /** Changes what is in the log, and keeps its end in view where it was in view. */
@@ -194,7 +194,7 @@ async function answer(asked, before = null) {
   } catch (error) {
     if (error instanceof Trouble) trouble = error;
     else if (!mine.abort.signal.aborted) throw error;
-    else if (!coming.content) trouble = new Trouble("Stopped before anything came.");
+    else if (!coming.content) trouble = new Trouble("Stopped before the first token.");
   } finally {
     clearInterval(clock);
     cancelAnimationFrame(drawn);
@@ -227,7 +227,7 @@ const stop = () => work?.abort.abort();
 
 async function get(path) {
   const reply = await fetch(path, { headers: headersOf(keyOf()) });
-  if (reply.status === 401) throw new Trouble("This server wants an API key.", { wantsKey: true });
+  if (reply.status === 401) throw new Trouble("This server requires an API key.", { wantsKey: true });
   if (!reply.ok) throw new Trouble(`HTTP ${reply.status}`);
   return reply.json();
 }
@@ -255,7 +255,7 @@ async function poll() {
       showStatus(status, work);
       if (!model) findModel();
     } catch (error) {
-      showNone(error.wantsKey ? "where the time goes: with an API key" : "no word from the server");
+      showNone(error.wantsKey ? "the status needs an API key" : "no status from the server");
     }
   }
   clearTimeout(polling);

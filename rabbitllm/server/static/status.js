@@ -26,19 +26,19 @@ export function showStatus(status, mine) {
     $("shares").replaceChildren(...words.flatMap((word) => [word, " · "]), of);
     facts.push(
       ["a pass", `${duration(done.seconds / done.passes)}: ${each}`],
-      ["brought for a pass", done.bytes ? moved : "nothing: all weights stay where they are used"],
+      ["read or copied per pass", done.bytes ? moved : "nothing: all weights are resident"],
     );
   } else $("shares").textContent = "no pass yet";
   for (const [place, words] of Object.entries(status.placement.places)) {
     const parts = Object.entries(words).map(([word, bytes]) => `${size(bytes)} ${word.replace(/^disk, /, "")}`);
     facts.push([place, parts.join(", ")]);
   }
-  const aside = status.aside_bytes ? `, and ${size(status.aside_bytes)} set aside` : "";
-  const kept = `${status.kept_tokens.toLocaleString("en")} were kept from earlier ones`;
+  const aside = status.aside_bytes ? `, and ${size(status.aside_bytes)} swapped out` : "";
+  const kept = `${status.kept_tokens.toLocaleString("en")} found in the prefix cache`;
   facts.push(
     ["KV cache", `${size(status.cache_bytes)} of ${size(status.cache_limit_bytes)}${aside}`],
-    ["requests", `at most ${status.most_running} in a pass, ${status.most_waiting} waiting`],
-    ["since it began", `${counted(status.new_tokens, "token")} generated; of ${counted(status.prompt_tokens, "token")} in prompts ${kept}`],
+    ["requests", `at most ${status.most_running} running, ${status.most_waiting} waiting`],
+    ["since the start", `${counted(status.new_tokens, "token")} generated; of ${counted(status.prompt_tokens, "token")} in prompts ${kept}`],
   );
   $("facts").replaceChildren(...facts.flatMap(([name, words]) => [made("dt", {}, name), made("dd", {}, words)]));
 }

@@ -38,11 +38,11 @@ export function untilWhen(header, now) {
 export function refused(status, message, header, now) {
   const until = untilWhen(header, now);
   const said = message ? ` ${message}` : "";
-  if (status === 401) return new Trouble("This server wants an API key.", { wantsKey: true });
-  if (status === 429) return new Trouble("The server has as many requests as it takes on.", { until });
-  if (status === 503) return new Trouble(`The server takes nothing on now.${said}`, { until });
-  if (status >= 500) return new Trouble(`Something went wrong in the server.${said}`, { until });
-  return new Trouble(`The server refused this.${said || ` (HTTP ${status})`}`, { until });
+  if (status === 401) return new Trouble("This server requires an API key.", { wantsKey: true });
+  if (status === 429) return new Trouble("The server's request queue is full.", { until });
+  if (status === 503) return new Trouble(`The server is not available.${said}`, { until });
+  if (status >= 500) return new Trouble(`The server failed.${said}`, { until });
+  return new Trouble(`The server refused the request.${said || ` (HTTP ${status})`}`, { until });
 }
 
 const messageOf = (error) => (typeof error === "string" ? error : error?.message ?? "");
@@ -87,13 +87,13 @@ export async function* ask(body, { key, signal }) {
       if (said.usage) yield { tokens: said.usage.completion_tokens };
     }
   }
-  if (!whole) throw new Trouble("The connection was lost. What came until then stays.");
+  if (!whole) throw new Trouble("The connection was lost. The partial answer is kept.");
 }
 
 function read(event) {
   try {
     return JSON.parse(event);
   } catch {
-    throw new Trouble("The server sent what this page cannot read. What came until then stays.");
+    throw new Trouble("The server sent an invalid reply. The partial answer is kept.");
   }
 }

@@ -42,7 +42,7 @@ export class Message {
   }
 }
 
-const ENDS = { length: "as long as it may be", timeout: "its time was over", cancelled: "ended by the server" };
+const ENDS = { length: "reached the maximum tokens", timeout: "reached the time limit", cancelled: "ended by the server" };
 
 /** What stands below an answer. */
 export function wordsBelow(answer) {
@@ -73,7 +73,7 @@ export function troubleNode(trouble, again, withKey) {
   node.append(row);
   const count = () => {
     const left = Math.ceil((trouble.until - Date.now()) / 1000);
-    when.textContent = left > 0 ? ` It says to ask again in ${duration(left)}.` : " It may take this on now.";
+    when.textContent = left > 0 ? ` Try again in ${duration(left)}.` : " Try again now.";
     if (left > 0 && (node.isConnected || !count.begun)) setTimeout(count, 1000);
     count.begun = true;
   };

@@ -234,7 +234,7 @@ def test_a_text_that_is_refused_touches_no_other(split_folder: Path, plain: Any)
     model = load(split_folder, STREAMED)
     texts = [ScoredText(1, range(3, 253), range(3, 20)), ScoredText(2, (4, 5), (6,)), ScoredText(3, (), (4,))]
     found = scored(model, texts, Room())
-    assert "index 1 brings 266 tokens" in str(found[1].error)
+    assert "index 1 has 266 tokens" in str(found[1].error)
     assert isinstance(found[3].error, OptionError)
     assert_alike({2: found[2]}, [alone(plain, texts[1])])
     shortened = scored(model, texts, Room(truncate=True))

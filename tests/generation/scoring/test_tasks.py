@@ -47,7 +47,7 @@ def test_what_is_too_long_loses_its_beginning() -> None:
         (ScoredText(7, (1,), (), "first"), "pooling='first'"),  # type: ignore[arg-type]
         (ScoredText(7, (1, 100), (2,)), "the token 100"),
         (ScoredText(7, (1,), (-1,)), "the token -1"),
-        (ScoredText(7, range(8), (1, 2)), "9 tokens into the model, whose context has 8"),
+        (ScoredText(7, range(8), (1, 2)), "9 tokens; the model's context has 8"),
     ],
 )
 def test_refused(text: ScoredText, words: str) -> None:
