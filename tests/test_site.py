@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 PAGES = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
 OLD = {"LARGE_MODELS.md", "MEASURED.md", "SCALE.md"}
-"""Pages that guides replace."""
+"""Pages that the page about performance replaces."""
 
 
 def entries(found: Any) -> Iterator[str]:
