@@ -1,4 +1,4 @@
-"""The scale model: what it says of machines by hand, of what was measured, and what its page has of it."""
+"""The scale model: what it says of machines by hand, of what was measured, and that its results are written."""
 
 from __future__ import annotations
 
