@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
         print(listed())
         return 0
     if arguments[:1] == ["picture"] and len(arguments) == 2:
-        print(redraw(Path(arguments[1])))
+        print(*redraw(Path(arguments[1])), sep="\n")
         return 0
     if not arguments or arguments[0] not in CATALOGUE:
         known = ", ".join(CATALOGUE)

@@ -27,7 +27,7 @@ class Benchmark:
     Attributes:
         measures: in a few words.
         needs: in addition to Linux and this project.
-        takes: disk, and time at the full size.
+        takes: disk, and how many runs with the default options.
     """
 
     measures: str
@@ -37,44 +37,58 @@ class Benchmark:
 
 CATALOGUE: Mapping[str, Benchmark] = {
     "split": Benchmark(
-        "seconds to split a checkpoint, compared with cp; peak disk, peak memory", (PEERS,), "10 GB, 30 minutes"
+        "seconds to split a checkpoint, compared with cp; peak disk, peak memory", (PEERS,), "10 GB; 45 runs"
     ),
-    "split.quantizers": Benchmark("MB/s of the compiled quantizers and of bitsandbytes, one core", (), "2 minutes"),
+    "split.quantizers": Benchmark(
+        "MB/s of the compiled quantizers and of bitsandbytes, one core", (), "42 runs of a few seconds"
+    ),
     "split.kaggle": Benchmark(
-        "a split of 150 GB within a Kaggle disk, killed five times: disk, memory, time", (), "51 GB, 20 minutes"
+        "a split of 150 GB within a Kaggle disk, killed five times: disk, memory, time", (), "51 GB; 10 minutes a mode"
     ),
-    "decode": Benchmark("seconds a token, load time and memory on the CPU", (PEERS,), "10 GB, 1 hour"),
-    "decode.capped": Benchmark("seconds a token, less memory than the model has", (GROUPS, PEERS), "10 GB, 2 hours"),
-    "decode.predict": Benchmark("seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB, 30 minutes"),
-    "decode.products": Benchmark("products with 4-bit and 8-bit codes, compared with torch's", (), "2 minutes"),
+    "decode": Benchmark("seconds a token, load time and memory on the CPU", (PEERS,), "10 GB; 39 runs"),
+    "decode.capped": Benchmark(
+        "seconds a token with less memory than the model has", (GROUPS, PEERS), "10 GB; 96 runs of at most 90 s"
+    ),
+    "decode.predict": Benchmark(
+        "seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB; 27 plans and runs"
+    ),
+    "decode.products": Benchmark(
+        "products with 4-bit and 8-bit codes, compared with torch's", (), "140 runs of a few seconds"
+    ),
     "decode.vram": Benchmark(
-        "seconds a token with less GPU memory than the model has", ("an NVIDIA GPU", PEERS), "14 GB; not run yet"
+        "seconds a token with less GPU memory than the model has",
+        ("an NVIDIA GPU", PEERS),
+        "14 GB; 30 runs of at most 20 minutes; has never run on a GPU",
     ),
     "experts": Benchmark(
         "a mixture of experts with less memory than it has: seconds, bytes and cache hits a token",
         (GROUPS,),
-        "26 GB, 2 hours",
+        "26 GB; 42 runs of at most 10 minutes",
     ),
     "serve": Benchmark(
-        "tokens/s of a server for 1 to 64 clients with less memory than the model has", (GROUPS, PEERS), "10 GB, 1 hour"
+        "tokens/s of a server for 1 to 64 clients with less memory than the model has",
+        (GROUPS, PEERS),
+        "10 GB; 8 servers, 4 loads of at most 60 s for each",
     ),
     "batch": Benchmark(
-        "tokens/s of many prompts at once with less memory than the model has", (GROUPS, PEERS), "10 GB, 3 hours"
+        "tokens/s of many prompts at once with less memory than the model has",
+        (GROUPS, PEERS),
+        "10 GB; 75 runs of at most 30 minutes",
     ),
     "batch.score": Benchmark(
-        "seconds to score the choices of many questions, memory limited", (GROUPS, PEERS), "10 GB, 1 hour"
+        "seconds to score the choices of many questions, memory limited", (GROUPS, PEERS), "10 GB; 15 runs"
     ),
     "batch.beyond_memory": Benchmark(
-        "prompts whose keys and values do not fit in memory: in a file, or waiting", (), "2 GB, 10 minutes"
+        "prompts whose keys and values do not fit in memory: in a file, or waiting", (), "2 GB; 3 runs"
     ),
     "quality": Benchmark(
         "divergence against bytes: this project's compressions, bitsandbytes, llama.cpp",
         ("llama.cpp from PyPI, compiled",),
-        "30 minutes",
+        "19 formats of each model",
     ),
-    "scale": Benchmark("a model of 1 to 1,000 machines, computed from published rates", (), "1 minute"),
+    "scale": Benchmark("a model of 1 to 1,000 machines, computed from published rates", (), "20 seconds"),
     "scale.pipeline": Benchmark(
-        "seconds a token of a model over several processes of one machine", (GROUPS,), "10 GB, 30 minutes"
+        "seconds a token of a model over several processes of one machine", (GROUPS,), "10 GB; 21 runs"
     ),
 }
 """By name: SUBJECT.NAME, in benchmarks/SUBJECT/NAME.py; SUBJECT alone is SUBJECT.SUBJECT."""

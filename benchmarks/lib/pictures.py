@@ -111,18 +111,21 @@ def draw(picture: Picture, path: Path) -> None:
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def redraw(results: Path) -> Path:
-    """Draw the picture of a results file next to it; return the picture's file.
+def redraw(results: Path) -> list[Path]:
+    """Draw the pictures of a results file next to it: `picture`, and each of `pictures` with its name behind.
 
     Raises:
         SystemExit: the results have no picture.
     """
-    picture = json.loads(results.read_text(encoding="utf-8")).get("picture")
-    if picture is None:
+    held = json.loads(results.read_text(encoding="utf-8"))
+    found = {results.stem: held.get("picture")}
+    found |= {f"{results.stem}-{name}": picture for name, picture in held.get("pictures", {}).items()}
+    drawn = {results.with_name(f"{name}.svg"): picture for name, picture in found.items() if picture is not None}
+    if not drawn:
         raise SystemExit(f"{results.name} has no picture.")
-    path = results.with_suffix(".svg")
-    draw(picture, path)
-    return path
+    for path, picture in drawn.items():
+        draw(picture, path)
+    return list(drawn)
 
 
 def _bars(figure: Any, picture: Picture) -> None:

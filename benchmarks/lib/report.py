@@ -242,6 +242,6 @@ def write(
     }
     results = base.with_name(base.name + ".json")
     results.write_text(json.dumps(everything, indent=1, default=str) + "\n", encoding="utf-8")
-    if picture is not None:
+    if picture is not None or "pictures" in everything:
         pictures.redraw(results)
     print(f"\nWritten: {base}.json and .md")

@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every: list[Row] = []
     tables: dict[str, report.Table] = {}
     notes: list[str] = []
-    drawn: pictures.Picture | None = None
+    drawn: dict[str, pictures.Picture] = {}
     for name, folder in folders.items():
         subject = Subject(name, Path(folder), Path(texts[name]) if name in texts else None, extent)
         others = () if options.smallest else of_llama_cpp(subject, options.work)
@@ -291,12 +291,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         notes += [f"{name}, {row.maker} {row.name}: {row.note}" for row in rows if row.note]
         every += rows
-        drawn = picture(name, rows)
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        pictures.draw(drawn, options.results.with_name(f"{options.results.name}-{name}.svg"))
+        drawn[name] = picture(name, rows)
     machine, (first, *more) = report.describe_machine(options.work), tables
     rest = {heading: tables[heading] for heading in more}
-    report.write(options.results, f"Loss against bytes. {first}", machine, tables[first], notes, every, None, rest)
+    title, held = f"Loss against bytes. {first}", {"pictures": drawn}
+    report.write(options.results, title, machine, tables[first], notes, every, None, rest, held)
     return 0
 
 

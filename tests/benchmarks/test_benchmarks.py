@@ -337,7 +337,7 @@ def test_pictures_are_drawn_from_the_json(kind: str, tmp_path: Path) -> None:
     assert {"python", "torch", "transformers"} <= found["versions_here"].keys()
     assert (tmp_path / "r.svg").read_text().startswith("<?xml")
     (tmp_path / "r.svg").unlink()
-    assert pictures.redraw(tmp_path / "r.json") == tmp_path / "r.svg"
+    assert pictures.redraw(tmp_path / "r.json") == [tmp_path / "r.svg"]
     assert (tmp_path / "r.svg").exists()
     pictures.draw(PICTURES[kind], tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -13,8 +13,13 @@ from pathlib import Path
 
 from tools.reference import api, cli, errors
 
+MADE = "\n---\n\nThis page is made from {} by `python -m tools.reference`. Do not edit it.\n"
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
-PAGES: dict[str, Callable[[], str]] = {"cli.md": cli.page, "api.md": api.page, "errors.md": errors.page}
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": lambda: cli.page() + MADE.format("the commands"),
+    "api.md": lambda: api.page() + MADE.format("the docstrings"),
+    "errors.md": lambda: errors.page() + MADE.format("`rabbitllm/errors.py`"),
+}
 
 
 def main() -> int:

@@ -100,8 +100,6 @@ OTHER_CLASSES = "`RabbitLLMBaichuan`, `RabbitLLMChatGLM`, `RabbitLLMInternLM`, `
 BEGIN = """\
 # Python API
 
-This page is made from the docstrings by `python -m tools.reference`. Do not edit it.
-
 Import the names from `rabbitllm`: `from rabbitllm import AutoModel`. Each is loaded when it is first used, so
 `import rabbitllm` alone loads neither torch nor transformers. Classes that are only returned are named without a way to
 import them. `RabbitLLMError` and `NotEnoughSpaceException` are under [Errors](errors.md). `rabbitllm.__version__` is

@@ -24,8 +24,6 @@ EXAMPLES = re.compile(r"^Examples?:\s*(?P<lines>.*)", re.DOTALL)
 BEGIN = """\
 # Command line
 
-This page is made from the commands by `python -m tools.reference`. Do not edit it.
-
 ```text
 rabbitllm COMMAND [OPTIONS]
 python -m rabbitllm COMMAND [OPTIONS]

@@ -14,8 +14,6 @@ WHAT_TO_DO = "What to do"
 BEGIN = """\
 # Errors
 
-This page is made from `rabbitllm/errors.py` by `python -m tools.reference`. Do not edit it.
-
 Each error that RabbitLLM raises on purpose is a `RabbitLLMError`. `str(error)` shows the problem (what was found, what
 was expected) and, on a separate line, what to do. `error.problem` and `error.remedy` hold the two parts. Classes in
 parentheses are Python's own; `except` with them catches the error too. On the command line an `OptionError` ends with
