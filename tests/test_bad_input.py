@@ -334,7 +334,7 @@ def test_weights_that_another_program_quantized(checkpoint: Path, method: str) -
 def test_a_split_directory_at_another_compression(checkpoint: Path) -> None:
     AutoModel.from_pretrained(checkpoint, device="cpu", compression="8bit")
     error = refused(SplitMismatchError, checkpoint / "splitted_model.8bit", compression="4bit")
-    assert "is a split at compression 8bit; 4bit was asked for" in error.problem
+    assert "is a split at compression 8bit; requested was 4bit" in error.problem
     assert "Remove compression" in error.remedy
 
 

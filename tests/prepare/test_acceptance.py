@@ -407,7 +407,7 @@ def test_plan_proposes_no_compression_that_loading_would_refuse(
     call, said = proposed(int((least[0] + least[1]) / 2 * (1 << 20)))
     assert call is not None
     assert "compression='8bit'" in call or 'compression="8bit"' in call
-    assert "ncompressed needs more memory than this process may take. 8bit fits" in said
+    assert "ncompressed needs more memory than this process may use. 8bit fits" in said
     call, said = proposed(1 << 16)
     assert call is None
     assert "It fits on the disk, but not in memory. A pass takes at least" in said

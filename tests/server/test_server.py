@@ -38,7 +38,7 @@ def said(served: Running, split: tuple[bool, Path] | None, *, is_local: bool = T
 def test_where_what_and_a_line_to_try(served: Running, split_folder: Path) -> None:
     lines = said(served, (True, split_folder)).splitlines()
     assert lines[0] == f"tiny at {served.address}"
-    assert lines[1].split() == ["split", "was", "there", "already,", "in", str(split_folder)]
+    assert lines[1].split() == ["split", "existed,", "in", str(split_folder)]
     assert "read for each pass" in lines[2]
     command = shlex.split(lines[-1].removeprefix("try").strip())
     assert command[0] == "curl"
