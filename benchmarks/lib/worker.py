@@ -306,8 +306,8 @@ LLAMA_CPP = ("llama_cpp", "gguf")
 """Packages that need no torch, which they would be idle with."""
 OTHERS = {
     "bulk": "worker_batch.py",
-    "score": "worker_score.py",
-    "score-plain": "worker_score.py",
+    "score": "worker_batch.py",
+    "score-plain": "worker_batch.py",
     "gpu probe": "worker_gpu.py",
     "gpu decode": "worker_gpu.py",
     "serve": "worker_serve.py",

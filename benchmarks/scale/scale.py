@@ -4,7 +4,7 @@
 
 Two ways to use several machines are compared: each streams for itself ("alone"), or the layers lie over as many as hold
 all of them, and micro-batches go around ("spread"). The model is in `scale/pace.py`, rates, prices and where they are
-from in `scale/facts.py`; `scale/check.py` asks it for what was measured here. docs/SCALE.md has what this prints.
+from in `scale/facts.py`; `scale/check.py` asks it for what was measured here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scale model: what it says of machines by hand, of what was measured, and what its page has of it."""
+"""The scale model: what it says of machines by hand, of what was measured, and that its results are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from benchmarks.scale.shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, cache_o
 from rabbitllm.estimate.outline import published
 from rabbitllm.generation.kv_cache import cost_by_cache
 
-PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "SCALE.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "benchmarks" / "results" / "scale-model.md").read_text(encoding="utf-8")
 WHOLE = 1 << 50
 
 
@@ -145,7 +146,7 @@ def test_what_was_measured_is_within_the_range_that_the_page_says() -> None:
 
 
 def test_what_was_served_is_what_the_page_of_performance_says() -> None:
-    performance = (Path(__file__).resolve().parents[2] / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
+    performance = (ROOT / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
     (row,) = [line for line in performance.splitlines() if "serve`, quiet (load" in line]
     assert [cell.strip() for cell in row.split("|")[2:4]] == [f"{SERVED[1]:g}", f"{SERVED[16]:g}"]
 
