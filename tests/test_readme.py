@@ -39,7 +39,7 @@ FIGURE = re.compile(r"\d+\.\d+")
 VERSIONS = re.compile(r"(?:RabbitLLM|AirLLM|oLLM|Qwen|Llama|transformers) ?\d+\.\d+(?:\.\d+)?")
 MEASURED = "".join(
     page.read_text(encoding="utf-8")
-    for name in ("docs/PERFORMANCE.md", "docs/MEASURED.md", "docs/LARGE_MODELS.md", "benchmarks/results/quality*.md")
+    for name in ("docs/PERFORMANCE.md", "benchmarks/results/quality*.md")
     for page in ROOT.glob(name)
 )
 """Of pages that say where figures come from."""

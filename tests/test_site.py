@@ -15,8 +15,6 @@ import yaml
 ROOT = Path(__file__).parent.parent
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 PAGES = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
-OLD = {"LARGE_MODELS.md", "MEASURED.md", "SCALE.md"}
-"""Pages that the page about performance replaces."""
 
 
 def entries(found: Any) -> Iterator[str]:
@@ -28,7 +26,7 @@ def entries(found: Any) -> Iterator[str]:
 def test_each_page_is_in_the_navigation() -> None:
     found = list(entries(CONFIG["nav"]))
     assert len(set(found)) == len(found)
-    assert set(PAGES) - OLD <= set(found)
+    assert set(PAGES) <= set(found)
 
 
 @pytest.mark.long

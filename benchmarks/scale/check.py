@@ -29,7 +29,7 @@ IN_TURN = Strain(2.0, 2.0)
 """A copy out of the page cache reads and writes 22 GB/s of memory, as much as products can have, so that neither hides
 behind the other."""
 PLANNED_MEMORY = 19.7e9
-"""Of the 72B's 40.9 GB, what stayed in 24 GB of RAM (docs/LARGE_MODELS.md)."""
+"""Of the 72B's 40.9 GB, what stayed in 24 GB of RAM (docs/PERFORMANCE.md)."""
 
 
 class _Free(CpuDevice):
@@ -193,7 +193,7 @@ def _experts(row: str, share: float) -> Check:
 
 
 SERVED = {1: 1.35, 16: 14.66}
-"""Clients -> tokens a second of all, the row "quiet" of docs/PERFORMANCE.md's table: half of the weights, 16 tokens of
+"""Clients -> tokens a second of all, the row "quiet" of benchmarks/NOTES.md's table: half of the weights, 16 tokens of
 prompt and 32 new ones each."""
 SERVED_PROMPT, SERVED_NEW = 16, 32
 
@@ -203,8 +203,8 @@ def _served(clients: int, rate: float) -> Check:
     drawn = _small(None)
     slow = dataclasses.replace(
         XEON,
-        memory=Figure(9.2e9, "one row with 5632 x 2048 in bfloat16: 2.5 ms, docs/PERFORMANCE.md"),
-        flops=Figure(24.6e9, "16 rows with 5632 x 2048 in bfloat16: 15 ms, docs/PERFORMANCE.md"),
+        memory=Figure(9.2e9, "one row with 5632 x 2048 in bfloat16: 2.5 ms, benchmarks/NOTES.md"),
+        flops=Figure(24.6e9, "16 rows with 5632 x 2048 in bfloat16: 15 ms, benchmarks/NOTES.md"),
         disk=Figure(1.0e9, "docs/PERFORMANCE.md"),
     )
     units = drawn.units(drawn.shape.output_bytes // 2, 0, 0)
@@ -212,7 +212,7 @@ def _served(clients: int, rate: float) -> Check:
     step = pass_over(units, drawn.shape, slow, clients, 1, SERVED_PROMPT + SERVED_NEW)
     seconds = (prompt.seconds + (SERVED_NEW - 1) * step.seconds) / (clients * SERVED_NEW)
     what = f"served, half of the weights, {clients} at once"
-    return Check(what, "docs/PERFORMANCE.md", seconds, 1 / rate, step.parts["disk"] * slow.disk.value / clients)
+    return Check(what, "benchmarks/NOTES.md", seconds, 1 / rate, step.parts["disk"] * slow.disk.value / clients)
 
 
 PIPELINE_SHARE = 55

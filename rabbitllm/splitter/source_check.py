@@ -264,7 +264,7 @@ def _changed(checkpoint: Checkpoint, shard: PlannedShard, folder: Path, how: str
     if complete:
         remedy += f" All shards still exist: to split the changed ones, delete {folder}."
     else:
-        remedy += f" Do not delete {folder}: it holds the only copy of the deleted shards."
+        remedy += f" Do not delete anything: {folder} holds the only copy of the deleted shards."
     return SplitMismatchError(f"{path} has changed since the split in {folder} was started: {how}.", remedy)
 
 

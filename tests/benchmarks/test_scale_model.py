@@ -145,9 +145,14 @@ def test_what_was_measured_is_within_the_range_that_the_page_says() -> None:
         assert one.read == pytest.approx(one.measured_read, rel=0.1)
 
 
-def test_what_was_served_is_what_the_page_of_performance_says() -> None:
-    performance = (ROOT / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
-    (row,) = [line for line in performance.splitlines() if "serve`, quiet (load" in line]
+def test_the_page_of_performance_has_the_table_of_many_machines() -> None:
+    page = (ROOT / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
+    assert scale_model.HEADINGS["1 to 1,000 machines"](HOSTS).markdown().strip() in page
+
+
+def test_what_was_served_is_what_the_notes_say() -> None:
+    notes = (ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8")
+    (row,) = [line for line in notes.splitlines() if "serve`, quiet (load" in line]
     assert [cell.strip() for cell in row.split("|")[2:4]] == [f"{SERVED[1]:g}", f"{SERVED[16]:g}"]
 
 

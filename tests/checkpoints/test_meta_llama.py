@@ -245,7 +245,11 @@ def test_parameters_that_are_no_json(tmp_path: Path, content: str) -> None:
             UnreadableFormatError,
             "has a tensor 'layers.0.attention",
         ),
-        ({"layers.0.attention.wo.weight": torch.ones(64, 64).to(torch.int8)}, UnreadableFormatError, "in I8: weights"),
+        (
+            {"layers.0.attention.wo.weight": torch.ones(64, 64).to(torch.int8)},
+            UnreadableFormatError,
+            "in I8: these weights",
+        ),
         ({"layers.0.attention.wo.weight": torch.ones(64, 32)}, InvalidIndexError, r"shape \(64, 32\); .* \(64, 64\)"),
         ({"norm.weight": torch.ones(64, 1)}, InvalidIndexError, r"'norm.weight' of shape \(64, 1\)"),
         ({"layers.1.ffn_norm.weight": None}, InvalidIndexError, r"has no tensor 'layers\.1\.ffn_norm\.weight'"),

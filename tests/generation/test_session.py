@@ -484,7 +484,7 @@ def test_drawing_repeats_itself_with_a_seed(tmp_path: Path) -> None:
 def test_models_that_cannot_chat_are_refused(tmp_path: Path) -> None:
     model = talker(talker_folder(tmp_path / "model", "llama"), ALL)
     model.tokenizer = None
-    with pytest.raises(ChatError, match="without a tokenizer"):
+    with pytest.raises(ChatError, match="has no tokenizer"):
         Session(model)
     with pytest.raises(ChatError, match="has an encoder"):
         Session(talker(talker_folder(tmp_path / "t5", "t5"), ALL))

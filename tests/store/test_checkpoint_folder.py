@@ -128,7 +128,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_a_folder_with_weights_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(OptionError, match=f"already holds a model: '{name}'"):
+    with pytest.raises(OptionError, match=f"already holds a model: it has '{name}'"):
         save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 

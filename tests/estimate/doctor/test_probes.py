@@ -46,7 +46,7 @@ found = dataclasses.replace(probes.memory(), total=64 << 30, groups=())
 (limit,) = found.limits
 assert (limit.name, limit.limit) == ("RLIMIT_AS", 40 << 30) and 0 < limit.room < limit.limit
 assert found.usable <= limit.room + (64 << 20)
-assert "; RLIMIT_AS allows 40.00 GiB, of which " in report._memory(found)
+assert "; RLIMIT_AS allows 40.00 GiB, " in report._memory(found)
 assert "RLIMIT" not in report._memory(dataclasses.replace(found, total=40 << 30))
 """
 
