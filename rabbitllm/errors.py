@@ -36,7 +36,7 @@ class OptionError(RabbitLLMError, ValueError):
     """An argument has an invalid value.
 
     What to do:
-        Change the argument that the message names. The message lists the accepted values.
+        Change the argument that the message names; the message says what is accepted.
     """
 
 
