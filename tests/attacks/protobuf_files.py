@@ -70,9 +70,9 @@ NULL_UNITS = [0] * 256
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     # varints
-    "varint cut off": (SOUND + b"\x08\xff", "varint at byte .* is cut off"),
-    "tag cut off": (SOUND + b"\xff", "varint at byte .* is cut off"),
-    "tag without a length": (SOUND + b"\x0a", "varint at byte .* is cut off"),
+    "varint cut off": (SOUND + b"\x08\xff", "varint at byte .* is truncated"),
+    "tag cut off": (SOUND + b"\xff", "varint at byte .* is truncated"),
+    "tag without a length": (SOUND + b"\x0a", "varint at byte .* is truncated"),
     "varint of 11 bytes": (SOUND + number(200, 0)[:-1] + b"\xff" * 10 + b"\x01", "more than 10 bytes"),
     "varint without end": (SOUND + number(200, 0)[:-1] + b"\x80" * 100_000, "more than 10 bytes"),
     "varint of 70 bits": (SOUND + number(200, 0)[:-1] + b"\xff" * 9 + b"\x7f", "more than 64 bits"),

@@ -483,7 +483,7 @@ def storage_of_2_to_the_62() -> bytes:
     return pack(archive(tensor_pickle(storage(elements=1 << 62))))
 
 
-@attack("names storage 0, and there is no entry data/0")
+@attack("names storage 0, but there is no entry data/0")
 def storage_missing() -> bytes:
     return pack(archive(storages={}))
 

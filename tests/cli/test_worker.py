@@ -118,7 +118,7 @@ def test_who_belongs_together() -> None:
     assert asked is not None
     assert (asked.address, asked.workers, asked.rank, asked.is_first) == ("10.0.0.1:29500", 2, None, True)
     for workers, address in ((1, None), (0, "10.0.0.1:29500")):
-        with pytest.raises(OptionError, match="belong together"):
+        with pytest.raises(OptionError, match="used together"):
             called_together(workers, address, "m", console, {})
     with pytest.raises(OptionError, match="contradict each other"):
         called_together(0, None, "m", console, {**TORCHRUN, "RANK": "3"})

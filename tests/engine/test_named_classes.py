@@ -93,7 +93,7 @@ def test_text_is_refused_by_a_model_without_a_head(tmp_path: Path) -> None:
         lambda: Session(model),
         lambda: Batch(model),
     ):
-        with pytest.raises(OptionError, match=r"LlamaModel.*generates no text"):
+        with pytest.raises(OptionError, match=r"LlamaModel.*does not generate text"):
             call()
 
 

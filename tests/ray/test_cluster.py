@@ -31,7 +31,7 @@ def test_an_address_where_nothing_answers() -> None:
 @needs_ray
 @pytest.mark.parametrize("address", ["", "here", "host:", ":6379", "ray://host:10001", "host:port"])
 def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(OptionError, match="is no address"), connected(address):
+    with pytest.raises(OptionError, match="is not the address of a Ray cluster"), connected(address):
         pass
 
 

@@ -218,7 +218,7 @@ def test_when_all_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_journal_that_a_crash_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = interrupted(Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3)))), shards=2)
-    assert capsys.readouterr().err.startswith("Interrupted: 2 of 3 shards are used up;")
+    assert capsys.readouterr().err.startswith("Interrupted: 2 of 3 shards are used;")
     with (made / "split.journal").open("ab") as file:
         file.write(b'{"used":"model-000\n{"us')
     assert len(used(made)) == 2

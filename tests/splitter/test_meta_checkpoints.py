@@ -303,7 +303,7 @@ def test_pieces_that_are_gone(tmp_path: Path, model: Any) -> None:
     source = write_meta(tmp_path, model, 2, 1)
     made = interrupted(Call(str(source)))
     (made / "model.layers.0.safetensors.pieces").unlink()
-    with pytest.raises(rabbitllm.errors.IncompleteSplitError, match=r"layers\.0\.safetensors is gone"):
+    with pytest.raises(rabbitllm.errors.IncompleteSplitError, match=r"layers\.0\.safetensors is missing"):
         split(source)
 
 

@@ -577,7 +577,7 @@ def test_shard_that_is_cut_short_on_the_way(
         split(model)
     told = {
         "between shards": "it is truncated: 20,000 bytes found",
-        "while it is read": "ends at byte 20,000; its header",
+        "while it is read": "ends at byte 20,000; by its header",
     }
     assert told[when] in refused.value.problem
     assert str(model / SHARDS[1]) in refused.value.problem
@@ -665,7 +665,7 @@ def test_unfinished_split_of_another_folder(model: Path, tmp_path: Path) -> None
         SplitMismatchError, match="holds an unfinished split of another, not of model: its shard"
     ) as bad:
         split(model, saving_path)
-    assert "Split into another folder (layer_shards_saving_path)." in str(bad.value)
+    assert "another folder (layer_shards_saving_path, --dir)" in str(bad.value)
     assert contents(tmp_path) == before
     assert split(other, saving_path)
 

@@ -140,7 +140,7 @@ class FakeGpu:
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         if sum(self.locked.values()) + nbytes > self.lockable:
-            raise RuntimeError("no more memory can be page-locked")
+            raise RuntimeError("no more memory can be pinned")
         with _disable_current_modes():
             buffer = aligned_host(nbytes).fill_(GARBAGE)
         self.locked[buffer.data_ptr()] = nbytes
