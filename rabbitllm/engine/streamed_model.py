@@ -26,9 +26,6 @@ from rabbitllm.errors import CopyError
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 logger = logging.getLogger(__name__)
 
 
@@ -74,7 +71,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         unused_tensors: stored tensors that the model class ignores; they are never read.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase  # None too; front ends check it once, see `request.end_tokens`
     profiler: Profiler
     placement: Placement
     streamer: Streamer

@@ -65,7 +65,6 @@ from rabbitllm.telemetry.profiler import Profiler
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
-    from rabbitllm.splitter.request import Acceptance
     from rabbitllm.store.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
