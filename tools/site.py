@@ -9,7 +9,6 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -25,40 +24,21 @@ _CODE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Anchors as GitHub makes them; no entries for pages that are not there."""
+    """Anchors as GitHub makes them."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
-    config.nav = _present(config.nav or [])
     return config
-
-
-def _present(entries: list[Any]) -> list[Any]:
-    found: list[Any] = []
-    for entry in entries:
-        if isinstance(entry, dict):
-            ((title, inner),) = entry.items()
-            below = _present(inner) if isinstance(inner, list) else inner
-            if below if isinstance(inner, list) else _exists(inner):
-                found.append({title: below})
-        elif _exists(entry):
-            found.append(entry)
-    return found
-
-
-def _exists(page: str) -> bool:
-    return (ROOT / "docs" / page).exists() or (page in PAGES and (ROOT / page).exists())
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """With pages and pictures from outside."""
-    there = {page for page in PAGES if (ROOT / page).exists()}
     linked = set()
-    for path in (*(ROOT / "docs").rglob("*.md"), *(ROOT / page for page in there)):
+    for path in (*(ROOT / "docs").rglob("*.md"), *(ROOT / page for page in PAGES)):
         folder = path.parent.relative_to(ROOT).as_posix()
         for found in _LINK.finditer(path.read_text(encoding="utf-8")):
             target = posixpath.normpath(posixpath.join(folder, found["target"]))
             if not target.startswith("docs/") and Path(target).suffix in PICTURES and (ROOT / target).is_file():
                 linked.add(target)
-    for name in sorted(there | linked):
+    for name in sorted(linked.union(PAGES)):
         files.append(File.generated(config, name, content=(ROOT / name).read_bytes()))
     return files
 
