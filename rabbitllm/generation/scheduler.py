@@ -163,7 +163,7 @@ class Scheduler:
             if len(self._waiting) >= self._limits.waiting + free:  # requests with a free slot begin at once
                 after = retry_after(len(self._waiting), self._limits.running, self._lately)
                 raise BusyError(
-                    f"The request queue is full: {len(self._waiting):,} requests are waiting.",
+                    f"The request queue is full ({len(self._waiting):,} waiting).",
                     f"Try again in {after:.0f} s.",
                     after,
                 )

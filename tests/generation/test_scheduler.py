@@ -69,10 +69,10 @@ def test_as_many_wait_as_may_and_as_there_are_places(scheduled: Open) -> None:
     scheduler, submit = scheduled(2, 1)
     for _ in range(3):
         submit()
-    with pytest.raises(BusyError, match="3 requests are waiting"):
+    with pytest.raises(BusyError, match=r"full \(3 waiting\)"):
         submit()
     scheduler.schedule()
-    with pytest.raises(BusyError, match="1 requests are waiting"):
+    with pytest.raises(BusyError, match=r"full \(1 waiting\)"):
         submit()
 
 
