@@ -257,7 +257,7 @@ def test_profiling_reports_the_split_and_the_passes(checkpoint: Path, capsys: py
 def test_prefetching_off(checkpoint: Path) -> None:
     model = AutoModel.from_pretrained(checkpoint, prefetching=False, **STREAM)
     run(model)
-    loader = model.streamer.lanes["cpu"].loader
+    loader = model.streamer.executors["cpu"].loader
     assert loader.loads == (1 + NEW_TOKENS) * sum(tier is Tier.STREAMED for tier in tiers(model).values())
 
 

@@ -253,20 +253,20 @@ LOADERS = {
 
 def _limits(model: Any) -> dict[str, Any]:
     """This project's: what a pass reads, and how long that takes by the same means when nothing computes."""
-    lanes = getattr(getattr(model, "streamer", None), "lanes", None)
-    if not lanes:
+    executors = getattr(getattr(model, "streamer", None), "executors", None)
+    if not executors:
         return {}
-    (lane,) = lanes.values()
-    units = list(lane.follower)
+    (executor,) = executors.values()
+    units = list(executor.follower)
     if not units:
         return {"read_bytes": 0, "read_seconds": 0.0}
     times = []
     for _ in range(READING_TURNS):
         begun = time.perf_counter()
         for unit, following in zip(units, units[1:] + units[:1], strict=True):
-            loaded = lane.loader.take(unit)
-            lane.loader.request(following)
-            lane.loader.give_back(loaded)
+            loaded = executor.loader.take(unit)
+            executor.loader.request(following)
+            executor.loader.give_back(loaded)
         times.append(time.perf_counter() - begun)
     return {"read_bytes": model.placement.streamed_bytes, "read_seconds": statistics.median(times)}
 

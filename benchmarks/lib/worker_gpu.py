@@ -191,12 +191,12 @@ class GpuWork:
         for _ in range(BRINGING_TURNS):
             forget_files(job["cold"])
             begun = time.perf_counter()
-            for lane in model.streamer.lanes.values():
-                units = list(lane.follower)
+            for executor in model.streamer.executors.values():
+                units = list(executor.follower)
                 for at, unit in enumerate(units):
-                    loaded = lane.loader.take(unit)
-                    lane.loader.expect([*units[at + 1 :], *units[:at]])
-                    lane.loader.give_back(loaded)
+                    loaded = executor.loader.take(unit)
+                    executor.loader.expect([*units[at + 1 :], *units[:at]])
+                    executor.loader.give_back(loaded)
             self.gpu.synchronise()
             taken = time.perf_counter() - begun
         return taken
@@ -204,21 +204,21 @@ class GpuWork:
     def _compute_alone(self, model: Any, job: dict[str, Any]) -> float:
         """Seconds of a token that is computed with whatever the buffers hold: what it says means nothing."""
         with contextlib.ExitStack() as held:
-            for lane in model.streamer.lanes.values():
-                held.enter_context(_brought_to_a_stop(lane))
+            for executor in model.streamer.executors.values():
+                held.enter_context(_brought_to_a_stop(executor))
             found: float = self._generate(model, job | {"cold": []})["token_seconds"]
         return found
 
 
 @contextlib.contextmanager
-def _brought_to_a_stop(lane: Any) -> Iterator[None]:
-    """Let a lane of this project give out one of its buffers as it is, for every unit, and bring nothing."""
-    units = list(lane.follower)
+def _brought_to_a_stop(executor: Any) -> Iterator[None]:
+    """Let a executor of this project give out one of its buffers as it is, for every unit, and bring nothing."""
+    units = list(executor.follower)
     if not units:
         yield
         return
-    loader, held = lane.loader, lane.loader.take(units[0])
-    lane.loader = SimpleNamespace(
+    loader, held = executor.loader, executor.loader.take(units[0])
+    executor.loader = SimpleNamespace(
         take=lambda unit: held,
         expect=lambda units: None,
         give_back=lambda loaded: None,
@@ -228,7 +228,7 @@ def _brought_to_a_stop(lane: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        lane.loader = loader
+        executor.loader = loader
         loader.give_back(held)
 
 

@@ -109,8 +109,8 @@ def load_model(
     ahead = ReadAhead(read, store, store.checks)
     with torch.no_grad():
         pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
-        lanes = device_executors(sources, placement, by_name, store, profiler, kept, way)
-        streamer = Streamer(model, sources, placement, lanes, store, profiler, pools, options.prefetching)
+        executors = device_executors(sources, placement, by_name, store, profiler, kept, way)
+        streamer = Streamer(model, sources, placement, executors, store, profiler, pools, options.prefetching)
     _compare_before_use(mapped, read, ahead, store.checks)
     home_device = by_name[placement.home].torch_device
     if len(chosen) > 1:  # callers expect the output on the device of their inputs

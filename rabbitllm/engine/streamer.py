@@ -171,7 +171,7 @@ class Streamer:
         model: PreTrainedModel,
         sources: Mapping[str, UnitSource],
         placement: Placement,
-        lanes: Mapping[str, DeviceExecutor],
+        executors: Mapping[str, DeviceExecutor],
         store: WeightFiles,
         profiler: Profiler,
         pools: Mapping[str, ExpertPool],
@@ -182,20 +182,20 @@ class Streamer:
         self._profiler = profiler
         self._prefetching = prefetching
         self.pools = pools
-        self.lanes = lanes
+        self.executors = executors
         self._mapped = mapped_part(store)
         self._packed: dict[str, PartReader] = {}
-        self._memos: dict[str, Memo] = {name: {} for name in lanes}
+        self._memos: dict[str, Memo] = {name: {} for name in executors}
         self._started: dict[str, float] = {}
         self.turn = own_lock(threading.RLock())
         self._home = ForkGuard()
         self._has_turn = False
         self._brought: dict[str, dict[str, torch.Tensor]] = {}
-        self._brought_memos: dict[str, Memo] = {name: {} for name in lanes}
+        self._brought_memos: dict[str, Memo] = {name: {} for name in executors}
         self.embedding_rows: EmbeddingRows | None = None
         self._letting_go: dict[str, Callable[[], None]] = {}
         for placed in placement.units:
-            self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
+            self._install(sources[placed.unit], placed.tier, self.executors[placed.device])
         self._watch_calls(sources, placement)
 
     @property
@@ -205,7 +205,7 @@ class Streamer:
 
     def waited(self) -> tuple[float, float]:
         """Seconds that passes have waited so far: for the disk, and for copies from host memory."""
-        loaders = [lane.loader for lane in self.lanes.values()]
+        loaders = [executor.loader for executor in self.executors.values()]
         disk = sum(loader.waited for loader in loaders) + sum(pool.waited for pool in self.pools.values())
         return disk, sum(loader.waited_for_copies for loader in loaders)
 
@@ -282,8 +282,8 @@ class Streamer:
         self._let_go()
         for pool in self.pools.values():
             pool.end()
-        for lane in self.lanes.values():
-            lane.boundary.forget()
+        for executor in self.executors.values():
+            executor.boundary.forget()
 
     def _come_home(self) -> None:
         """In a forked process, before its first pass: discard the state of the parent's threads.
@@ -293,7 +293,7 @@ class Streamer:
         """
         if self._home.is_here:
             return
-        if not all(lane.device.shares_host_memory for lane in self.lanes.values()):
+        if not all(executor.device.shares_host_memory for executor in self.executors.values()):
             remedy = "Load the model in the process that uses it: a CUDA context does not survive a fork."
             self._home.refuse("A model on a GPU", remedy)
         if self._has_turn:  # locks that libraries held at the fork are never released in this process
@@ -301,8 +301,8 @@ class Streamer:
             self._home.refuse("A pass that another thread had begun", remedy)
         self._home.settle()
         compute_on_one_thread()
-        for lane in self.lanes.values():
-            lane.loader.reset()
+        for executor in self.executors.values():
+            executor.loader.reset()
 
     def _let_go(self) -> None:
         """Free all bound weights, and those that were made because they were read."""
@@ -317,13 +317,13 @@ class Streamer:
         for memo in self._brought_memos.values():
             memo.clear()
 
-    def _install(self, source: UnitSource, tier: Tier, lane: DeviceExecutor) -> None:
-        unit, device = source.unit, lane.device
+    def _install(self, source: UnitSource, tier: Tier, executor: DeviceExecutor) -> None:
+        unit, device = source.unit, executor.device
         if tier is Tier.ELSEWHERE:
             self._unbinding(source, device, elsewhere=True)()
             return
-        if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
-            unit.module.register_forward_pre_hook(lane.boundary, with_kwargs=True)
+        if len(self.executors) > 1:  # also on the first device: OPT's last norm is registered before its layers
+            unit.module.register_forward_pre_hook(executor.boundary, with_kwargs=True)
         if tier in READY or (tier is Tier.PACKED and source.is_view):  # multiplied in stored form
             for place, tensor in self._made_for_good(source, device, self._memos[device.name]):
                 place.bind(tensor)
@@ -345,26 +345,26 @@ class Streamer:
             part = self._packed[unit.name] = self._part(source, device)
             self._hook(source, device, lambda: part, unbind)
         else:
-            self._stream(source, lane, unbind)
+            self._stream(source, executor, unbind)
 
-    def _stream(self, source: UnitSource, lane: DeviceExecutor, unbind: Callable[[], None]) -> None:
+    def _stream(self, source: UnitSource, executor: DeviceExecutor, unbind: Callable[[], None]) -> None:
         """Bind a unit whose stored bytes are read or copied for each pass."""
         name, loaded = source.unit.name, list[FilledSlot]()
 
         def bring() -> PartReader:
-            lane.came_to(name)
-            loaded.append(lane.loader.take(name))
+            executor.came_to(name)
+            loaded.append(executor.loader.take(name))
             if self._prefetching:
-                lane.loader.expect(lane.following(name))
+                executor.loader.expect(executor.following(name))
             return source.part_of(loaded[-1].slot.buffer)
 
         def let_go() -> None:
             unbind()
             if loaded:
-                lane.loader.give_back(loaded[-1])
+                executor.loader.give_back(loaded[-1])
                 loaded.clear()
 
-        self._hook(source, lane.device, bring, let_go)
+        self._hook(source, executor.device, bring, let_go)
 
     def _hook(
         self, source: UnitSource, device: Device, bring: Callable[[], PartReader], let_go: Callable[[], None]
@@ -476,7 +476,7 @@ class Streamer:
     def _uploaded(self, source: UnitSource, device: Device) -> PartReader:
         """A reader of a unit's stored bytes, after they are copied to its device."""
         buffer = device.device_buffer(source.buffer_bytes)
-        kept = self.lanes[device.name].kept
+        kept = self.executors[device.name].kept
         host = kept.units.get(source.unit.name) if kept is not None else None
         if host is None:
             host = torch.empty(source.buffer_bytes, dtype=torch.uint8)

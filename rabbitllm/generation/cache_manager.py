@@ -175,7 +175,7 @@ class CacheManager:
         self._kept = PrefixCache()
         swap_bytes = limits.aside_bytes if limits.aside_bytes is not None else ASIDE_SHARE * self.memory.limit
         folder = limits.aside_folder or usual_folder()
-        if folder is None and all(lane.device.shares_host_memory for lane in model.streamer.lanes.values()):
+        if folder is None and all(executor.device.shares_host_memory for executor in model.streamer.executors.values()):
             swap_bytes = 0  # neither other memory nor a disk to swap out to
         self.swap = SwapSpace(swap_bytes, folder)
         self.file = self._file_for(model, folder, limits.file_bytes if self._shares else 0)

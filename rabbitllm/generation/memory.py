@@ -277,7 +277,7 @@ class CacheMemory:
 
 def free_memory(model: StreamedModel) -> int:
     """Free bytes on all devices together, with the weights loaded."""
-    free: list[int] = [lane.device.free_bytes() for lane in model.streamer.lanes.values()]
+    free: list[int] = [executor.device.free_bytes() for executor in model.streamer.executors.values()]
     return len(free) * min(free)
 
 

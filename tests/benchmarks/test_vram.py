@@ -291,7 +291,7 @@ def test_what_is_told_of_no_free_memory_reads_past_the_page_cache(
 ) -> None:
     job = job_for(build_checkpoint(tmp_path / "model", "llama"), told_ram=told)
     model = worker_gpu.LOADERS["layered"](job, work.gpu)
-    assert (model.streamer.lanes[model.placement.home].way == THROUGH_THE_CACHE) == (told is None)
+    assert (model.streamer.executors[model.placement.home].way == THROUGH_THE_CACHE) == (told is None)
 
 
 @pytest.mark.parametrize(("is_limited", "half"), [(True, 500), (False, 0)])
@@ -313,14 +313,14 @@ def test_what_brings_nothing_uploads_nothing_and_leaves_the_model_as_it_was(
     job = job_for(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     model = worker_gpu.LOADERS["layered"](job, work.gpu)
     before = work._generate(model, job)
-    (lane,) = model.streamer.lanes.values()
-    brought = lane.loader.loads
+    (executor,) = model.streamer.executors.values()
+    brought = executor.loader.loads
     work._bring_alone(model, job)
-    passes = worker_gpu.BRINGING_TURNS * len(lane.follower)
-    assert abs(lane.loader.loads - brought - passes) <= SLOTS + STAGING  # that many are brought ahead
-    loader, brought = lane.loader, lane.loader.loads
+    passes = worker_gpu.BRINGING_TURNS * len(executor.follower)
+    assert abs(executor.loader.loads - brought - passes) <= SLOTS + STAGING  # that many are brought ahead
+    loader, brought = executor.loader, executor.loader.loads
     assert work._compute_alone(model, job) > 0
-    assert lane.loader is loader
+    assert executor.loader is loader
     assert loader.loads - brought <= SLOTS + STAGING
     assert work._generate(model, job)["tokens"] == before["tokens"]
 

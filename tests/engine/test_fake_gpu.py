@@ -58,7 +58,7 @@ def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **
 
 def wait_for_copies_ahead(model: Any, gpu: FakeGpu) -> None:
     """Until the first units of the next pass are asked of the device, which no pass waits for."""
-    for _, future in model.streamer.lanes[gpu.name].loader._ahead._pending.values():
+    for _, future in model.streamer.executors[gpu.name].loader._ahead._pending.values():
         future.result(30)
 
 
@@ -358,12 +358,12 @@ def test_8bit_layers_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyP
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
     monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
     model = load_on([FakeGpu(0)], directory, exact=False)
-    assert not any(job.packed for lane in model.streamer.lanes.values() for job in lane_jobs(lane))
+    assert not any(job.packed for executor in model.streamer.executors.values() for job in executor_jobs(executor))
     assert_same(run(model), run(load(directory)))
 
 
-def lane_jobs(lane: Any) -> list[Any]:
-    return [job for source in lane.loader._sources.values() for job in source.jobs]
+def executor_jobs(executor: Any) -> list[Any]:
+    return [job for source in executor.loader._sources.values() for job in source.jobs]
 
 
 def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_the_cache_is_where_its_layers_are(tmp_path: Path, cache: dict[str, Any]
         found = model.generate(INPUT.to(model.device), **given)
         devices = [layer.keys.device for layer in found.past_key_values.layers]
         assert [layer.values.device for layer in found.past_key_values.layers] == devices
-    by_name = {lane.device.name: lane.device.torch_device for lane in model.streamer.lanes.values()}
+    by_name = {executor.device.name: executor.device.torch_device for executor in model.streamer.executors.values()}
     assert devices == [by_name[model.placement.of(f"model.layers.{i}").device] for i in range(6)]
     assert len(set(devices)) == 2
     plain: Any = FAMILIES["llama"].auto_class.from_pretrained(folder)

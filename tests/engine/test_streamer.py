@@ -56,7 +56,7 @@ def model(checkpoint: Path) -> Any:
 
 
 def loader_of(model: Any) -> Any:
-    return model.streamer.lanes["cpu"].loader
+    return model.streamer.executors["cpu"].loader
 
 
 def loads(model: Any) -> int:

@@ -121,7 +121,7 @@ def test_what_weights_are_not_to_take() -> None:
 def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With next to nothing free a pass has `LEAST_TOKENS` of prompts, and the answers are the same."""
     model = load(split_folder, dtype="float32")
-    (lane,) = model.streamer.lanes.values()
+    (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 400_000)
     model.profiler.clear()
     requests = [Request(tuple(range(3 + number, 63 + number)), 4) for number in (0, 70)]
@@ -134,7 +134,7 @@ def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, m
 
 def test_no_memory_at_all_is_said_at_once(split_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(split_folder, dtype="float32")
-    (lane,) = model.streamer.lanes.values()
+    (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 1000)
     with pytest.raises(OptionError, match="leave 1,000 bytes free"):
         Batch(model)
@@ -145,7 +145,7 @@ def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
 ) -> None:
     model = load(split_folder, dtype="float32")
     least = cost_of_a_pass(model.config, 4).least()
-    (lane,) = model.streamer.lanes.values()
+    (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + least)
     said = f"needs {size(least)} more; the weights leave {size(300_000 + least)} free"
     with pytest.raises(OptionError, match=said):
@@ -161,7 +161,7 @@ def test_no_more_texts_share_a_pass_than_there_is_memory_for_their_logits(
 ) -> None:
     model = load(split_folder, dtype="float32")
     cost = cost_of_a_pass(model.config, 4)
-    (lane,) = model.streamer.lanes.values()
+    (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + max(12 * cost.answered, cost.least()))
     requests = [Request(tuple(range(3 + number, 9 + number)), 4) for number in range(7)]
     with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:

@@ -9,24 +9,18 @@ ahead.
     host memory     |####|           only for a device with memory of its own
     file            |###########     nameless, so that it ends with the process
 
-A waiting greenlet holds the tensors in the arguments of its call, and those in the frames of its functions (`held`). A
-frame keeps a variable until its function returns, even if it is not read again: transformers' models keep their input
-embeddings in this way for the whole pass, as large as the hidden states. A variable counts as read again if it is
-loaded by an instruction that may still run, or by one in the expression that is being evaluated (its value may be on
-the frame's stack). If line numbers do not suffice to decide this, all variables count.
+A waiting micro-batch holds the tensors in the arguments of its call, and its input embeddings, which the functions of
+transformers' models keep for the whole pass. Other tensors that only such a function holds remain on the device, for
+example the learned position embeddings of GPT-2.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dis
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import lru_cache
-from inspect import CO_OPTIMIZED
+from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -34,114 +28,27 @@ import torch
 from rabbitllm.generation.cache_file import FileSlots
 from rabbitllm.storage.durable import NamelessFile
 
-OUR_OWN = "rabbitllm."
-"""Prefix of the modules whose frames are skipped."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldTensors:
-    """The storages that a greenlet holds.
-
-    Attributes:
-        needed: storages that it may read when it continues.
-        idle: storages that are held only by variables that are not read again.
-    """
-
-    needed: tuple[torch.UntypedStorage, ...]
-    idle: tuple[torch.UntypedStorage, ...]
-
-
-def held(frame: FrameType | None, waits_with: object, least_bytes: int) -> HeldTensors:
-    """The storages held by a waiting function and its callers.
-
-    Args:
-        frame: the innermost frame.
-        waits_with: arguments of its call, which it needs when it continues.
-        least_bytes: minimum size of a storage that counts.
-    """
-    read, left = [waits_with], list[Any]()
-    while frame is not None:
-        # functions of this package hold long lists and no large tensors
-        if frame.f_code.co_flags & CO_OPTIMIZED and not frame.f_globals.get("__name__", "").startswith(OUR_OWN):
-            names = read_again(frame.f_code, frame.f_lasti)
-            found = frame.f_locals
-            for name, value in found.items():
-                (read if name in names else left).append(value)
-            if type(found) is dict:  # before Python 3.13 a copy, which the frame would keep together with its values
-                found.clear()
-        frame = frame.f_back
-    needed, idle = _storages(read, least_bytes), _storages(left, least_bytes)
-    return HeldTensors(tuple(needed.values()), tuple(one for key, one in idle.items() if key not in needed))
-
-
-@lru_cache(maxsize=1024)
-def read_again(code: CodeType, last: int) -> frozenset[str]:
-    """Variables that a function may read after an instruction.
-
-    Args:
-        code: code of the function.
-        last: offset of the instruction or of one of its cache entries.
-    """
-    names = frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
-    instructions = list(dis.get_instructions(code))
-    lines = [one.positions for one in instructions]
-    current = max((one for one in instructions if one.offset <= last), key=lambda one: one.offset)
-    last, now = current.offset, current.positions
-    if "locals" in code.co_names or now is None or now.lineno is None or not all(map(_is_known, lines)):
-        return names
-    begin = last
-    for one in instructions:
-        if one.offset > last and one.opcode in dis.hasjrel and isinstance(one.argval, int):
-            begin = min(begin, one.argval)  # back to the beginning of a loop, or out of a handler
-    around = [
-        p.lineno
-        for one, p in zip(instructions, lines, strict=True)
-        if one.offset >= last and p and p.lineno and p.end_lineno and p.lineno <= now.lineno <= p.end_lineno
-    ]
-    line = min(around, default=now.lineno)
-    loaded = {
-        name
-        for one, p in zip(instructions, lines, strict=True)
-        if one.offset >= begin or (p and p.lineno and p.lineno >= line)
-        for name in _loaded(one)
-    }
-    return frozenset(loaded) | frozenset((*code.co_cellvars, *code.co_freevars))
-
-
-def _is_known(positions: dis.Positions | None) -> bool:
-    """Whether the end of an instruction in the source is known, if it has a line at all."""
-    return positions is None or positions.lineno is None or positions.end_lineno is not None
-
-
-def _loaded(instruction: dis.Instruction) -> Iterator[str]:
-    if "LOAD_FAST" in instruction.opname:
-        names = instruction.argval
-        yield from names if isinstance(names, tuple) else (names,)
-
-
-def _storages(values: list[Any], least_bytes: int) -> dict[int, torch.UntypedStorage]:
-    """Storages of tensors, also of those in containers; each container is searched once."""
-    found: dict[int, torch.UntypedStorage] = {}
-    seen: set[int] = set()
-    waiting = [*values]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            if storage.nbytes() >= least_bytes and storage.resizable():
-                found[storage._cdata] = storage
-        elif isinstance(value, tuple | list | dict) and id(value) not in seen:
-            seen.add(id(value))
-            waiting += value.values() if isinstance(value, dict) else value
-    return found
-
-
 BLOCK = 1 << 12
 """Offsets in the file are multiples of this."""
 
 
 class NoRoom(Exception):
     """The tensors of an owner fit neither into memory nor into the file."""
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """All tensors among values and in their tuples, lists and dicts, which may contain themselves."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = [*values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list | dict) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+    return found
 
 
 @dataclass(slots=True)
@@ -155,23 +62,6 @@ class _Offloaded:
     coming: Future[torch.Tensor] | None = None
 
 
-@dataclass(slots=True)
-class _Owner:
-    """The storages of one owner.
-
-    Attributes:
-        near: resident storages: key -> bytes.
-        offloaded: offloaded storages, by key.
-        idle: keys of storages that its next turn does not need.
-        spare: storages that are idle and resident, by key.
-    """
-
-    near: dict[int, int] = field(default_factory=dict)
-    offloaded: dict[int, _Offloaded] = field(default_factory=dict)
-    idle: frozenset[int] = frozenset()
-    spare: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-
-
 class ActivationOffload:
     """Bounds the memory of owners that take turns.
 
@@ -180,7 +70,8 @@ class ActivationOffload:
         host: bytes that may be offloaded to host memory; 0 if the storages themselves are in host memory.
         disk: bytes that may be offloaded to a file.
         folder: existing folder of the file; None for the system's.
-        fixed: keys of storages without an owner, which are never offloaded: weights and buffers.
+        fixed: keys (`_cdata`) of storages that are never offloaded: weights and buffers.
+        least_bytes: minimum size of a storage that is offloaded.
 
     Attributes:
         written, read: bytes written to and read from the file.
@@ -188,15 +79,24 @@ class ActivationOffload:
     """
 
     def __init__(
-        self, near: int, host: int = 0, disk: int = 0, folder: Path | None = None, fixed: frozenset[int] = frozenset()
+        self,
+        near: int,
+        host: int = 0,
+        disk: int = 0,
+        folder: Path | None = None,
+        *,
+        fixed: frozenset[int] = frozenset(),
+        least_bytes: int = BLOCK,
     ) -> None:
         self._limits = near, host
         self._disk, self._folder = disk, folder
-        self._fixed = fixed
-        self._owners: dict[Hashable, _Owner] = {}
+        self._fixed, self._least_bytes = fixed, least_bytes
+        self._held: dict[Hashable, dict[int, torch.UntypedStorage]] = {}
         self._holders: dict[int, set[Hashable]] = {}
+        self._near: dict[int, int] = {}
+        self._offloaded: dict[int, _Offloaded] = {}
         self._slots = FileSlots(disk)
-        self._near = self._host = 0
+        self._host = 0
         self._file: NamelessFile | None = None
         self._thread = ThreadPoolExecutor(1, "rabbitllm-scoring")
         self.written = self.read = self.max_near = 0
@@ -207,93 +107,76 @@ class ActivationOffload:
     def __exit__(self, *error: object) -> None:
         """Release everything; offloaded storages are lost."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._owners.clear()
-        self._holders.clear()
+        for of_all in (self._held, self._holders, self._near, self._offloaded):
+            of_all.clear()
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def leave(self, owner: Hashable, held: HeldTensors) -> None:
-        """End the turn of an owner, and offload storages if the limit is exceeded.
+    def leave(self, owner: Hashable, tensors: Iterable[torch.Tensor]) -> None:
+        """End the turn of an owner, and offload its storages if the limit is exceeded.
 
         Args:
             owner: key of the owner.
-            held: tensors that it holds now.
+            tensors: tensors that it holds now.
 
         Raises:
             NoRoom: they fit neither into memory nor into the file.
         """
-        known = self._owners.setdefault(owner, _Owner())
-        found = {one._cdata: one for one in (*held.needed, *held.idle) if one._cdata not in self._fixed}
-        for key in known.near.keys() - found.keys():
-            self._near -= known.near.pop(key)
+        storages = {one._cdata: one for one in (tensor.untyped_storage() for tensor in tensors)}
+        found = {key: one for key, one in storages.items() if key in self._offloaded or self._may_go(one)}
+        for key in self._held.get(owner, {}).keys() - found.keys():
             self._release(key, owner)
-        for key in known.offloaded.keys() - found.keys():
-            self._free_copy(known.offloaded.pop(key))
-            self._release(key, owner)
-        idle = {one._cdata for one in held.idle}
-        known.idle = frozenset(idle)
+        self._held[owner] = found
         for key, storage in found.items():
             self._holders.setdefault(key, set()).add(owner)
-            if key not in known.offloaded:
-                self._near += storage.nbytes() - known.near.get(key, 0)
-                known.near[key] = storage.nbytes()
-        known.spare = {key: found[key] for key in idle & known.near.keys()}
-        for other in list(self._owners.values()) if self._near > self._limits[0] else ():
-            self._offload_some(other, other.spare)  # idle storages of any owner, which its next turn does not need
-        self._offload_some(known, found)
-        known.spare = {key: storage for key, storage in known.spare.items() if key in known.near}
-        self.max_near = max(self.max_near, self._near)
-
-    def _offload_some(self, owner: _Owner, found: Mapping[int, torch.UntypedStorage]) -> None:
-        for key in sorted(found.keys() & owner.near.keys(), key=lambda key: -owner.near[key]):
-            if self._near <= self._limits[0]:
-                return
+            if key not in self._offloaded:
+                self._near[key] = storage.nbytes()
+        near = sum(self._near.values())
+        for key in sorted(found.keys() & self._near.keys(), key=lambda key: -self._near[key]):
+            if near <= self._limits[0]:
+                break
             if len(self._holders[key]) == 1:  # a shared one is in use while any of its owners computes
-                owner.offloaded[key] = self._offload(found[key])
-                self._near -= owner.near.pop(key)
-                owner.spare.pop(key, None)
+                self._offloaded[key] = self._offload(found[key])
+                near -= self._near.pop(key)
+        self.max_near = max(self.max_near, near)
+
+    def _may_go(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata not in self._fixed and storage.nbytes() >= self._least_bytes and storage.resizable()
 
     def expect(self, owner: Hashable) -> None:
-        """Begin to read back the storages that the next turn of an owner needs."""
-        known = self._owners.get(owner)
-        if known is None:
-            return
-        for key, offloaded in known.offloaded.items():
-            if key not in known.idle and offloaded.offset is not None and offloaded.coming is None:
+        """Begin to read back the storages of an owner."""
+        for key in self._held.get(owner, {}).keys() & self._offloaded.keys():
+            offloaded = self._offloaded[key]
+            if offloaded.offset is not None and offloaded.coming is None:
                 offloaded.coming = self._thread.submit(self._read, offloaded.offset, offloaded.nbytes)
 
     def take(self, owner: Hashable) -> None:
-        """Fill the storages that the turn of an owner needs, and read those that were not prefetched."""
+        """Fill the storages of an owner, and read those that were not prefetched."""
         self.expect(owner)
-        known = self._owners.get(owner)
-        if known is None:
-            return
-        known.spare = {}
-        for key in [key for key in known.offloaded if key not in known.idle]:
-            offloaded = known.offloaded.pop(key)
+        for key in self._held.get(owner, {}).keys() & self._offloaded.keys():
+            offloaded = self._offloaded.pop(key)
             bytes_there = offloaded.memory if offloaded.coming is None else offloaded.coming.result()
             assert bytes_there is not None
             offloaded.storage.resize_(offloaded.nbytes)
             _bytes_of(offloaded.storage).copy_(bytes_there)
             self._free_copy(offloaded)
-            known.near[key] = offloaded.nbytes
-            self._near += offloaded.nbytes
+            self._near[key] = offloaded.nbytes
 
     def over(self, owner: Hashable) -> None:
         """Drop an owner that takes no more turns."""
-        known = self._owners.pop(owner, _Owner())
-        self._near -= sum(known.near.values())
-        for offloaded in known.offloaded.values():
-            self._free_copy(offloaded)
-        for key in (*known.near, *known.offloaded):
+        for key in self._held.pop(owner, {}):
             self._release(key, owner)
 
     def _release(self, key: int, owner: Hashable) -> None:
-        holders = self._holders.get(key, set())
+        """Drop an owner of a storage, and the storage with its last owner."""
+        holders = self._holders[key]
         holders.discard(owner)
         if not holders:
-            self._holders.pop(key, None)
+            del self._holders[key]
+            self._near.pop(key, None)
+            if key in self._offloaded:
+                self._free_copy(self._offloaded.pop(key))
 
     def _offload(self, storage: torch.UntypedStorage) -> _Offloaded:
         nbytes = storage.nbytes()

@@ -158,7 +158,7 @@ def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
         value = getattr(room, name)
         if value is not None and value < (name == "tokens"):
             raise OptionError(f"{name}={value}; expected a positive number.", "Use a positive number.")
-    devices = [lane.device for lane in model.streamer.lanes.values()]
+    devices = [executor.device for executor in model.streamer.executors.values()]
     on_host = all(device.shares_host_memory for device in devices)
     free = min(device.free_bytes() for device in devices)
     config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize

@@ -20,13 +20,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
 from rabbitllm.generation.joint_pass import JointPasses, MeetingPoint, Member, MemberCall, RowKind, call_of, called
 from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, grouped, shares_keys
-from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, held
+from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, tensors_in
 from rabbitllm.generation.scoring.forward import Keep, Relay, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
 from rabbitllm.generation.scoring.plan import ScoringLimits, ScoringPlan, ability_of, form_of, limits_of, planned
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 ROOM = Room()
 REMEDY = "If memory is short, give fewer tokens to a micro-batch, or load the model with less of it in memory."
 """Advice after an unexpected error while a text is scored."""
-LEAST_BYTES = 1 << 12
-"""Smaller tensors are not offloaded; most larger ones are hidden states."""
 _BY_THEMSELVES = (Tier.ROWS, *READY)
 """Tiers of an input embedding for which a call loads nothing that the next call needs too."""
 
@@ -155,7 +154,7 @@ def _pass(
     found: dict[int, list[Scored]] = {}
     relays = [Relay() for _ in range(len(batches) + 1)]
     fixed = frozenset(one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers()))
-    with ActivationOffload(limits.near, limits.host, limits.disk, limits.folder, fixed) as offload:
+    with ActivationOffload(limits.near, limits.host, limits.disk, limits.folder, fixed=fixed) as offload:
         turns = TakingTurns(model, offload, exact=exact, alone=len(batches) == 1, experts_rows=limits.experts_rows)
 
         def work_of(number: int, batch: MicroBatch) -> Callable[[], None]:
@@ -202,12 +201,15 @@ class TakingTurns(JointPasses):
         self._offload = offload
         self._alone = alone
         self._experts_rows = experts_rows
+        self._embeddings: dict[Member, list[torch.Tensor]] = {}
         self._pooled = {id(source.module) for pool in model.streamer.pools.values() for source in pool.sources}
         placed = {id(model.get_submodule(placed.unit)): placed for placed in model.placement.units}
         embedding = placed.get(id(model.get_input_embeddings()))
         self._brings_rows = embedding is not None and embedding.tier in _BY_THEMSELVES
-        lanes = model.streamer.lanes
-        self._boundaries = {key: lanes[one.device].boundary for key, one in placed.items()} if len(lanes) > 1 else {}
+        executors = model.streamer.executors
+        self._boundaries = (
+            {key: executors[one.device].boundary for key, one in placed.items()} if len(executors) > 1 else {}
+        )
         super().__init__(model, exact=exact, packing=False)
 
     def _kind(self, module: nn.Module) -> RowKind | None:
@@ -217,15 +219,26 @@ class TakingTurns(JointPasses):
 
     def _go_on(self, member: Member, answer: Any) -> None:
         self._offload.take(member)
+        point = None if member.waits is None else member.waits.point
+        if point is not None and point.rowwise is RowKind.IDS:
+            self._embeddings[member] = tensors_in([answer])
         super()._go_on(member, answer)
         if member.dead:
-            self._offload.over(member)
+            self._drop(member)
         elif not self._alone:
             call = call_of(member)
             try:
-                self._offload.leave(member, held(member.gr_frame, (call.args, call.kwargs), LEAST_BYTES))
+                self._offload.leave(member, [*tensors_in([call.args, call.kwargs]), *self._embeddings.get(member, ())])
             except Exception as error:  # no room to offload it
                 self._end(member, error)
+
+    def _end(self, member: Member, error: BaseException) -> None:
+        super()._end(member, error)
+        self._drop(member)
+
+    def _drop(self, member: Member) -> None:
+        self._offload.over(member)
+        self._embeddings.pop(member, None)
 
     def _through_as_rows(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         if point.rowwise is RowKind.IDS and self._brings_rows:

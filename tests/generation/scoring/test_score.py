@@ -349,7 +349,7 @@ def test_every_family_of_the_builders_has_a_form() -> None:
 
 def test_on_a_processor_no_tensor_is_too_large_for_a_heap(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(split_folder)
-    (lane,) = model.streamer.lanes.values()
+    (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 64 << 30)
     assert limits_of(model, Room()).tokens == MAX_TOKENS  # so narrow a model's fit
     for name, wide in (("hidden_size", 2048), ("intermediate_size", 5632), ("vocab_size", 32000)):
