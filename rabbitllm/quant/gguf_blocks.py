@@ -12,11 +12,11 @@ Formats: https://github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-qua
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from rabbitllm.errors import UnreadableFormatError
+from rabbitllm.formats.gguf_types import BLOCK_TYPES
 
 if TYPE_CHECKING:
     import torch
@@ -203,75 +203,23 @@ FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of FP4 (E2M1), `kvalues_mxfp4`."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockType:
-    """A type of tensors in GGUF files.
-
-    Attributes:
-        number: in the file.
-        name: of ggml.
-        elements, nbytes: of a block.
-        dtype: the safetensors dtype of a type that is not quantized; None for blocks of codes.
-        decode: the description of a block's codes; None if the `gguf` package dequantizes it.
-    """
-
-    number: int
-    name: str
-    elements: int
-    nbytes: int
-    dtype: str | None = None
-    decode: Decode | None = None
-
-    def row_bytes(self, columns: int) -> int:
-        """Bytes of a row.
-
-        Raises:
-            ValueError: it is not a whole number of blocks.
-        """
-        if columns % self.elements:
-            raise ValueError(f"a row of {columns} elements is no whole number of {self.name} blocks ({self.elements})")
-        return columns // self.elements * self.nbytes
-
-
-_ALL = (
-    BlockType(0, "F32", 1, 4, "F32"),
-    BlockType(1, "F16", 1, 2, "F16"),
-    BlockType(2, "Q4_0", 32, 18, None, _q4_0),
-    BlockType(3, "Q4_1", 32, 20, None, _q4_1),
-    BlockType(6, "Q5_0", 32, 22, None, _q5_0),
-    BlockType(7, "Q5_1", 32, 24, None, _q5_1),
-    BlockType(8, "Q8_0", 32, 34, None, _q8_0),
-    BlockType(10, "Q2_K", 256, 84, None, _q2_k),
-    BlockType(11, "Q3_K", 256, 110, None, _q3_k),
-    BlockType(12, "Q4_K", 256, 144, None, _q4_k),
-    BlockType(13, "Q5_K", 256, 176, None, _q5_k),
-    BlockType(14, "Q6_K", 256, 210, None, _q6_k),
-    BlockType(16, "IQ2_XXS", 256, 66),
-    BlockType(17, "IQ2_XS", 256, 74),
-    BlockType(18, "IQ3_XXS", 256, 98),
-    BlockType(19, "IQ1_S", 256, 50),
-    BlockType(20, "IQ4_NL", 32, 18, None, _iq4_nl),
-    BlockType(21, "IQ3_S", 256, 110),
-    BlockType(22, "IQ2_S", 256, 82),
-    BlockType(23, "IQ4_XS", 256, 136, None, _iq4_xs),
-    BlockType(24, "I8", 1, 1, "I8"),
-    BlockType(25, "I16", 1, 2, "I16"),
-    BlockType(26, "I32", 1, 4, "I32"),
-    BlockType(27, "I64", 1, 8, "I64"),
-    BlockType(28, "F64", 1, 8, "F64"),
-    BlockType(29, "IQ1_M", 256, 56),
-    BlockType(30, "BF16", 1, 2, "BF16"),
-    BlockType(34, "TQ1_0", 256, 54),
-    BlockType(35, "TQ2_0", 256, 66, None, _tq2_0),
-    BlockType(39, "MXFP4", 32, 17, None, _mxfp4),
-    BlockType(40, "NVFP4", 64, 36),
-)
-TENSOR_TYPES = {one.name: one for one in _ALL}
-"""The types of tensors in GGUF files, by name. Q8_1 and Q8_K are of inputs and in no file; Q1_0 has no decoder in
-`gguf` 0.19."""
-BY_NUMBER = {one.number: one for one in _ALL}
-BLOCK_TYPES = {one.name: one for one in _ALL if one.dtype is None}
-"""The quantized ones."""
+DECODERS: Mapping[str, Decode] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "TQ2_0": _tq2_0,
+    "MXFP4": _mxfp4,
+}
+"""The descriptions of blocks, by type."""
 _CHUNK = 1 << 20
 """Elements that are dequantized at a time: 4 MiB of float32."""
 
@@ -311,7 +259,7 @@ def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: t
     rows, step = blocks.reshape(count, kind.nbytes), max(_CHUNK // kind.elements, 1)
     for begin in range(0, count, step):
         some = rows[begin : begin + step]
-        made[begin : begin + step] = _decoded(kind.decode, some) if kind.decode else _by_gguf(name, some)
+        made[begin : begin + step] = _decoded(DECODERS[name], some) if name in DECODERS else _by_gguf(name, some)
     return made.view(shape)
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rabbitllm.errors import UnreadableFormatError
-from rabbitllm.quant.gguf_blocks import BLOCK_TYPES, TENSOR_TYPES, dequantize
+from rabbitllm.formats.gguf_types import BLOCK_TYPES, TENSOR_TYPES
+from rabbitllm.quant.gguf_blocks import dequantize
 
 EXTREME = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE00)
 """float16: zeros, denormals, the least and largest normal ones, infinities, not a number."""
