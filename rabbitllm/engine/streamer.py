@@ -307,7 +307,10 @@ class Streamer:
     def _let_go(self) -> None:
         """Free all bound weights, and those that were made because they were read."""
         for name in list(self._letting_go):
-            self._letting_go.pop(name)()
+            self._letting_go[name]()  # kept until it is over: it may be interrupted too
+            self._letting_go.pop(name, None)
+        for executor in self.executors.values():
+            executor.loader.give_back_taken()  # one that was interrupted before it noted its slot
         if self.embedding_rows is not None:
             self.embedding_rows.let_go()
         self._forget_what_was_read()

@@ -405,6 +405,26 @@ def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
     del model
     assert until(lambda: gc.collect() >= 0 and not gpu.locked)  # a reader that is at work holds what it works for
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_ctrl_c_in_any_wait_for_the_device_loses_no_buffer(tmp_path: Path, family: str) -> None:
+    """Twice in each wait, more often than there are buffers; waits are most with the profiler."""
+    folder = build_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
+    directory, gpu = split(folder), FakeGpu(0)
+    model = load_on([gpu], directory, profiling=True)
+    with torch.inference_mode():
+        expected = model(INPUT).logits
+        before = gpu.waits
+        model(INPUT)
+        waits = gpu.waits - before
+        assert waits > 2 * 3  # for each layer's copy and its computation
+        for number in range(1, waits + 1):
+            for _ in range(SLOTS):
+                gpu.interrupt_at = gpu.waits + number
+                with pytest.raises(KeyboardInterrupt):
+                    model(INPUT)
+            assert torch.equal(model(INPUT).logits, expected), number
+    assert not any(slot.taken for slot in model.streamer.executors[gpu.name].loader._ahead._slots)
+
 
 # What a pass costs
 

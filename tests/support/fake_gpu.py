@@ -130,6 +130,10 @@ class FakeGpu:
         self.uploads = 0
         self.uploaded_bytes = 0
         self.marks = 0
+        self.waits = 0
+        """How often the main thread waited for it by `landed` or `synchronise`."""
+        self.interrupt_at: int | None = None
+        """The number of the wait in which Ctrl-C comes."""
         self._under_way: list[RequestHandle] = []
         self._buffers: list[tuple[StorageWeakRef, int]] = []
 
@@ -178,7 +182,14 @@ class FakeGpu:
             self.uploaded_from.append(host.data_ptr())
             return ticket
 
+    def _wait(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.waits += 1
+            if self.waits == self.interrupt_at:
+                raise KeyboardInterrupt
+
     def landed(self, ticket: Any) -> None:
+        self._wait()
         with _ledger.lock, _disable_current_modes():
             if ticket.staged is None:  # the first time: from then on the host buffer may hold something else
                 ticket.staged = ticket.host.clone()
@@ -204,6 +215,7 @@ class FakeGpu:
             return Mark(self, _ledger.tick())
 
     def synchronise(self) -> None:
+        self._wait()
         with _ledger.lock, _disable_current_modes():
             for ticket in list(self._under_way):
                 self._carry_out(ticket)
