@@ -270,11 +270,12 @@ def memory_explained(devices: Iterable[Device], budgets: Mapping[str, int]) -> I
     for device in devices:
         device.empty_cache()
     limits = ", ".join(f"{name!r}: {nbytes:,}" for name, nbytes in budgets.items())
-    raise OutOfDeviceMemory(
+    explained = NotEnoughMemoryError(
         f"A GPU has too little memory for this pass: {said}. Weights may take max_memory={{{limits}}} bytes.",
         "Load the model with a smaller max_memory, so that more is left for activations and the KV cache; or use fewer "
         "or shorter sequences, or fewer beams. The model is unchanged, and the next call works.",
-    ) from None
+    )
+    raise OutOfDeviceMemory(*explained.args) from None
 
 
 def _drop_frames(trace: TracebackType | None) -> None:
