@@ -200,6 +200,22 @@ def test_what_the_kernel_does_not_know_is_done_without(
 
 
 @pytest.mark.parametrize("made", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "columns", "runs", "threads"), [(7, 64, 2, 1), (5, 96, 6, 1), (300, 512, 16, 2)])
+def test_fp4(rows: int, columns: int, runs: int, threads: int, made: torch.dtype) -> None:
+    """Of DeepSeek-V4's experts: every code and every exponent, infinite and undefined results among them."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8, generator=generator)
+    scales = torch.randint(0, 256, (rows, runs), dtype=torch.uint8, generator=generator).view(torch.float8_e8m0fnu)
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scales, made)
+    torch.set_num_threads(threads)
+    found = QuickFp8(None)._dequantize_one(codes, scales, made)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
+    with pytest.raises(ValueError, match="codes of shape"):
+        QuickFp8(None)._dequantize_one(codes, scales[:, :1].repeat(1, 5), made)
+
+
+@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "columns"), [(72, 48), (24, 40), (64, 24), (8, 8)])
 def test_smaller_blocks_at_the_ends(rows: int, columns: int, made: torch.dtype) -> None:
     """As transformers' own FP8 products cut them; of blocks of 16, (24, 40) has as many as two by four equal ones."""
