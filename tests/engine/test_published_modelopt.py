@@ -99,7 +99,7 @@ def refused(folder: Path, error: type[RabbitLLMError], said: str) -> None:
     [
         ("[]", "hf_quant_config.json"),
         ('{"quantization": 1}', "quant_algo"),
-        ('{"quantization": {"quant_algo": 8}}', ""),
+        ('{"quantization": {"quant_algo": 8}}', "a text"),
     ],
 )
 def test_a_damaged_file_of_settings(tmp_path: Path, text: str, said: str) -> None:
