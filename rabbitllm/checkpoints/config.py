@@ -71,8 +71,8 @@ def separate_settings(folder: Path) -> Mapping[str, Any] | None:
     found = read_json(path).get("quantization")
     if not isinstance(found, Mapping) or not isinstance(found.get("quant_algo"), str | None):
         raise UnknownArchitectureError(
-            f"{path} has no object with the name quantization and a text quant_algo, so it is not known how the weights are "
-            "quantized.",
+            f"{path} has no object with the name quantization and a text quant_algo, so it is not known how the "
+            "weights are quantized.",
             "Download the file again. If the weights are not quantized, remove it.",
         )
     if found.get("quant_algo") is None:
