@@ -437,9 +437,7 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
         self.hf_quantizer = first.hf_quantizer
         self._first = first
 
-    def convert(
-        self, input_dict: Mapping[str, Any], source_patterns: Any, target_patterns: Any, **others: Any
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: Mapping[str, Any], **others: Any) -> dict[str, Any]:
         """Parts by pattern (`…weight`, `…weight_scale`), of experts lists -> a matrix, or experts (E, out, in)."""
         settings, name = self.hf_quantizer.compressor.quantization_config, others["full_layer_name"]
         dtype = others["model"].get_parameter(name).dtype
