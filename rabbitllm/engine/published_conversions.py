@@ -246,8 +246,8 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        is_fp4 = quantized.dtype in (torch.int8, torch.float4_e2m1fn_x2) and output_dtype is not None
-        if is_fp4 and quantized.dim() == 2 and scales.shape[:1] == quantized.shape[:1]:
+        rows_agree = quantized.dim() == 2 and scales.shape[:1] == quantized.shape[:1]
+        if quantized.dtype in (torch.int8, torch.float4_e2m1fn_x2) and rows_agree and output_dtype is not None:
             return fours(quantized, _factors(scales), output_dtype)
         size = self._block(quantized, scales)
         if size is None or output_dtype is None:
