@@ -70,11 +70,11 @@ def naming(patterns: Iterable[str]) -> LayerNaming:
 # Quantization state that bitsandbytes stores with a weight that was published quantized: `lm_head.weight.absmax`.
 _STATE = r"(?:\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+))?"
 # The body of a model with a head, which transformers calls `base_model_prefix`; not part of an id.
-_BODY = r"(?:(?:model|transformer|gpt_neox)\.)?"
+_BODY = r"(?:(?:model|transformer|backbone|gpt_neox)\.)?"
 _NAME = r"\d*[^.\d][^.]*"
 _RULES = (
     # the first number in a name that follows at least one word: the block of the outermost list
-    rf"(?:(?:model|transformer|gpt_neox|backbone)\.)?(?P<id>[^.]+(?:\.{_NAME})*?\.\d+)\.",
+    rf"{_BODY}(?P<id>[^.]+(?:\.{_NAME})*?\.\d+)\.",
     r"(?:model\.)?(?P<id>mtp)\.",  # multi-token prediction: split, listed, not streamed
     rf"{_BODY}(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+{_STATE}$",
     rf"(?P<id>[^.]+(?:\.[^.]+)*?)\.[^.]+{_STATE}$",

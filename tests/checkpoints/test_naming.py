@@ -76,7 +76,7 @@ OTHERS: dict[str, tuple[list[str], str]] = {
     "gpt2": (["wte", "wpe", "ln_f", "lm_head"], "h.{}"),
     "bloom": (["word_embeddings", "word_embeddings_layernorm", "ln_f", "lm_head"], "h.{}"),
     "falcon": (["word_embeddings", "ln_f", "lm_head"], "h.{}"),
-    "mamba2": (["backbone.embeddings", "backbone.norm_f", "lm_head"], "layers.{}"),
+    "mamba2": (["embeddings", "norm_f", "lm_head"], "layers.{}"),
     "jamba": (["embed_tokens", "final_layernorm", "lm_head"], "layers.{}"),
     "t5": (
         ["shared", "encoder.final_layer_norm", "decoder.final_layer_norm"]
@@ -209,7 +209,7 @@ def test_names_like_a_llama(family: str | None, caplog: pytest.LogCaptureFixture
     ("tensor", "layer"),
     [
         ("backbone.layers.7.mixer.A_log", "layers.7"),
-        ("backbone.embeddings.weight", "backbone.embeddings"),
+        ("backbone.embeddings.weight", "embeddings"),
         ("bert.encoder.layer.3.attention.self.query.weight", "bert.encoder.layer.3"),
         ("transformer.h.2.attn.c_attn.weight", "h.2"),
         ("transformer.blocks.2.ffn.up_proj.weight", "blocks.2"),
