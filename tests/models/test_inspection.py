@@ -139,7 +139,7 @@ def test_registered_patterns_of_the_folders_model_type_name_the_layers_of_a_file
     assert tensors_of(tmp_path / "x.bin").layers == ("wte", "h.3")
     rabbitllm.register_layer_naming("registered_here", [r"(?P<id>transformer\.\w+)\."])
     (tmp_path / "config.json").write_text('{"model_type": "registered_here"}')
-    assert tensors_of(tmp_path / "x.bin").layers == ("transformer.wte", "transformer.h")
+    assert tensors_of(tmp_path / "x.bin").layers == ("transformer.h", "transformer.wte")
     (tmp_path / "config.json").write_text("no JSON")
     assert tensors_of(tmp_path / "x.bin").layers == ("wte", "h.3")
 
