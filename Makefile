@@ -63,8 +63,8 @@ lint: $(VENV)/.installed
 	$(BIN)/vulture
 	$(BIN)/deptry rabbitllm
 	$(BIN)/mypy & first=$$!; \
-	$(BIN)/mypy --platform win32 --no-warn-unreachable --cache-dir .mypy_cache/win32 & second=$$!; \
-	$(BIN)/mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin & third=$$!; \
+	$(BIN)/mypy rabbitllm --platform win32 --no-warn-unreachable --cache-dir .mypy_cache/win32 & second=$$!; \
+	$(BIN)/mypy rabbitllm --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin & third=$$!; \
 	wait $$first && wait $$second && wait $$third
 
 clean:

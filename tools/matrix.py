@@ -143,7 +143,7 @@ def _row(cell: Cell) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("tests", nargs="*", help="files or tests; all that are marked `bits` if none is named")
     parser.add_argument("--set", action="append", choices=[one.name for one in SETS], help="may be given several times")
     parser.add_argument("--threads", action="append", type=int, help="may be given several times")

@@ -303,7 +303,7 @@ def _within(spec: Any, table: Mapping[str, Any], tokens: dict[str, int], own: Ma
     model_type = own.get("model_type", spec.model_type)
     if config_class is AutoConfig or "model_type" in own:
         config_class = CONFIG_MAPPING[model_type]
-    return _made(config_class, table, tokens, OWN.get(model_type, {}) | own)
+    return _made(config_class, table, tokens, {**OWN.get(model_type, {}), **own})
 
 
 def _fit_rotary(config: Any) -> None:

@@ -51,7 +51,7 @@ def inputs_of(model: Any) -> Inputs:
         Exception: the model's own error for text alone, if no inputs were found.
     """
     taken = inspect.signature(model.forward).parameters
-    plain: Arguments | None = _text(taken, model)
+    plain = _text(taken, model)
     error: Exception | None = None
     try:
         without = results(model, plain)

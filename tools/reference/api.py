@@ -185,9 +185,9 @@ def _class(shown: Shown, found: griffe.Class, bases: Sequence[griffe.Object]) ->
     rows = []
     for name, meaning in (item for one in (*bases, found) for item in _items(one, _ATTRIBUTES)):
         member = members.get(name)
-        is_typed = isinstance(member, griffe.Attribute)
-        kind = _type(member.annotation) if is_typed else ""
-        default = "" if not shown.is_made else "required" if member.value is None else f"`{member.value}`"
+        typed = member if isinstance(member, griffe.Attribute) else None
+        kind = _type(typed.annotation) if typed else ""
+        default = "" if not shown.is_made else "required" if not typed or typed.value is None else f"`{typed.value}`"
         if not meaning.endswith("; internal."):
             rows.append((f"`{name}`", _code(kind), default, meaning))
     methods = []
@@ -195,10 +195,10 @@ def _class(shown: Shown, found: griffe.Class, bases: Sequence[griffe.Object]) ->
         member = members[name]
         if isinstance(member, griffe.Attribute) and "property" in member.labels:
             rows.append((f"`{name}`", _code(_type(member.annotation)), "", _summary(member)))
-        else:
+        elif isinstance(member, griffe.Function):
             methods.append(member)
     if "Enum" in str(found.bases):
-        rows = [(f"`{name}`", f"`{one.value}`", "", _summary(one)) for name, one in found.members.items()]
+        rows = [(f"`{name}`", f"`{one.value}`", "", _summary(one)) for name, one in found.attributes.items()]
     if rows:
         yield ""
         head = "argument" if shown.is_made else "attribute"

@@ -81,7 +81,8 @@ def _exit_codes() -> Iterator[tuple[str, str]]:
 
 def _described(callback: Callable[..., Any] | None) -> tuple[list[str], list[str]]:
     """The paragraphs of a command's docstring, and its examples."""
-    said, examples = [], []
+    said: list[str] = []
+    examples: list[str] = []
     for part in re.split(r"\n\s*\n", inspect.cleandoc(callback.__doc__ or "")):
         if found := EXAMPLES.match(part):
             examples += [line.strip() for line in found["lines"].splitlines() if line.strip()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import griffe
 
@@ -40,7 +41,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _below(kind: type, depth: int = 0) -> Iterator[tuple[int, type]]:
+def _below(kind: type[Any], depth: int = 0) -> Iterator[tuple[int, type[Any]]]:
     """The classes in the order of the source, each with its depth."""
     yield depth, kind
     for one in kind.__subclasses__():
@@ -48,7 +49,7 @@ def _below(kind: type, depth: int = 0) -> Iterator[tuple[int, type]]:
             yield from _below(one, depth + 1)
 
 
-def _named(kind: type) -> str:
+def _named(kind: type[Any]) -> str:
     others = [base.__name__ for base in kind.__bases__ if base.__module__ == "builtins" and base is not Exception]
     return f"{kind.__name__} ({', '.join(others)})" if others else kind.__name__
 

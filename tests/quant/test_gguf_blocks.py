@@ -1,0 +1,77 @@
+"""Blocks of GGUF files against the `gguf` package, which llama.cpp publishes."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from rabbitllm.errors import UnreadableFormatError
+from rabbitllm.formats.gguf_types import BLOCK_TYPES, TENSOR_TYPES
+from rabbitllm.quant.gguf_blocks import dequantize
+
+EXTREME = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE00)
+"""float16: zeros, denormals, the least and largest normal ones, infinities, not a number."""
+
+
+def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Any bytes: uint8 (rows, bytes of a row)."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (rows, BLOCK_TYPES[name].row_bytes(columns))
+    return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+
+
+def by_gguf(name: str, blocks: torch.Tensor) -> torch.Tensor:
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[name]))
+
+
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal bits; any one that is no number equals any other."""
+    assert found.dtype == expected.dtype == torch.float32
+    assert torch.equal(found.isnan(), expected.isnan())
+    numbers = ~found.isnan()
+    assert torch.equal(found[numbers].view(torch.int32), expected[numbers].view(torch.int32))
+
+
+def test_numbers_and_sizes_are_those_of_gguf() -> None:
+    known = {kind.name: (int(kind), *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    ours = {name: (kind.number, kind.elements, kind.nbytes) for name, kind in TENSOR_TYPES.items()}
+    assert {name: known[name] for name in ours} == ours
+    # of inputs, and in no file; without a decoder in the package
+    assert set(known) - set(ours) <= {"Q8_1", "Q8_K", "Q1_0"}
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_any_bytes_are_dequantized_as_by_gguf(name: str) -> None:
+    blocks = random_blocks(name, 37, 1024)
+    expected = by_gguf(name, blocks)
+    assert_same_bits(dequantize(name, blocks, (37, 1024), torch.float32), expected)
+    for dtype in (torch.bfloat16, torch.float16):
+        found = dequantize(name, blocks, (37, 1024), dtype)
+        assert torch.equal(found.nan_to_num(7.0), expected.to(dtype).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_extreme_scales_are_dequantized_as_by_gguf(name: str) -> None:
+    """Each float16 of `EXTREME` at every offset of a block, where it meets a scale or codes."""
+    kind = BLOCK_TYPES[name]
+    blocks = random_blocks(name, len(EXTREME) * (kind.nbytes - 1), kind.elements, seed=1)
+    for number, (offset, bits) in enumerate((o, b) for o in range(kind.nbytes - 1) for b in EXTREME):
+        blocks[number, offset : offset + 2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
+    shape = (len(blocks), kind.elements)
+    assert_same_bits(dequantize(name, blocks, shape, torch.float32), by_gguf(name, blocks))
+
+
+def test_parts_of_a_tensor_are_those_of_the_whole() -> None:
+    blocks = random_blocks("Q5_K", 12, 512)
+    whole = dequantize("Q5_K", blocks, (3, 4, 512), torch.float32)
+    assert torch.equal(dequantize("Q5_K", blocks[4:8], (4, 512), torch.float32).nan_to_num(), whole[1].nan_to_num())
+    assert dequantize("Q5_K", blocks[:0], (0, 512), torch.float32).shape == (0, 512)
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("Q8_K", 292), ("F32", 4), ("Q4_K", 143), ("Q4_K", 288)])
+def test_other_types_and_other_sizes_are_refused(name: str, nbytes: int) -> None:
+    with pytest.raises(UnreadableFormatError, match=r"blocks of type|bytes are not those of"):
+        dequantize(name, torch.zeros(nbytes, dtype=torch.uint8), (1, 256), torch.float32)
