@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import math
-import re
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.forks import own_lock
-from rabbitllm.checkpoints.index import CheckpointIndex, natural_key
+from rabbitllm.checkpoints.index import CheckpointIndex, gguf_number
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, TOKENIZER_NAMES
 from rabbitllm.checkpoints.meta_llama import as_json
 from rabbitllm.errors import (
@@ -38,9 +38,9 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.bounded import short
 from rabbitllm.formats.gguf import GgufArray, GgufFile, outline, strings
+from rabbitllm.formats.gguf_types import TENSOR_TYPES
 from rabbitllm.formats.tensor_spec import (
     DTYPES,
-    BlockType,
     Change,
     Header,
     ReadAt,
@@ -56,13 +56,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".gguf"
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_NO_MODEL = re.compile(r"(?:.*[-_.])?(?:mmproj|imatrix|vocab)(?:[-_.].*)?\.gguf", re.IGNORECASE)
-"""Files beside a model: of a vision encoder, of a calibration, of a vocabulary alone."""
 _DTYPES = {0: "F32", 1: "F16", 32: "BF16"}
 """`general.file_type` -> the dtype of files that are not quantized (gguf.LlamaFileType)."""
-MAX_FILES = 4096
 MAX_PAIR_BYTES = 1 << 28
 """Limit of the work to find the pairs of a vocabulary without merges: the sum of the squares of the tokens' lengths."""
 MAX_PROBE = 1 << 24
@@ -70,51 +65,6 @@ MAX_PROBE = 1 << 24
 _ORIGINAL = "Use the model's original weights (safetensors), which RabbitLLM splits and compresses itself."
 _STOPS = ("eos", "eot", "eom")
 _BUILDING = own_lock(threading.RLock())
-
-
-# Which files are a checkpoint.
-
-
-def is_gguf(name: str) -> bool:
-    """Whether a file name is that of a GGUF file."""
-    return name.endswith(SUFFIX)
-
-
-def models_in(names: Iterable[str]) -> list[str]:
-    """The first file of each model among GGUF files, sorted; files without a model are left out."""
-    found = set()
-    for name in names:
-        if is_gguf(name) and not _NO_MODEL.fullmatch(name.rpartition("/")[2]):
-            part = _PART.fullmatch(name)
-            found.add(_part(part, 1) if part else name)
-    return sorted(found, key=natural_key)
-
-
-def files_of(entry: str) -> tuple[str, ...]:
-    """All files of the model that a file belongs to, in the order of use: the first, which has the metadata, last.
-
-    Raises:
-        InvalidIndexError: its name counts too many files.
-    """
-    part = _PART.fullmatch(entry)
-    if part is None:
-        return (entry,)
-    count = int(part["count"])
-    if not 1 <= int(part["number"]) <= count <= MAX_FILES:
-        raise InvalidIndexError(
-            f"{entry} is file {part['number']} of {part['count']}; expected 1 to {MAX_FILES:,} files.",
-            "Download the files again, with their names.",
-        )
-    return tuple(_part(part, number) for number in (*range(2, count + 1), 1))
-
-
-def _part(part: re.Match[str], number: int) -> str:
-    return f"{part['stem']}-{number:05}-of-{part['count']}.gguf"
-
-
-def quantization_in(name: str, wanted: str) -> bool:
-    """Whether the name of a file (or of its folder) names a quantization, such as Q4_K_M, in any case."""
-    return re.search(rf"(?:^|[-_./]){re.escape(wanted)}(?:[-_./]|$)", name, re.IGNORECASE) is not None
 
 
 # One tensor of a file, and the tensors of the model that it becomes.
@@ -144,10 +94,10 @@ class Target:
     def spec(self, stored: TensorSpec, dtype: str) -> TensorSpec:
         """The specification of the tensor, read from `stored` and converted to `dtype`."""
         blocks = stored.blocks
-        kind = blocks.kind if blocks is not None else BlockType(stored.dtype, 1, DTYPES[stored.dtype].bits // 8, stored.dtype)
+        kind = blocks.kind if blocks is not None else TENSOR_TYPES[stored.dtype]
         elements = math.prod(self.shape)
         offset = stored.offset + self.first // kind.elements * kind.nbytes
-        is_plain = kind.plain == dtype and self.change is Change.NONE
+        is_plain = kind.dtype == dtype and self.change is Change.NONE
         if not DTYPES[stored.dtype].quantizable:  # integers are taken as they are
             is_plain, dtype = True, stored.dtype
         held = None if is_plain else StoredBlocks(kind, elements // kind.elements * kind.nbytes, self.change)
@@ -178,19 +128,29 @@ class GgufCheckpoint:
         self.metadata = files[self._first].metadata
         for name, file in files.items():
             self._check_part(name, file)
+        self._warn_of_scaling()
         self.dtype = _DTYPES.get(self._number("general.file_type", -1), "F32")
 
     def _check_part(self, name: str, file: GgufFile) -> None:
         """Refuse a file that is another part than its name says."""
         count, number = (file.metadata.get(f"split.{key}") for key in ("count", "no"))
         expected = len(self.shards)
-        part = _PART.fullmatch(name)
+        number_in_name = gguf_number(name)
         if expected == 1 and count in (None, 0, 1):
             return
-        if count != expected or part is None or number != int(part["number"]) - 1:
+        if count != expected or number_in_name is None or number != number_in_name - 1:
             raise InvalidIndexError(
                 f"{name} says that it is file {short(number)} (from 0) of {short(count)}; its name says another.",
                 "Download the files again, with their names, or join them with llama-gguf-split --merge.",
+            )
+
+    def _warn_of_scaling(self) -> None:
+        """Warn of scaled rotary frequencies, which transformers reads for one architecture only."""
+        kind = self.metadata.get(f"{self.metadata.get('general.architecture')}.rope.scaling.type")
+        if kind not in (None, "none") and self.architecture != "gpt-oss":
+            _warn(
+                f"{self._first}: transformers ignores its scaled rotary frequencies ({short(kind, 40)}); the answers "
+                "differ from those of llama.cpp."
             )
 
     def _number(self, key: str, default: int) -> int:
@@ -259,7 +219,7 @@ class GgufCheckpoint:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import select_tokenizer_builder
 
         try:
-            select_tokenizer_builder(self.architecture, self.metadata.get("tokenizer.ggml.model"))  # type: ignore[arg-type]
+            select_tokenizer_builder(self.architecture, self.metadata.get("tokenizer.ggml.model"))
         except ValueError:
             return True
         return False
@@ -276,7 +236,15 @@ class GgufCheckpoint:
                     f"transformers cannot make a tokenizer of the metadata of {self._first}: {_line(error)}",
                     "Put the tokenizer.json of the original model into the same folder; it is then used instead.",
                 ) from error
-            return {path.name: path.read_bytes() for path in sorted(Path(made).iterdir()) if path.is_file()}
+            files = {path.name: path.read_bytes() for path in sorted(Path(made).iterdir()) if path.is_file()}
+        config = json.loads(files["tokenizer_config.json"])
+        # by this class tokenizer.json is used as it is; others build their own from its vocabulary
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if (longest := self._number(f"{self.architecture}.context_length", 0)) > 0:
+            config["model_max_length"] = longest
+        for name in ("is_local", "local_files_only"):
+            config.pop(name, None)
+        return files | {"tokenizer_config.json": as_json(config)}
 
     def _check_vocabulary(self) -> None:
         """Refuse a vocabulary whose pairs would take too long to find."""
@@ -292,7 +260,7 @@ class GgufCheckpoint:
             )
 
     @contextlib.contextmanager
-    def _outline(self) -> Iterator[Path]:
+    def _outline(self, *, long_arrays: bool = True) -> Iterator[Path]:
         """Yield a folder with a small file of the same metadata and names of tensors."""
         names = [spec.name for file in self._files.values() for spec in file.header.tensors]
         if len(set(names)) != len(names):
@@ -302,7 +270,7 @@ class GgufCheckpoint:
             )
         with tempfile.TemporaryDirectory(prefix="rabbitllm-gguf-") as folder:
             with (Path(folder) / _OUTLINE).open("wb") as file:
-                file.writelines(outline(self._files[self._first], self._read, names))
+                file.writelines(outline(self._files[self._first], self._read, names, long_arrays=long_arrays))
             yield Path(folder)
 
     @functools.cached_property
@@ -314,8 +282,11 @@ class GgufCheckpoint:
                 f"{self._first} declares {blocks:,} layers and has {tensors:,} tensors.",
                 "Download or copy the file again.",
             )
-        with self._outline() as folder:
-            return _read_model(folder, self.architecture, self._first)
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        count = tokens.count if isinstance(tokens, GgufArray) else len(_texts(tokens)) or None
+        shapes = {spec.name: spec.shape for file in self._files.values() for spec in file.header.tensors}
+        with self._outline(long_arrays=False) as folder:
+            return _read_model(folder, self.architecture, count, shapes, self._first)
 
 
 _OUTLINE = "outline.gguf"
@@ -326,10 +297,15 @@ def _texts(values: object) -> list[str]:
 
 
 @functools.cache
+def _warn(text: str) -> None:
+    """Warn once."""
+    logger.warning("%s", text)
+
+
 def _warn_of(shard: str, names: tuple[str, ...]) -> None:
-    """Warn once of tensors that transformers does not use either."""
+    """Warn of tensors that transformers does not use either."""
     some = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
-    logger.warning("%s: transformers has no parameter for %s; they are left out.", shard, some)
+    _warn(f"{shard}: transformers has no parameter for {some}; left out.")
 
 
 def _line(error: Exception) -> str:
@@ -340,28 +316,50 @@ def _line(error: Exception) -> str:
 # The model by transformers.
 
 
-def _read_model(folder: Path, architecture: str, file: str) -> _Model:
+def _read_model(
+    folder: Path, architecture: str, tokens: int | None, shapes: Mapping[str, tuple[int, ...]], file: str
+) -> _Model:
     """The model that the metadata in a folder's outline describe.
+
+    Args:
+        folder: it.
+        architecture: llama.cpp's name.
+        tokens: length of the vocabulary.
+        shapes: of the tensors by their names in the files.
+        file: name of the first file, for messages.
 
     Raises:
         UnknownArchitectureError: transformers does not read this architecture from GGUF.
     """
-    from transformers import AutoConfig
-    from transformers.integrations.gguf import GGUF_ARCHS, GGUF_CONFIG_ARCHS
+    from transformers import CONFIG_MAPPING
+    from transformers.integrations.gguf import GGUF_ARCHS
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, load_gguf_checkpoint
 
     if architecture in GGUF_ARCHS:
         raise _unknown(architecture, file, "it has a second loader for this one, which is not used here")
     try:
-        config = AutoConfig.from_pretrained(folder, gguf_file=_OUTLINE)
-        known = load_gguf_checkpoint(str(folder / _OUTLINE), return_tensors=False)["config"]
-        assert architecture not in GGUF_CONFIG_ARCHS
+        with _without_warnings("transformers.modeling_gguf_pytorch_utils"):  # of the vocabulary, which is left out
+            known = load_gguf_checkpoint(str(folder / _OUTLINE), return_tensors=False)["config"]
+        if tokens is not None:
+            known.setdefault("vocab_size", tokens)
+        config = CONFIG_MAPPING[known["model_type"]].from_dict(known | _by_shapes(shapes))
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=known)
         return _Model(config, processor, file)
     except (UnknownArchitectureError, CorruptShardError):
         raise
     except Exception as error:  # metadata of strangers make transformers raise any error
         raise _unknown(architecture, file, _line(error)) from error
+
+
+def _by_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Entries of a config that transformers does not read from all metadata, but the shapes of tensors say."""
+    found = {}
+    for name, shape in shapes.items():
+        if name.endswith(".attn_k_norm.weight") and len(shape) == 1:
+            found["head_dim"] = shape[0]
+        elif name.endswith(".ffn_down_exps.weight") and len(shape) == 3:
+            found["moe_intermediate_size"] = shape[2]
+    return found
 
 
 def _unknown(architecture: str, file: str, why: str) -> UnknownArchitectureError:
@@ -403,7 +401,7 @@ class _Model:
 
         with torch.device("meta"):
             model = self._class(self._config)
-        names = get_gguf_hf_weights_map(model, self._processor)
+        names = get_gguf_hf_weights_map(_Named(model, self._config), self._processor)
         experts = {}
         for entry in get_model_conversion_mapping(model):
             operations = [type(operation) for operation in getattr(entry, "operations", ())]
@@ -508,6 +506,42 @@ class _Model:
         return Target(target, made, 0, strides, sizes, change)
 
 
+@contextlib.contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    """Silence a logger meanwhile."""
+    silenced = logging.getLogger(name)
+    with _BUILDING:
+        silenced.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            silenced.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+class _Named:
+    """A module by the names of its parameters, as `get_gguf_hf_weights_map` asks for them.
+
+    Of a module within a module that function finds nothing, and takes a tenth of a second each.
+    """
+
+    def __init__(self, module: Any, config: Any, depth: int = 1) -> None:
+        self.config = config
+        self._module = module
+        self._depth = depth
+
+    def state_dict(self) -> Iterable[str]:
+        return list(self._module.state_dict())
+
+    def named_children(self) -> list[tuple[str, _Named]]:
+        if not self._depth:
+            return []
+        return [(name, _Named(child, self.config, self._depth - 1)) for name, child in self._module.named_children()]
+
+
 def _numbers(shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
     import numpy as np
 
@@ -524,7 +558,7 @@ def _order_of(values: npt.NDArray[Any]) -> tuple[Change, npt.NDArray[np.int64]] 
     back: dict[Change, Callable[[], npt.NDArray[np.float64]]] = {
         Change.NONE: lambda: -flat - 1,
         Change.MINUS_ONE: lambda: -flat - 2,
-        Change.LOG_OF_NEGATIVE: lambda: np.round(np.exp(flat)) - 1 if flat.min() >= 0 else flat,
+        Change.LOG_OF_NEGATIVE: lambda: np.round(np.exp(np.clip(flat, -1, 40))).astype(np.float64) - 1,
     }
     for change, undo in back.items():
         order = undo()

@@ -14,7 +14,6 @@ aligned are refused.
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +22,8 @@ from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError, UnreadableFormatError
 from rabbitllm.formats.bounded import short
-from rabbitllm.formats.tensor_spec import DTYPES, BlockType, Header, ReadAt, StoredBlocks, TensorSpec
+from rabbitllm.formats.gguf_types import BY_NUMBER, TensorType
+from rabbitllm.formats.tensor_spec import Header, ReadAt, StoredBlocks, TensorSpec
 from rabbitllm.storage.files import PositionalFile
 
 MAGIC = b"GGUF"
@@ -51,6 +51,7 @@ READ_BYTES = 1 << 18
 MAX_KEPT = 1 << 19
 """Limit of the elements of all arrays that are kept."""
 _LIMIT = 1 << 63
+_ENTRIES_BEGIN = 24
 
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata values of a fixed size -> their `struct` format."""
@@ -68,13 +69,20 @@ class GgufArray:
     Attributes:
         element_type: number of the type of its elements.
         count: number of elements.
-        offset, nbytes: of the elements, bytes from the start of the file.
+        entry: offset of its entry in the metadata, bytes from the start of the file.
+        offset, nbytes: of the elements, likewise.
     """
 
     element_type: int
     count: int
+    entry: int
     offset: int
     nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Offset of its end."""
+        return self.offset + self.nbytes
 
 
 Metadata = Mapping[str, "Value | tuple[Value, ...] | GgufArray"]
@@ -95,20 +103,6 @@ class GgufFile:
     metadata: Metadata
     header: Header
     entries_end: int
-
-
-@functools.cache
-def block_type(number: int) -> BlockType | None:
-    """The ggml type of this number; None if this version knows none."""
-    import gguf
-
-    try:
-        kind = gguf.GGMLQuantizationType(number)
-        elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError):
-        return None
-    plain = kind.name if kind.name in DTYPES else None
-    return BlockType(kind.name, elements, nbytes, plain)
 
 
 def begins_gguf(head: bytes) -> bool:
@@ -155,7 +149,11 @@ def parse_gguf(read: ReadAt, size: int, file: str) -> GgufFile:
     table = [_entry(cursor) for _ in range(tensors)]
     alignment = _alignment(metadata, cursor)
     data_start = -(-cursor.at // alignment) * alignment
-    return GgufFile(version, metadata, _header(table, data_start, alignment, size, file), entries_end)
+    header = _header(table, data_start, alignment, size, file)
+    end = max([spec.offset + spec.extent for spec in header.tensors], default=cursor.at)
+    if size > -(-end // alignment) * alignment:
+        raise cursor.error(f"its tensors end at byte {end:,}, and it has {size:,} bytes")
+    return GgufFile(version, metadata, header, entries_end)
 
 
 def strings(read: ReadAt, array: GgufArray, file: str) -> Iterator[str]:
@@ -239,16 +237,17 @@ def _other_version(version: int, file: str) -> UnreadableFormatError:
 def _metadata(cursor: _Cursor, entries: int) -> Metadata:
     found: dict[str, Value | tuple[Value, ...] | GgufArray] = {}
     for _ in range(entries):
+        begin = cursor.at
         key = cursor.text(MAX_KEY_BYTES)
         if not key or not key.isprintable():
             raise cursor.error(f"the key {short(key, 60)} is not printable text")
         if key in found:
             raise cursor.error(f"the key {short(key, 60)} is there twice")
-        found[key] = _value(cursor, cursor.number("I"), key)
+        found[key] = _value(cursor, cursor.number("I"), key, begin)
     return found
 
 
-def _value(cursor: _Cursor, kind: int, key: str) -> Value | tuple[Value, ...] | GgufArray:
+def _value(cursor: _Cursor, kind: int, key: str, entry: int) -> Value | tuple[Value, ...] | GgufArray:
     if kind != _ARRAY:
         return _single(cursor, kind, key)
     element, count = cursor.number("I"), cursor.number("Q")
@@ -270,7 +269,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Value | tuple[Value, ...] | 
             cursor.skip(cursor.number("Q"))
     else:
         cursor.skip(count * struct.calcsize(f"<{_FORMATS[element]}"))
-    return GgufArray(element, count, begin, cursor.at - begin)
+    return GgufArray(element, count, entry, begin, cursor.at - begin)
 
 
 def _single(cursor: _Cursor, kind: int, key: str) -> Value:
@@ -291,7 +290,7 @@ class _Entry:
 
     name: str
     shape: tuple[int, ...]
-    kind: BlockType
+    kind: TensorType
     offset: int
 
 
@@ -304,12 +303,11 @@ def _entry(cursor: _Cursor) -> _Entry:
         raise cursor.error(f"{short(name, 60)} has {dimensions:,} dimensions; at most {MAX_DIMENSIONS} are read")
     shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
     number, offset = cursor.number("I"), cursor.number("Q")
-    kind = block_type(number)
+    kind = BY_NUMBER.get(number)
     if kind is None:
         raise UnreadableFormatError(
-            f"In {cursor.file} the tensor {short(name, 60)} has the ggml type {number}, which the installed package gguf "
-            "does not know.",
-            "Update the package gguf, or use a file of a usual type such as Q4_K_M or Q8_0.",
+            f"In {cursor.file} the tensor {short(name, 60)} has the ggml type {number}, which is not read here.",
+            "Use a file of a usual type such as Q4_K_M or Q8_0, or the model's original weights.",
         )
     if math.prod(shape) >= _LIMIT or (shape and shape[-1] % kind.elements):
         raise cursor.error(f"{short(name, 60)} has the shape {shape}, which blocks of {kind.elements} cannot have")
@@ -352,37 +350,40 @@ def _spec(entry: _Entry, data_start: int, file: str) -> TensorSpec:
     """The tensor as dequantized to float32, or as it is if its type is plain."""
     elements, kind = math.prod(entry.shape), entry.kind
     nbytes, offset = elements // kind.elements * kind.nbytes, data_start + entry.offset
-    if kind.plain is not None:
-        return TensorSpec(entry.name, kind.plain, entry.shape, file, offset, nbytes)
-    return TensorSpec(
-        entry.name, "F32", entry.shape, file, offset, elements * 4, blocks=StoredBlocks(kind, nbytes)
-    )
+    if kind.dtype is not None:
+        return TensorSpec(entry.name, kind.dtype, entry.shape, file, offset, nbytes)
+    return TensorSpec(entry.name, "F32", entry.shape, file, offset, elements * 4, blocks=StoredBlocks(kind, nbytes))
 
 
 # A small file with the metadata and the names of the tensors, from which other readers make a config and a tokenizer.
 
 
-def outline(file: GgufFile, read: ReadAt, names: Iterable[str]) -> Iterator[bytes]:
+def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: bool = True) -> Iterator[bytes]:
     """The content of a GGUF file with the metadata of `file`, and tensors of these names without their data.
 
     Args:
         file: the checked header.
         read: reads (offset, length) of the same file.
         names: of the tensors of all files of the checkpoint. Each becomes one float32, zero.
+        long_arrays: whether it has the arrays that are `GgufArray` here.
     """
-    listed = list(names)
-    version, _, entries = struct.unpack("<IQQ", read(len(MAGIC), 20))
-    yield MAGIC + struct.pack("<IQQ", version, len(listed), entries)
-    at = len(MAGIC) + 20
-    end = file.entries_end
-    while at < end:
-        piece = read(at, min(READ_BYTES, end - at))
-        yield piece
-        at += len(piece)
+    listed, at = list(names), 0
+    left_out = [value for value in file.metadata.values() if isinstance(value, GgufArray)] if not long_arrays else []
+    entries = len(file.metadata) - len(left_out)
     alignment = file.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     assert isinstance(alignment, int)
-    for number, name in enumerate(listed):
-        raw = name.encode()
-        yield struct.pack("<Q", len(raw)) + raw + struct.pack("<IQIQ", 1, 1, 0, number * max(alignment, 4))
-        at += len(raw) + 32
+    begins = [*(value.end for value in left_out), file.entries_end]
+    ends = [*(value.entry for value in left_out), file.entries_end]
+    pieces = [MAGIC + struct.pack("<IQQ", file.version, len(listed), entries)]
+    cut = zip([_ENTRIES_BEGIN, *begins[:-1]], ends, strict=True)
+    parts = (read(begin, end - begin) for begin, end in cut)
+    raw = (
+        struct.pack("<Q", len(name.encode()))
+        + name.encode()
+        + struct.pack("<IQIQ", 1, 1, 0, number * max(alignment, 4))
+        for number, name in enumerate(listed)
+    )
+    for piece in (*pieces, *parts, *raw):
+        at += len(piece)
+        yield piece
     yield bytes(-at % alignment + len(listed) * max(alignment, 4))

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from rabbitllm.formats.gguf_types import TensorType
+
 if TYPE_CHECKING:
     import torch
 
@@ -88,23 +90,6 @@ class TensorPiece:
     begin: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockType:
-    """A ggml type: how elements are stored in blocks.
-
-    Attributes:
-        name: as ggml has it: "Q4_K", "F16".
-        elements: of a block.
-        nbytes: of a block.
-        plain: the key of `DTYPES` with the same bytes; None for types that have to be dequantized.
-    """
-
-    name: str
-    elements: int
-    nbytes: int
-    plain: str | None = None
-
-
 class Change(enum.Enum):
     """An elementwise operation after dequantization, in float32; the value is its name in a journal."""
 
@@ -123,7 +108,7 @@ class StoredBlocks:
         change: operation on each element.
     """
 
-    kind: BlockType
+    kind: TensorType
     nbytes: int
     change: Change = Change.NONE
 

@@ -23,7 +23,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidecar
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.checkpoints.index import ALL_WEIGHT_SUFFIXES, read_index
+from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, read_index
 from rabbitllm.checkpoints.naming import assign_layers, guessed_naming, layer_order, naming_for
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import read_json
@@ -414,7 +414,7 @@ def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
 
 
 HEADER_THREADS = 8
-_FILE_SUFFIXES = (*ALL_WEIGHT_SUFFIXES, ".model", ".json")
+_FILE_SUFFIXES = (*WEIGHT_SUFFIXES, ".model", ".json")
 
 
 def look(

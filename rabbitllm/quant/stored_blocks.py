@@ -18,6 +18,7 @@ from rabbitllm.formats.tensor_spec import (
     read_run,
     torch_dtype,
 )
+from rabbitllm.quant.gguf_blocks import dequantize
 
 if TYPE_CHECKING:
     import torch
@@ -105,15 +106,13 @@ class _Dequantized:
 
 def dequantized(blocks: StoredBlocks, raw: bytearray) -> torch.Tensor:
     """The values of some blocks: float32, of one dimension."""
-    import gguf
-    import numpy as np
     import torch
 
-    if blocks.kind.plain is not None:
-        return torch.frombuffer(raw, dtype=torch_dtype(blocks.kind.plain)).float()
-    rows = np.frombuffer(raw, np.uint8).reshape(-1, blocks.kind.nbytes)
-    found = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[blocks.kind.name])
-    return torch.from_numpy(np.ascontiguousarray(found, np.float32)).view(-1)
+    kind = blocks.kind
+    if kind.dtype is not None:
+        return torch.frombuffer(raw, dtype=torch_dtype(kind.dtype)).float()
+    count = len(raw) // kind.nbytes
+    return dequantize(kind.name, torch.frombuffer(raw, dtype=torch.uint8), (count * kind.elements,), torch.float32)
 
 
 def changed(values: torch.Tensor, change: Change) -> torch.Tensor:

@@ -31,7 +31,8 @@ from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.formats.tensor_spec import BlockType, Change, StoredBlocks, TensorPiece, TensorSpec
+from rabbitllm.formats.gguf_types import TENSOR_TYPES
+from rabbitllm.formats.tensor_spec import Change, StoredBlocks, TensorPiece, TensorSpec
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
 from rabbitllm.storage import durable
@@ -248,7 +249,7 @@ def _tensor(tensor: TensorSpec) -> list[object]:
     blocks."""
     piece, blocks = tensor.piece, tensor.blocks
     cut = None if piece is None else [piece.of, piece.shape, piece.dim, piece.begin]
-    stored = None if blocks is None else [*dataclasses.astuple(blocks.kind), blocks.nbytes, blocks.change.value]
+    stored = None if blocks is None else [blocks.kind.name, blocks.nbytes, blocks.change.value]
     rest = [tensor.strides, tensor.view, cut, stored]
     while rest and rest[-1] is None:
         rest.pop()
@@ -268,7 +269,7 @@ def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
         None if strides is None else tuple(strides),
         None if view is None else tuple(view),
         None if cut is None else TensorPiece(cut[0], tuple(cut[1]), cut[2], cut[3]),
-        None if stored is None else StoredBlocks(BlockType(*stored[:4]), stored[4], Change(stored[5])),
+        None if stored is None else StoredBlocks(TENSOR_TYPES[stored[0]], stored[1], Change(stored[2])),
     )
 
 
