@@ -2,7 +2,7 @@
 
 A row of a tensor is a whole number of blocks, so blocks can be cut and joined by rows. Each usual type has one
 description: a generator over the groups of up to 32 codes of a block, with their scales and minima, written in
-operators. torch runs it on any device, and `block_kernels.py` turns the same description into code for vectors. All
+operators. torch runs it on any device, and `block_kernels.py` compiles the same description for a CPU's vectors. All
 other types are dequantized by the `gguf` package, on the CPU. The results of both equal those of that package bit for
 bit, in float32; they are then rounded once.
 
@@ -11,15 +11,20 @@ Formats: https://github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-qua
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
+from rabbitllm.quant import kernels
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class Group(NamedTuple):
@@ -220,6 +225,8 @@ DECODERS: Mapping[str, Decode] = {
     "MXFP4": _mxfp4,
 }
 """The descriptions of blocks, by type."""
+WORTH_A_KERNEL = 1 << 16
+"""Elements; fewer are dequantized by torch before a kernel is compiled."""
 _CHUNK = 1 << 20
 """Elements that are dequantized at a time: 4 MiB of float32."""
 
@@ -256,18 +263,77 @@ def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: t
             "Download the file again.",
         )
     made = torch.empty(count, kind.elements, dtype=dtype, device=blocks.device)
+    compiled = elements >= WORTH_A_KERNEL and blocks.device.type == "cpu" and _kernel_agrees(name)
+    decode = _by_kernel if compiled else _by_torch
     rows, step = blocks.reshape(count, kind.nbytes), max(_CHUNK // kind.elements, 1)
     for begin in range(0, count, step):
         some = rows[begin : begin + step]
-        made[begin : begin + step] = _decoded(DECODERS[name], some) if name in DECODERS else _by_gguf(name, some)
+        made[begin : begin + step] = decode(name, some) if name in DECODERS else _by_gguf(name, some)
     return made.view(shape)
 
 
-def _decoded(decode: Decode, blocks: torch.Tensor) -> torch.Tensor:
+def lanes_for(name: str) -> int:
+    """Lanes of the kernels for a type of blocks on this processor; 0 if there are none."""
+    if name not in DECODERS:
+        return 0
+    from rabbitllm.quant import vectors  # numba comes with it
+
+    return vectors.lanes() if vectors.reads_halves() else 0
+
+
+def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor:
+    """Random blocks with scales of usual size: uint8 (bytes,)."""
+    import torch
+
+    kind = BLOCK_TYPES[name]
+    blocks = torch.randint(0, 256, (elements // kind.elements, kind.nbytes), dtype=torch.uint8, generator=generator)
+    reader = _TensorReader(blocks[:1])
+    for _ in DECODERS[name](reader):
+        pass
+    for offset in reader.halves:
+        halves = ((torch.rand(len(blocks), 1, generator=generator) + 0.5) / 1024).half()
+        blocks[:, offset : offset + 2] = halves.view(torch.uint8)
+    if not reader.halves:  # MXFP4: an exponent
+        blocks[:, 0] = torch.randint(120, 128, (len(blocks),), dtype=torch.uint8, generator=generator)
+    return blocks.view(-1)
+
+
+@functools.cache
+def _kernel_agrees(name: str) -> bool:
+    """Whether this processor has a kernel whose numbers are those of torch, bit for bit."""
+    import torch
+
+    if not lanes_for(name):
+        return False
+    some = sample(name, 64 * 256, torch.Generator().manual_seed(0)).view(-1, BLOCK_TYPES[name].nbytes)
+    agrees = torch.equal(_by_kernel(name, some), _by_torch(name, some))
+    if not agrees:
+        logger.warning("The kernel that dequantizes %s is wrong here and is not used.", name)
+    return agrees
+
+
+def _by_kernel(name: str, blocks: torch.Tensor) -> torch.Tensor:
+    """The numbers of blocks (n, bytes), float32 (n, elements)."""
+    import torch
+
+    kind, width = BLOCK_TYPES[name], lanes_for(name)
+    blocks = blocks.contiguous()
+    made = torch.empty(len(blocks), kind.elements)
+    if len(blocks):
+        steps = kind.elements // (2 * width)
+        shape = (kind.nbytes, steps, kind.elements, 1, len(blocks))
+        kernels.run(
+            kernels.NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, made.data_ptr(), *shape)], blocks.numel()
+        )
+    return made
+
+
+def _by_torch(name: str, blocks: torch.Tensor) -> torch.Tensor:
+    """The same, on any device."""
     import torch
 
     parts = []
-    for codes, scales, minima, signed in decode(_TensorReader(blocks)):
+    for codes, scales, minima, signed in DECODERS[name](_TensorReader(blocks)):
         values = (codes.view(torch.int8) if signed else codes).float()
         for number, part in enumerate(values.chunk(len(scales), 1)):
             product = scales[number] * part
@@ -286,10 +352,15 @@ def _by_gguf(name: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 class _TensorReader:
-    """Reads blocks, uint8 (n, nbytes): vectors are uint8 (n, count), ints int32 (n, 1), floats float32 (n, 1)."""
+    """Reads blocks, uint8 (n, nbytes): vectors are uint8 (n, count), ints int32 (n, 1), floats float32 (n, 1).
+
+    Attributes:
+        halves: offsets of the float16 that were read.
+    """
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self._blocks = blocks
+        self.halves: list[int] = []
 
     def bytes(self, offset: int, count: int) -> torch.Tensor:
         return self._blocks[:, offset : offset + count]
@@ -319,6 +390,7 @@ class _TensorReader:
     def half(self, offset: int) -> torch.Tensor:
         import torch
 
+        self.halves.append(offset)
         return self._blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
 
     def half_power(self, exponent: torch.Tensor) -> torch.Tensor:

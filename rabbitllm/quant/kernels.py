@@ -2,7 +2,7 @@
 
 A kernel is a C function that takes the address of int64s: `BEFORE_WORK` of them, then those of each piece of work,
 which are `ARGUMENTS`. Every kernel has the same; `product_kernels.py` has one for each method, scheme and set of
-instructions, and is imported when the first one runs. Needs no numba.
+instructions, and is imported when the first one runs, and `block_kernels.py` those of blocks. Needs no numba.
 
 torch computes in an OpenMP team whose threads wait actively between two operations. Threads of our own would compete
 with them for the same cores, which took more than twice as long; and submitting work to the team takes 2 microseconds,
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import Workers
+from rabbitllm.formats.gguf_types import BLOCK_TYPES
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,15 @@ logger = logging.getLogger(__name__)
 CODES, PANELS, DEQUANTIZED = "codes", "panels", "dequantized"
 """Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; no kernel, but
 torch's product with a few rows at a time."""
+NUMBERS = "numbers"
+"""Dequantization of blocks of GGUF files, which is no product."""
+SUMMED = 16
+"""Elements of an input that are summed, for blocks with minima."""
 PAIRS = 32
 """Value of `width` for kernels that multiply pairs of bfloat16."""
 BFLOAT16 = "bfloat16"
 """The scheme of a plain matrix of bfloat16, whose codes are its values."""
-WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14}
+WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14, NUMBERS: 1 << 14}
 """Method -> bytes of codes per thread; larger matrices use more threads. By codes these are about 4 microseconds of
 work, while starting a second thread takes 2."""
 BEFORE_WORK = 4
@@ -53,7 +58,8 @@ rows. Without a team: 0, the thread's index, the rows for each thread, and the n
 ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "steps", "shift", "tokens", "rows")
 """The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
 apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
-the whole matrix. Those that a kernel does not need are 0."""
+the whole matrix. Those that a kernel does not need are 0. For blocks by codes `odd` is that of the sums of inputs,
+`steps` are blocks and `shift` the elements of one; for their numbers `shift` is the columns."""
 _MAPS = Path("/proc/self/maps")
 
 
@@ -143,9 +149,10 @@ def run(method: str, scheme: str, width: int, work: Sequence[tuple[int, ...]], n
 @functools.cache
 def _kernel(method: str, scheme: str, width: int) -> tuple[int, Callable[[int], None], int]:
     """The address of a kernel, a function of Python that calls it, and the rows that it computes together."""
-    from rabbitllm.quant import product_kernels  # takes a second
+    from rabbitllm.quant import block_kernels, product_kernels  # takes a second
 
-    function = product_kernels.address(method, scheme, width)
+    module = block_kernels if scheme in BLOCK_TYPES else product_kernels
+    function = module.address(method, scheme, width)
     return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), product_kernels.ROWS
 
 

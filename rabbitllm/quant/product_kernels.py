@@ -71,11 +71,12 @@ def address(method: str, scheme: str, width: int) -> int:
         scheme: "4bit" or "8bit"; `BFLOAT16` by codes.
         width: lanes of its vectors; `PAIRS` for one that multiplies pairs of bfloat16.
     """
-    return _address(KERNELS[method, scheme, width])
+    return address_of(KERNELS[method, scheme, width])
 
 
 @functools.cache
-def _address(kernel: Callable[[Any], None]) -> int:
+def address_of(kernel: Callable[[Any], None]) -> int:
+    """The address of a compiled function of the signature `FOR_A_THREAD`."""
     made = c_function(FOR_A_THREAD, kernel)
     _KEPT.append(made)
     return int(made.address)
@@ -86,13 +87,13 @@ _KEPT: list[Any] = []
 
 
 @inlined
-def _pieces(data):  # type: ignore[no-untyped-def]
+def pieces(data):  # type: ignore[no-untyped-def]
     """The int64s at an address; each piece of work begins at a multiple of `GIVEN` after `BEFORE_WORK`."""
     return to_array(data, BEFORE_WORK + GIVEN * to_array(data, BEFORE_WORK)[3])
 
 
 @inlined
-def _own_rows(given, rows):  # type: ignore[no-untyped-def]
+def own_rows(given, rows):  # type: ignore[no-untyped-def]
     """The first row of this thread and the one after its last; see `kernels.BEFORE_WORK`."""
     thread, share, is_last = given[1], given[2], False
     if given[0] != 0:
@@ -171,7 +172,7 @@ def _code_dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
 def _code_tiles(dots, data):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and smaller ones at the ends."""
     one, tall, wide, square = dots
-    given = _pieces(data)
+    given = pieces(data)
     for at in range(BEFORE_WORK, len(given), GIVEN):
         codes, scales, even, odd, table, out = (
             given[at], given[at + 1], given[at + 2], given[at + 3], given[at + 4], given[at + 5],
@@ -179,7 +180,7 @@ def _code_tiles(dots, data):  # type: ignore[no-untyped-def]
         row_bytes, segments, shift, tokens, rows = (
             given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
         )  # fmt: skip
-        first, last = _own_rows(given, rows)
+        first, last = own_rows(given, rows)
         token = 0
         input_bytes = segments * HALF_BYTES
         while token < tokens:
@@ -253,7 +254,7 @@ def _fill(scheme: str, width: int) -> Any:
     return fill
 
 
-def _panel_dots(width: int) -> tuple[Any, ...]:
+def panel_dots(width: int) -> tuple[Any, ...]:
     """Intrinsics for one row and one input, for `ROWS` rows, and for these and `PANEL_TOKENS` inputs."""
     return tuple(_panel_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, PANEL_TOKENS[width])))
 
@@ -293,19 +294,19 @@ def _panel_dot(width: int, rows: int, tokens: int) -> Any:
 
 
 @inlined
-def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-untyped-def]
+def panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-untyped-def]
     """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
     one, tall, square = dots
     panel = scratch()
     step_bytes = 2 * vector_bytes
     max_steps = PANEL_COLUMNS * 4 // step_bytes
-    given = _pieces(data)
+    given = pieces(data)
     for at in range(BEFORE_WORK, len(given), GIVEN):
         codes, scales, inputs, table, out = given[at], given[at + 1], given[at + 2], given[at + 4], given[at + 5]
         row_bytes, steps, shift, tokens, rows = (
             given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
         )  # fmt: skip
-        first, last = _own_rows(given, rows)
+        first, last = own_rows(given, rows)
         input_bytes = steps * step_bytes
         for top in range(first, last, PANEL_ROWS):
             bottom = min(top + PANEL_ROWS, last)
@@ -387,11 +388,11 @@ def _bfloat_dot(width: int, rows: int, tokens: int) -> Any:
 def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs: over parts that fit the cache, in tiles of `ROWS` and `TOKENS`."""
     one, tall, square = dots
-    given = _pieces(data)
+    given = pieces(data)
     for at in range(BEFORE_WORK, len(given), GIVEN):
         matrix, inputs, out = given[at], given[at + 2], given[at + 5]
         row_bytes, steps, tokens, rows = given[at + 6], given[at + 7], given[at + 9], given[at + 10]
-        first, last = _own_rows(given, rows)
+        first, last = own_rows(given, rows)
         input_bytes = steps * 2 * vector_bytes
         many_inputs = max(INPUT_BYTES // input_bytes // TOKENS, 1) * TOKENS
         many_rows = max(MATRIX_BYTES // row_bytes // ROWS, 1) * ROWS
@@ -425,8 +426,8 @@ _B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE = _code_dots("8bit", 16)
 _B8_ONE, _B8_TALL, _B8_WIDE, _B8_SQUARE = _code_dots("8bit", 8)
 _NP_ONE, _NP_TALL, _NP_WIDE, _NP_SQUARE = _code_dots("4bit", PAIRS)
 _BP_ONE, _BP_TALL, _BP_WIDE, _BP_SQUARE = _code_dots("8bit", PAIRS)
-_P16_ONE, _P16_TALL, _P16_SQUARE = _panel_dots(16)
-_P8_ONE, _P8_TALL, _P8_SQUARE = _panel_dots(8)
+_P16_ONE, _P16_TALL, _P16_SQUARE = panel_dots(16)
+_P8_ONE, _P8_TALL, _P8_SQUARE = panel_dots(8)
 _N16_FILL, _B16_FILL, _N8_FILL, _B8_FILL = (_fill(scheme, width) for width in (16, 8) for scheme in ("4bit", "8bit"))
 _F16_ONE, _F16_TALL, _F16_SQUARE = _bfloat_dots(16)
 _F8_ONE, _F8_TALL, _F8_SQUARE = _bfloat_dots(8)
@@ -457,19 +458,19 @@ def _codes_8bit_in_pairs(data):  # type: ignore[no-untyped-def]
 
 
 def _panels_4bit_16(data):  # type: ignore[no-untyped-def]
-    _panel_tiles(_N16_FILL, (_P16_ONE, _P16_TALL, _P16_SQUARE), 6, 64, data)
+    panel_tiles(_N16_FILL, (_P16_ONE, _P16_TALL, _P16_SQUARE), 6, 64, data)
 
 
 def _panels_4bit_8(data):  # type: ignore[no-untyped-def]
-    _panel_tiles(_N8_FILL, (_P8_ONE, _P8_TALL, _P8_SQUARE), 2, 32, data)
+    panel_tiles(_N8_FILL, (_P8_ONE, _P8_TALL, _P8_SQUARE), 2, 32, data)
 
 
 def _panels_8bit_16(data):  # type: ignore[no-untyped-def]
-    _panel_tiles(_B16_FILL, (_P16_ONE, _P16_TALL, _P16_SQUARE), 6, 64, data)
+    panel_tiles(_B16_FILL, (_P16_ONE, _P16_TALL, _P16_SQUARE), 6, 64, data)
 
 
 def _panels_8bit_8(data):  # type: ignore[no-untyped-def]
-    _panel_tiles(_B8_FILL, (_P8_ONE, _P8_TALL, _P8_SQUARE), 2, 32, data)
+    panel_tiles(_B8_FILL, (_P8_ONE, _P8_TALL, _P8_SQUARE), 2, 32, data)
 
 
 def _bfloat16_16(data):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Products with a matrix that is stored at 4bit or 8bit, without dequantizing the whole matrix.
+"""Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
 On the CPU, for few inputs each code is decoded in registers for every few of them: at 4bit a token then reads a quarter
 of the bytes of bfloat16. For more inputs a few rows at a time are decoded once for all of them, a panel. For very many,
@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.quant import bfloat_products, kernels
-from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS
+from rabbitllm.formats.gguf_types import BLOCK_TYPES
+from rabbitllm.quant import bfloat_products, gguf_blocks, kernels
+from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS, SUMMED
 from rabbitllm.quant.quantize import dequantize, multiply_4bit
-from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, Quantized
+from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, STORED, Quantized
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +47,13 @@ SEGMENT = 64
 
 
 def multiplies(form: Quantized) -> bool:
-    """Whether there is a kernel for this matrix on this machine: 2-D, each row a whole number of segments."""
-    if len(form.shape) != 2 or not all(form.shape) or form.shape[1] % SEGMENT:
+    """Whether there is a kernel for this matrix on this machine: 2-D, each row a whole number of segments or blocks."""
+    if len(form.shape) != 2 or not all(form.shape):
+        return False
+    if form.scheme in BLOCK_TYPES:
+        width = gguf_blocks.lanes_for(form.scheme)
+        return bool(width) and _agrees(CODES, form.scheme, width)
+    if form.shape[1] % SEGMENT:
         return False
     from rabbitllm.quant import vectors  # numba comes with it
 
@@ -67,8 +73,8 @@ class QuantizedMatrix:
     Attributes:
         form: its scheme and shape, with dequantized scales.
         payload: uint8 codes.
-        absmax: float32, one per block.
-        table: float32, the value of each code.
+        absmax: float32, one per block; empty for blocks of GGUF files, whose scales are in the payload.
+        table: float32, the value of each code; empty for blocks of GGUF files.
     """
 
     form: Quantized
@@ -131,11 +137,13 @@ class Matrix(QuantizedMatrix):
 
         make = torch.zeros if method == PANELS else torch.empty
         out = make(len(x), self.form.shape[0])
-        _run(method, width, _Inputs(method, width, x), [(self, 0, len(x))], out)
+        _run(method, width, _Inputs(method, self.form.scheme, width, x), [(self, 0, len(x))], out)
         return out
 
     def table_for(self, width: int) -> int:
         """The address of the lookup table for kernels of `width` lanes; 0 if these cannot represent the codes."""
+        if self.form.scheme in BLOCK_TYPES:
+            return _NO_TABLE
         if width not in self._tables:  # the array is kept in the cache of `table_of`
             from rabbitllm.quant import vectors
 
@@ -145,14 +153,20 @@ class Matrix(QuantizedMatrix):
 
 
 class _Inputs:
-    """Rows (T, K) in the format of a kernel of `width` lanes; K is a multiple of 64."""
+    """Rows (T, K) in the format of a kernel of `width` lanes; K is a multiple of 64, or of the elements of a block."""
 
-    def __init__(self, method: str, width: int, x: torch.Tensor) -> None:
+    def __init__(self, method: str, scheme: str, width: int, x: torch.Tensor) -> None:
         import torch
 
         count, columns = x.shape
         self._step, self._odd = columns * 2, 0  # bytes of a row's even inputs in float32, or of all in bfloat16
-        if method == PANELS:
+        self._odd_step = self._step
+        if scheme in BLOCK_TYPES:
+            self._ready, self._step, self._odd_step = x.float().contiguous(), columns * 4, columns // SUMMED * 4
+            if method == CODES:
+                self._sums = self._ready.view(count, columns // SUMMED, SUMMED).sum(-1)
+                self._odd = self._sums.data_ptr()
+        elif method == PANELS:
             self._ready, self._step = kernels.interleaved(width, x), columns * 4
         elif width == kernels.PAIRS:
             self._ready = x.contiguous()
@@ -162,8 +176,11 @@ class _Inputs:
             self._odd = self._ready.data_ptr() + count * self._step
 
     def of(self, row: int) -> tuple[int, int]:
-        """The addresses of a row's even inputs and of its odd ones; the second is 0 if they are not separated."""
-        return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._step
+        """The addresses of a row's even inputs and of its odd ones; the second is 0 if they are not separated.
+
+        For blocks those of all inputs and of their sums.
+        """
+        return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._odd_step
 
 
 def _run(method: str, width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor) -> None:
@@ -173,6 +190,9 @@ def _run(method: str, width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, 
     """
     form = work[0][0].form
     row_bytes, *shape = _shape(form.scheme, form.shape[1], SEGMENT if method == CODES else 2 * width)
+    if method == CODES and form.scheme in BLOCK_TYPES:
+        kind = BLOCK_TYPES[form.scheme]
+        shape = [form.shape[1] // kind.elements, kind.elements]
     rows, start = form.shape[0], out.data_ptr()
     given = [
         (matrix.payload.data_ptr(), matrix.absmax.data_ptr(), *inputs.of(begin), matrix.table_for(width))
@@ -185,6 +205,8 @@ def _run(method: str, width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, 
 @functools.lru_cache(maxsize=1024)
 def _shape(scheme: str, columns: int, step: int) -> tuple[int, int, int]:
     """Bytes of codes in a row, steps in a row, and the logarithm of steps in a block."""
+    if scheme in BLOCK_TYPES:
+        return BLOCK_TYPES[scheme].row_bytes(columns), columns // step, 0
     entry = SCHEMES[scheme]
     return columns // entry.codes_a_byte, columns // step, (entry.block // step).bit_length() - 1
 
@@ -216,7 +238,7 @@ class GroupedProduct:
             self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
         for method, work in by_method.items():
             if method not in self._inputs:
-                self._inputs[method] = _Inputs(method, self._width, self._x)
+                self._inputs[method] = _Inputs(method, matrices[0].form.scheme, self._width, self._x)
             _run(method, self._width, self._inputs[method], work, self._out)
 
     def result(self) -> torch.Tensor:
@@ -238,7 +260,7 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
     import torch
 
     form, (rows, columns) = matrix.form, matrix.form.shape
-    block = SCHEMES[form.scheme].block
+    block = STORED[form.scheme].block
     step = block // math.gcd(block, columns)  # rows that are whole blocks
     step *= max(CHUNK_ELEMENTS // columns // step, 1)
     # processors without instructions for bfloat16 are slow at it, so float32 is used there
@@ -262,7 +284,8 @@ def kernel_for(scheme: str, dtype: torch.dtype) -> int:
 
     from rabbitllm.quant import vectors
 
-    if dtype == torch.bfloat16 and vectors.multiplies_pairs() and _agrees(CODES, scheme, kernels.PAIRS):
+    pairs = dtype == torch.bfloat16 and scheme in SCHEMES and vectors.multiplies_pairs()
+    if pairs and _agrees(CODES, scheme, kernels.PAIRS):
         return kernels.PAIRS
     return vectors.lanes()
 
@@ -276,7 +299,23 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
         return Matrix(form, payload, absmax, table).times_by(method, width, x)
 
     dtype = torch.bfloat16 if width == kernels.PAIRS else torch.float32
+    if scheme in BLOCK_TYPES:
+        return kernels.agrees(f"by {method} at {scheme}", _of_blocks(scheme, _BLOCK_TRIALS[method], product))
     return kernels.agrees(f"by {method} at {scheme}", kernels.of_codes(scheme, dtype, _TRIALS[method], product))
+
+
+def _of_blocks(
+    scheme: str, shapes: Sequence[tuple[int, int, int]], product: kernels.Product
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Products with random blocks; see `kernels.of_codes`."""
+    import torch
+
+    generator, nothing = torch.Generator().manual_seed(0), torch.empty(0)
+    for inputs, rows, columns in shapes:
+        blocks = gguf_blocks.sample(scheme, rows * columns, generator)
+        x = torch.randn(inputs, columns, generator=generator)
+        matrix = gguf_blocks.dequantize(scheme, blocks, (rows, columns), torch.float32)
+        yield product(Quantized(scheme, (rows, columns), None), blocks, nothing, nothing, x), x @ matrix.T
 
 
 _TRIALS = {
@@ -284,3 +323,6 @@ _TRIALS = {
     PANELS: ((7, 5, 192), (13, 70, 4096)),  # the last by several threads, with two panels for each row
 }
 """The products of a kernel's trial: inputs, rows, columns."""
+_BLOCK_TRIALS = {CODES: ((1, 7, 256), (6, 5, 4096), (1, 64, 4096)), PANELS: ((7, 5, 256), (13, 70, 4096))}
+_NO_TABLE = -1
+"""In place of the address of a table, for kernels whose values are in their code."""

@@ -29,7 +29,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
+from rabbitllm.quant import gguf_blocks
 from rabbitllm.quant.library import bitsandbytes, functional, int8_code, nf4_map
 from rabbitllm.quant.schemes import (
     DOUBLE,
@@ -38,6 +40,7 @@ from rabbitllm.quant.schemes import (
     NF4_BLOCK,
     SCALE_BYTES,
     SCHEMES,
+    STORED,
     Quantized,
     Settling,
     code_values,
@@ -293,6 +296,7 @@ def operands(
 ) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operands of kernels for a stored tensor: its form, codes, float32 scales and code table.
 
+    Blocks of GGUF files have their scales among the codes; scales and table are empty.
     Quantized scales are dequantized to n / 64 float32, on the device of the parts; the others are returned as read.
 
     Args:
@@ -300,6 +304,10 @@ def operands(
         parts: in the order of `part_names`.
         read: a part -> its tensor.
     """
+    if STORED[form.scheme].block_bytes:
+        import torch
+
+        return form, read(parts[0]), torch.empty(0), torch.empty(0)
     payload, absmax, table = map(read, parts[:3])
     if form.offset is not None:
         absmax = expand_scales(absmax, read(parts[3]), read(parts[4]), form.offset)
@@ -317,12 +325,15 @@ def dequantize(
         absmax: float32, one per block.
         table: float32, the value of each code.
         dtype: of the result. At 4bit bitsandbytes dequantizes to the dtype stored with the tensor, and the result is
-            cast; at 8bit no dtype is stored, and it dequantizes to `dtype` directly.
+            cast; at 8bit no dtype is stored, and it dequantizes to `dtype` directly. Blocks are dequantized to float32,
+            as llama.cpp does, and rounded.
 
     Returns:
         A new tensor of shape `form.shape`.
     """
     assert form.offset is None
+    if form.scheme in BLOCK_TYPES:
+        return gguf_blocks.dequantize(form.scheme, payload, form.shape, dtype)
     if form.scheme == "4bit":
         whole = replace(form, shape=_in_whole_blocks(form.shape))
         result: torch.Tensor = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))

@@ -10,6 +10,9 @@ Stored keys are RabbitLLM 1.1's (and AirLLM's) pattern:
 - 8bit: `<name>` uint8 in the tensor's own shape, `<name>.8bit.absmax` float32 (blocks of 2048), `<name>.8bit.code`
   float32 (256).
 
+Blocks of GGUF files (`gguf_blocks.py`) are stored as they came: `<name>` uint8, the tensor's shape with bytes of a row
+in place of its elements, and `<name>.gguf.q4_k` uint8 (1,), the number of the type, whose name is in the key.
+
 At 4bit-double scales are quantized less their mean, which needs all of them. Until then they are kept as float32
 outside the layer file: `arriving` has the parts that come from a shard, `settling` those that are made from all scales.
 
@@ -32,6 +35,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rabbitllm.errors import IncompleteSplitError, OptionError
+from rabbitllm.formats.gguf_types import BLOCK_TYPES, TensorType
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
 from rabbitllm.quant.library import bitsandbytes, int8_code, nf4_map
@@ -69,6 +73,7 @@ class PartRole(enum.Enum):
     NESTED_SCALES = enum.auto()
     NESTED_TABLE = enum.auto()
     STATE = enum.auto()
+    KIND = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class Scheme:
         marks: endings of keys by which a stored tensor is recognised; if those of several schemes fit, the last counts.
         fits: whether scales can be fitted to their block.
         min_elements: smaller tensors have the scheme `smaller` instead.
+        block_bytes: bytes of a block that has its scales in it; 0 if codes and scales are separate parts.
     """
 
     block: int
@@ -95,6 +101,7 @@ class Scheme:
     fits: bool = False
     min_elements: int = 0
     smaller: str | None = None
+    block_bytes: int = 0
 
 
 _CODES = ("", "U8", PartRole.CODES)
@@ -137,6 +144,18 @@ SCHEMES: Mapping[str, Scheme] = {
         smaller="4bit",
     ),
 }
+GGUF_MARK = ".gguf."
+"""In the ending of the key that names the type of blocks."""
+
+
+def _of_blocks(kind: TensorType) -> Scheme:
+    mark = GGUF_MARK + kind.name.lower()
+    parts = (_CODES, (mark, "U8", PartRole.KIND))
+    return Scheme(kind.elements, 0, kind.name, bytes, parts, (mark,), block_bytes=kind.nbytes)
+
+
+STORED: Mapping[str, Scheme] = {**SCHEMES, **{name: _of_blocks(kind) for name, kind in BLOCK_TYPES.items()}}
+"""The schemes of stored tensors: those of compressions, and the types of blocks, which are stored as they came."""
 COMPRESSIONS: tuple[str | None, ...] = (None, *sorted(SCHEMES, key=lambda name: SCHEMES[name].codes_a_byte))
 """The compressions of a split, from the largest output to the smallest."""
 
@@ -211,11 +230,11 @@ def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:
 
 def part_names(name: str, scheme: str | None) -> tuple[str, ...]:
     """The stored keys of a tensor: payload first, then its scales, then its code table."""
-    return (name,) if scheme is None else tuple([name + ending for ending, _, _ in SCHEMES[scheme].parts])
+    return (name,) if scheme is None else tuple([name + ending for ending, _, _ in STORED[scheme].parts])
 
 
 def stored_schemes(keys: Iterable[str]) -> dict[str, str | None]:
-    """The tensors of a layer file with these stored keys: tensor name -> scheme, None or one of `SCHEMES`."""
+    """The tensors of a layer file with these stored keys: tensor name -> scheme, None or one of `STORED`."""
     found: dict[str, str | None] = dict.fromkeys(keys)
     for scheme, entry in SCHEMES.items():
         mark, *others = entry.marks
@@ -223,6 +242,10 @@ def stored_schemes(keys: Iterable[str]) -> dict[str, str | None]:
             name = key.removesuffix(mark)
             if name in found and all(name + other in found for other in others):
                 found[name] = scheme
+    for key in [key for key in found if GGUF_MARK in key]:
+        name, _, kind = key.rpartition(GGUF_MARK)
+        if name in found and kind.upper() in BLOCK_TYPES:
+            found[name] = kind.upper()
     for name, how in tuple(found.items()):
         for part in part_names(name, how)[1:]:
             found.pop(part, None)
@@ -231,7 +254,7 @@ def stored_schemes(keys: Iterable[str]) -> dict[str, str | None]:
 
 def state_key(name: str, scheme: str | None) -> str | None:
     """The stored key of a tensor's packed QuantState; None if the scheme has none."""
-    return name + NF4_STATE if scheme is not None and _STATE in SCHEMES[scheme].parts else None
+    return name + NF4_STATE if scheme is not None and _STATE in STORED[scheme].parts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +263,7 @@ class StoredForm:
 
     Attributes:
         source: the tensor in its shard.
-        scheme: None, "4bit", "4bit-double" or "8bit".
+        scheme: None, or one of `STORED`.
         parts: the stored tensors; the payload, under the tensor's own name, comes first, the scales second. A piece has
             only these two.
     """
@@ -261,7 +284,7 @@ def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
 
 
 def form_in(spec: TensorSpec, scheme: str | None) -> StoredForm:
-    """The stored form of a tensor uncompressed (None) or at one of `SCHEMES`, even if it is not compressible."""
+    """The stored form of a tensor uncompressed (None) or at one of `STORED`, even if it is not compressible."""
     if scheme is None:
         return StoredForm(spec, None, (TensorToWrite(spec.name, spec.dtype, spec.shape),))
     stored = zip(part_names(spec.name, scheme), *_part_shapes(scheme, spec.dtype, spec.shape), strict=True)
@@ -273,7 +296,10 @@ def _part_shapes(
     scheme: str, dtype: str, shape: tuple[int, ...]
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     """Dtypes and shapes of the stored parts of such a tensor; cached, since tens of thousands of experts share them."""
-    entry, elements = SCHEMES[scheme], _part_elements(scheme, shape)
+    entry = STORED[scheme]
+    if entry.block_bytes:
+        return ("U8", "U8"), ((*shape[:-1], BLOCK_TYPES[scheme].row_bytes(shape[-1])), (1,))
+    elements = _part_elements(scheme, shape)
     shapes: list[tuple[int, ...]] = []
     for _, _, role in entry.parts:
         if role is PartRole.CODES:
@@ -301,9 +327,11 @@ def constants(form: StoredForm) -> Mapping[str, bytes]:
     """The bytes of the parts that do not depend on the weights: stored key -> content; a piece has none."""
     if form.source.piece is not None or form.scheme is None:
         return {}
-    found, entry = {}, SCHEMES[form.scheme]
+    found, entry = {}, STORED[form.scheme]
     for ending, _, role in entry.parts:
-        if role is PartRole.TABLE:
+        if role is PartRole.KIND:
+            found[form.source.name + ending] = bytes([BLOCK_TYPES[form.scheme].number])
+        elif role is PartRole.TABLE:
             found[form.source.name + ending] = entry.values()
         elif role is PartRole.NESTED_TABLE:
             found[form.source.name + ending] = int8_code()
@@ -367,9 +395,9 @@ class Quantized:
     """The scheme, shape and dtype of a quantized tensor, without its weights.
 
     Attributes:
-        scheme: "4bit", "4bit-double" or "8bit".
+        scheme: one of `STORED`.
         shape: of the original tensor.
-        dtype: the torch dtype name it was quantized from; None at 8bit, which does not store it.
+        dtype: the torch dtype name it was quantized from; None at 8bit and for blocks, which do not store it.
         offset: at 4bit-double the mean of all scales, which was subtracted before they were quantized.
     """
 
@@ -381,7 +409,7 @@ class Quantized:
     @property
     def codes(self) -> Quantized:
         """The same with dequantized scales, float32, as kernels get it."""
-        codes = SCHEMES[self.scheme].codes
+        codes = STORED[self.scheme].codes
         return self if self.scheme == codes else replace(self, scheme=codes, offset=None)
 
 
@@ -412,9 +440,9 @@ def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: b
 
     Args:
         name: the tensor.
-        scheme: one of `SCHEMES`.
+        scheme: one of `STORED`.
         parts: the layer file's stored keys, by name.
-        state: the bytes of its packed QuantState at 4bit; ignored at 8bit.
+        state: the bytes of its packed QuantState at 4bit; ignored otherwise.
 
     Raises:
         IncompleteSplitError: a part is missing, or has a size that does not fit the payload.
@@ -423,6 +451,8 @@ def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: b
     for part in names:
         if part not in parts:
             raise IncompleteSplitError(f"tensor {name!r} is stored at {scheme} without its part {part!r}.")
+    if STORED[scheme].block_bytes:
+        return _of_payload(scheme, parts[name])
     has_state = state_key(name, scheme) is not None
     found = _parse_state(name, scheme, state) if has_state else Quantized(scheme, parts[name].shape, None)
     elements = _part_elements(scheme, found.shape)
@@ -434,6 +464,18 @@ def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: b
                 f"{found.shape} needs {elements[role]:,} of {dtype}."
             )
     return found
+
+
+def _of_payload(scheme: str, payload: TensorSpec) -> Quantized:
+    """The form of blocks, whose rows are those of the stored bytes."""
+    kind = BLOCK_TYPES[scheme]
+    if payload.dtype != "U8" or not payload.shape or payload.shape[-1] % kind.nbytes:
+        raise IncompleteSplitError(
+            f"the tensor {payload.name!r} is stored as {payload.dtype} {payload.shape}; expected U8 rows of {scheme} "
+            f"blocks of {kind.nbytes} bytes."
+        )
+    columns = payload.shape[-1] // kind.nbytes * kind.elements
+    return Quantized(scheme, (*payload.shape[:-1], columns), None)
 
 
 def _parse_state(name: str, scheme: str, raw: bytes) -> Quantized:

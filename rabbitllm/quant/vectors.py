@@ -117,6 +117,11 @@ def lanes() -> int:
     return 16 if "avx512f" in features() else 8 if {"avx2", "fma"} <= features() else 0
 
 
+def reads_halves() -> bool:
+    """Whether this processor converts float16; all with AVX2 do."""
+    return "f16c" in features()
+
+
 def multiplies_pairs() -> bool:
     """Whether this processor multiplies pairs of bfloat16."""
     return {"avx512f", "avx512bw", "avx512bf16"} <= features()

@@ -9,10 +9,14 @@ import torch
 
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES, TENSOR_TYPES
-from rabbitllm.quant.gguf_blocks import dequantize
+from rabbitllm.quant import gguf_blocks
+from rabbitllm.quant.gguf_blocks import DECODERS, WORTH_A_KERNEL, dequantize, lanes_for
 
 EXTREME = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE00)
 """float16: zeros, denormals, the least and largest normal ones, infinities, not a number."""
+
+COMPILED_FAST = ("Q4_K", "Q6_K")
+COMPILED = [name if name in COMPILED_FAST else pytest.param(name, marks=pytest.mark.long) for name in DECODERS]
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -46,10 +50,22 @@ def test_numbers_and_sizes_are_those_of_gguf() -> None:
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_any_bytes_are_dequantized_as_by_gguf(name: str) -> None:
     blocks = random_blocks(name, 37, 1024)
+    assert_any_bytes(name, blocks)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_any_bytes_are_dequantized_by_a_kernel_as_by_gguf(name: str) -> None:
+    assert WORTH_A_KERNEL < 2057 * 256
+    assert not lanes_for(name) or gguf_blocks._kernel_agrees(name)
+    assert_any_bytes(name, random_blocks(name, 2057, 256))
+
+
+def assert_any_bytes(name: str, blocks: torch.Tensor) -> None:
     expected = by_gguf(name, blocks)
-    assert_same_bits(dequantize(name, blocks, (37, 1024), torch.float32), expected)
+    shape = tuple(expected.shape)
+    assert_same_bits(dequantize(name, blocks, shape, torch.float32), expected)
     for dtype in (torch.bfloat16, torch.float16):
-        found = dequantize(name, blocks, (37, 1024), dtype)
+        found = dequantize(name, blocks, shape, dtype)
         assert torch.equal(found.nan_to_num(7.0), expected.to(dtype).nan_to_num(7.0))
 
 
@@ -58,10 +74,13 @@ def test_extreme_scales_are_dequantized_as_by_gguf(name: str) -> None:
     """Each float16 of `EXTREME` at every offset of a block, where it meets a scale or codes."""
     kind = BLOCK_TYPES[name]
     blocks = random_blocks(name, len(EXTREME) * (kind.nbytes - 1), kind.elements, seed=1)
+    rows = blocks.numpy()
     for number, (offset, bits) in enumerate((o, b) for o in range(kind.nbytes - 1) for b in EXTREME):
-        blocks[number, offset : offset + 2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
-    shape = (len(blocks), kind.elements)
-    assert_same_bits(dequantize(name, blocks, shape, torch.float32), by_gguf(name, blocks))
+        rows[number, offset : offset + 2] = bits & 255, bits >> 8
+    expected = by_gguf(name, blocks)
+    assert_same_bits(dequantize(name, blocks, tuple(expected.shape), torch.float32), expected)
+    if name in COMPILED_FAST and lanes_for(name):
+        assert_same_bits(gguf_blocks._by_kernel(name, blocks), expected)
 
 
 def test_parts_of_a_tensor_are_those_of_the_whole() -> None:

@@ -1,0 +1,131 @@
+"""Products with blocks of GGUF files, by each method, against the numbers of the `gguf` package in double precision."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.quant import gguf_blocks, kernels, products, vectors
+from rabbitllm.quant.gguf_blocks import DECODERS, sample
+from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS
+from rabbitllm.quant.products import Matrix, multiplies
+from rabbitllm.quant.schemes import Quantized
+from tests.support.rounding import assert_products
+
+pytestmark = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+NOTHING = torch.empty(0)
+COUNTS = (1, 3, 4, 5, 6, 17, 64, 300)
+"""Inputs: by codes, by panels where these are used, and dequantized."""
+
+
+def matrix(scheme: str, rows: int, columns: int, seed: int = 0) -> Matrix:
+    blocks = sample(scheme, rows * columns, torch.Generator().manual_seed(seed))
+    return Matrix(Quantized(scheme, (rows, columns), None), blocks, NOTHING, NOTHING)
+
+
+def meant(of: Matrix) -> torch.Tensor:
+    """Float64."""
+    rows = of.payload.view(of.form.shape[0], -1).numpy()
+    return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[of.form.scheme])).double()
+
+
+def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(9)).to(dtype)
+
+
+FEW = ("Q4_K", "Q8_0")
+"""Compiling the kernels of a type takes a few seconds, so the others are for the long tests."""
+ALL = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in DECODERS]
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_any_number_of_inputs(scheme: str) -> None:
+    of = matrix(scheme, 37, 1024)
+    assert multiplies(of.form)
+    for count in COUNTS:
+        x = inputs(count, 1024)
+        assert_products(of.linear(x, None), x, meant(of))
+
+
+@pytest.mark.parametrize("scheme", FEW)
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 20), st.integers(0, 1 << 30))
+def test_shapes_of_all_kinds(scheme: str, rows: int, blocks: int, count: int, seed: int) -> None:
+    columns = blocks * (256 if scheme == "Q4_K" else 32)
+    of = matrix(scheme, rows, columns, seed)
+    x = inputs(count, columns)
+    for method in (CODES, PANELS):
+        assert_products(of.times_by(method, vectors.lanes(), x), x, meant(of))
+
+
+@pytest.mark.parametrize("scheme", ALL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
+    of, bias = matrix(scheme, 70, 512), inputs(1, 70)[0].to(dtype)
+    for count in COUNTS:
+        x = inputs(count, 512, dtype)
+        got = of.linear(x.view(1, count, 512), bias)[0]
+        assert got.dtype == dtype
+        dequantized = products.method_for(of, vectors.lanes(), count) == DEQUANTIZED
+        assert_products(got, x, meant(of), bias, weights=dtype if dequantized else None)
+
+
+@pytest.mark.parametrize("scheme", FEW)
+@pytest.mark.parametrize("method", [CODES, PANELS])
+@pytest.mark.parametrize("team", [True, False])
+def test_a_row_has_the_same_bits_alone_among_others_and_by_any_number_of_threads(
+    scheme: str, method: str, team: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, x, width = matrix(scheme, 131, 2048), inputs(13, 2048), vectors.lanes()
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, method, 1 << 30)
+    together = of.times_by(method, width, x)
+    for begin, end in ((0, 1), (3, 10), (12, 13)):
+        assert torch.equal(of.times_by(method, width, x[begin:end]), together[begin:end])
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, method, 1 << 10)
+    if not team:
+        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
+    threads = torch.get_num_threads()
+    try:
+        for count in (2, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(of.times_by(method, width, x), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_groups_of_rows_with_matrices_of_their_own() -> None:
+    """As experts are multiplied."""
+    matrices, x = [matrix("Q4_K", 40, 512, seed) for seed in range(3)], inputs(12, 512, torch.bfloat16)
+    product = matrices[0].grouped(x)
+    assert product is not None
+    product.multiply(matrices, [(0, 1), (1, 3), (3, 11)])
+    got = product.result()
+    for of, begin, end in zip(matrices, (0, 1, 3), (1, 3, 11), strict=True):
+        assert_products(got[begin:end], x[begin:end], meant(of))
+    assert not bool(got[11].any())
+
+
+@pytest.mark.parametrize("scheme", ["IQ3_S", "TQ1_0", "NVFP4"])
+def test_types_without_a_kernel_are_dequantized(scheme: str) -> None:
+    form = Quantized(scheme, (8, 256), None)
+    assert not multiplies(form)
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    right, by_kernel = Matrix.times_by, gguf_blocks._by_kernel
+    monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
+    monkeypatch.setattr(gguf_blocks, "_by_kernel", lambda *given: by_kernel(*given) * 2)
+    products._agrees.cache_clear()
+    gguf_blocks._kernel_agrees.cache_clear()
+    try:
+        of = matrix("Q4_K", 300, 256)
+        assert not multiplies(of.form)
+        assert torch.equal(of.dequantized(torch.float32).double(), meant(of))
+        assert "at Q4_K is off by 1.0e-03 here and is not used" in caplog.text
+        assert "dequantizes Q4_K is wrong here" in caplog.text
+    finally:
+        products._agrees.cache_clear()
+        gguf_blocks._kernel_agrees.cache_clear()
