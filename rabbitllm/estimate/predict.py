@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory
 from rabbitllm.engine.placement import Tier
@@ -50,6 +51,8 @@ from rabbitllm.quant.schemes import SCHEMES
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
+
+logger = logging.getLogger(__name__)
 
 
 def generations(
@@ -264,6 +267,15 @@ class PassEstimator:
 
     def timed(self, found: GenerationEstimate) -> GenerationEstimate:
         """Measure, and return the estimate with times; without some that could not be measured."""
+        try:
+            with memory_explained(self._machine.devices, {}):
+                return self._measured(found)
+        except OutOfDeviceMemory as error:
+            problem = error.problem
+            logger.warning("The seconds per token cannot be measured: %s", problem)
+            return found
+
+    def _measured(self, found: GenerationEstimate) -> GenerationEstimate:
         reads = self._reads()
         if reads is None and self._streamed:
             return dataclasses.replace(found, from_the_disk=not self._cached)
