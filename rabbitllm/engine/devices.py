@@ -45,6 +45,11 @@ class Device(Protocol):
     shares_host_memory: bool
     """Whether a host buffer is a device buffer, so that nothing needs copying."""
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it computes in bfloat16 itself."""
+        ...
+
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory on a page boundary, uint8 (nbytes,), pinned if the device copies from it.
 
@@ -113,6 +118,7 @@ class CpuDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
     shares_host_memory = True
+    has_bf16 = True
 
     def __init__(self) -> None:
         self._buffers: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
@@ -169,6 +175,10 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    @property
+    def has_bf16(self) -> bool:
+        return capability_suits_bf16(torch.cuda.get_device_capability(self.torch_device))
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         # allocated here and then pinned: torch's allocator of pinned memory would round each buffer up to a power of
@@ -336,13 +346,6 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
 def default_device() -> str:
     """The default device to run a model and to quantize it: the first GPU, else the CPU."""
     return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
-def suits_bf16(device: Device) -> bool:
-    """Whether a device computes in bfloat16 itself."""
-    if device.torch_device.type != "cuda":
-        return True
-    return capability_suits_bf16(torch.cuda.get_device_capability(device.torch_device))
 
 
 def capability_suits_bf16(capability: tuple[int, int]) -> bool:

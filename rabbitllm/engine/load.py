@@ -19,7 +19,7 @@ from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.expert_source import ExpertSource, packed_by
 from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.first_use import ReadAhead, check_rows_before, wait_before
-from rabbitllm.engine.forwards import RowProducts
+from rabbitllm.engine.forwards import RowProducts, keep_finite
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
     PartChooser,
@@ -121,6 +121,8 @@ def load_model(
             check_unused(model, weights, store)
         except IncompleteSplitError as error:
             logger.warning("%s The config and the weights may belong to different models.", error.problem)
+    if plan.is_narrowed:
+        keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
     published.say_how(plan.quantizer, folder, model.dtype, chosen)
     if options.fast_bfloat16:

@@ -12,7 +12,7 @@ import torch
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import devices, load_plan
-from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices, suits_bf16
+from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices
 from rabbitllm.errors import DeviceError
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
@@ -305,8 +305,8 @@ def test_bfloat16_by_compute_capability(
     gpus: object, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], suits: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert suits_bf16(CudaDevice(0)) == suits
-    assert suits_bf16(CpuDevice())
+    assert CudaDevice(0).has_bf16 == suits
+    assert CpuDevice().has_bf16
 
 
 def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so_once(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import expert_pool
@@ -20,7 +21,7 @@ from rabbitllm.engine.placement import SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
-from rabbitllm.errors import NotEnoughMemoryError
+from rabbitllm.errors import NotEnoughMemoryError, RabbitLLMError
 from rabbitllm.quant import products
 from rabbitllm.telemetry.passes import (
     EXPERT_TIERS,
@@ -31,7 +32,7 @@ from rabbitllm.telemetry.passes import (
     UPLOAD,
 )
 from tests.engine.test_prefetch import until
-from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
+from tests.support.builders import FAMILIES, SINGLE_NAME, Reference, build_checkpoint, read_tensors, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
 from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
@@ -448,6 +449,28 @@ def test_a_pass_without_enough_memory_is_explained_and_costs_nothing(tmp_path: P
             assert "CUDA out of memory. Tried to allocate" in caught.value.problem
             assert gpu.used == free
             assert torch.equal(model(ids).logits.cpu(), expected)
+
+
+def test_a_bfloat16_model_stays_finite_on_a_gpu_that_has_only_float16(tmp_path: Path) -> None:
+    """Hidden states beyond float16 are clamped; if the caller chose float16, the garbage is an error."""
+    folder, ids = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), INPUT
+    weights = read_tensors(folder)
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1000
+    weights["model.layers.1.mlp.down_proj.weight"] *= 300
+    save_file(weights, folder / SINGLE_NAME, {"format": "pt"})
+    directory, t4 = split(folder), FakeGpu(0, has_bf16=False)
+    for budget in (ALL, 0):
+        with watched(), torch.inference_mode():
+            model = load_on([t4], directory, budget)
+            assert model.dtype == torch.float16
+            states = model(ids.to(model.device), output_hidden_states=True).hidden_states
+            assert [bool(state.isfinite().all()) for state in states] == [True] * 4
+            assert float(states[2].abs().max()) == torch.finfo(torch.float16).max
+            model.generate(ids.to(model.device), max_new_tokens=4, do_sample=True)
+            chosen = load_on([t4], directory, budget, dtype="float16")
+            with pytest.raises(RabbitLLMError, match="The logits are not finite"):
+                chosen(ids.to(chosen.device))
+            assert load_on([t4], directory, budget, dtype="float32")(ids.to(model.device)).logits.isfinite().all()
 
 
 # What a pass costs
