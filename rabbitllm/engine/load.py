@@ -70,7 +70,7 @@ def load_model(
         share: chooses the part of the model that this process computes; None for the whole.
 
     Returns:
-        The model, with the attributes `tokenizer`, `profiler`, `placement` and `unused_tensors`.
+        The model, with the attributes `tokenizer`, `processor`, `profiler`, `placement` and `unused_tensors`.
 
     Raises:
         IncompleteSplitError: a tensor is missing or damaged; each is named.
@@ -139,6 +139,7 @@ def load_model(
     streamed._origin = origin_of(streamed, store, home, weights, changes_itself=in_place)
     streamed._held_bytes = held_bytes(placement, sources, experts)
     streamed._show_progress = options.show_progress
+    streamed._trust_remote_code = options.trust_remote_code
     return streamed
 
 
