@@ -208,6 +208,8 @@ def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Calla
     return lambda path: owners.get(enclosing(path, owners) or "", home)
 
 
+TRIED = (1, 6, 16)
+"""Rows of input in a trial: bitsandbytes has a kernel for each of these."""
 MAX_ROWS = 4096
 """Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
 
@@ -236,10 +238,10 @@ def _fused(
 
 
 def fused_packs(device: Device) -> Packs:
-    """The choice whether a device multiplies one input from 4bit codes, as bitsandbytes does, or dequantizes first.
+    """The choice whether a device multiplies by bitsandbytes' 4bit products, or dequantizes each matrix first.
 
     A product from codes moves a ninth of the bytes. A trial for each shape and dtype, with random codes and inputs,
-    verifies the kernel's result on this device.
+    verifies the results of its kernels on this device.
     """
     trial = functools.cache(functools.partial(_is_right, device))
 
@@ -265,10 +267,11 @@ def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)
     absmax = torch.rand(rows * columns // NF4_BLOCK, generator=generator)
-    table, inputs = torch.linspace(-1, 1, 16), torch.randn(1, columns, generator=generator).to(dtype)
+    table, inputs = torch.linspace(-1, 1, 16), torch.randn(max(TRIED), columns, generator=generator).to(dtype)
     try:
         matrix, x = FusedMatrix(form, payload.to(place), absmax.to(place), table.to(place)), inputs.to(place)
-        if is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantized(dtype))):
+        expected = torch.nn.functional.linear(x, matrix.dequantized(dtype))
+        if all(is_near(matrix.linear(x[:count], None), expected[:count]) for count in TRIED):
             return True
         logger.warning("bitsandbytes multiplies 4bit codes incorrectly on %s; layers are dequantized.", device.name)
     except Exception as error:
