@@ -19,7 +19,7 @@ from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.expert_source import ExpertSource, packed_by
 from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.first_use import ReadAhead, check_rows_before, wait_before
-from rabbitllm.engine.forwards import RowProducts, keep_finite
+from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
     PartChooser,
@@ -121,6 +121,9 @@ def load_model(
             check_unused(model, weights, store)
         except IncompleteSplitError as error:
             logger.warning("%s The config and the weights may belong to different models.", error.problem)
+    for device in chosen:
+        if not device.has_bf16:
+            repeat_keys_on(device.torch_device)
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
