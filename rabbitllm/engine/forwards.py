@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.integrations import sdpa_attention
 
 from rabbitllm.quant import bfloat_products
 
@@ -17,6 +18,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from transformers import PreTrainedModel
+
+_repeating: set[torch.device] = set()
+
+
+def repeat_keys_on(device: torch.device) -> None:
+    """Make transformers' `sdpa` repeat keys and values for all query heads on a device, instead of `enable_gqa`.
+
+    For GPUs before compute capability 8.0. They have no flash attention, and torch's memory-efficient attention takes
+    no grouped keys, so with `enable_gqa` torch makes the whole attention matrix: about 2.6 GB for 64 heads and 2,048
+    tokens (transformers issue 48633, pytorch issue 191085).
+    """
+    if not _repeating and hasattr(sdpa_attention, "use_gqa_in_sdpa"):
+        ordinary = sdpa_attention.use_gqa_in_sdpa
+
+        def use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, *others: Any) -> bool:
+            return key.device not in _repeating and bool(ordinary(attention_mask, key, *others))
+
+        sdpa_attention.use_gqa_in_sdpa = use_gqa
+    _repeating.add(device)
+
 
 LARGEST_HALF = torch.finfo(torch.float16).max
 

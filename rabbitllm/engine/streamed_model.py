@@ -130,8 +130,9 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             RabbitLLMError: they do. Tokens would be garbage, and to sample from NaN ends a process's use of CUDA.
         """
         logits = getattr(output, "logits", None)
-        narrow = isinstance(logits, torch.Tensor) and logits.dtype == torch.float16 and logits.dim() == 3
-        if narrow and not bool((logits[:, -1] < torch.inf).all()):  # -inf is legal: a token that is never chosen
+        if not isinstance(logits, torch.Tensor) or logits.dtype != torch.float16 or logits.dim() != 3:
+            return output
+        if not bool((logits[:, -1] < torch.inf).all()):  # -inf is legal: a token that is never chosen
             raise RabbitLLMError(
                 "The logits are not finite: a value in the model is beyond the range of float16.",
                 "Load the model with dtype='float32', or dtype='bfloat16' on a GPU that has it.",

@@ -13,9 +13,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers.integrations import sdpa_attention
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine import expert_pool
+from rabbitllm.engine import expert_pool, forwards
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
@@ -62,6 +63,12 @@ def wait_for_copies_ahead(model: Any, gpu: FakeGpu) -> None:
     """Until the first units of the next pass are asked of the device, which no pass waits for."""
     for _, future in model.streamer.executors[gpu.name].loader._ahead._pending.values():
         future.result(30)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_of_another_test_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "_repeating", set())
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
 
 
 # The fake itself
@@ -471,6 +478,28 @@ def test_a_bfloat16_model_stays_finite_on_a_gpu_that_has_only_float16(tmp_path: 
             with pytest.raises(RabbitLLMError, match="The logits are not finite"):
                 chosen(ids.to(chosen.device))
             assert load_on([t4], directory, budget, dtype="float32")(ids.to(model.device)).logits.isfinite().all()
+
+
+def test_before_sm_80_keys_are_repeated_for_attention_that_makes_no_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", num_key_value_heads=2)
+    directory, attend = split(folder), torch.nn.functional.scaled_dot_product_attention
+    seen: list[tuple[bool, int]] = []
+
+    def noted(query: Any, key: Any, *given: Any, **named: Any) -> torch.Tensor:
+        seen.append((bool(named.get("enable_gqa")), query.shape[1] // key.shape[1]))
+        return attend(query, key, *given, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    found = []
+    for gpu in (FakeGpu(0), FakeGpu(1, has_bf16=False)):
+        with watched(), torch.inference_mode():
+            model = load_on([gpu], directory, ALL)
+            seen.clear()
+            found.append(model(INPUT.to(model.device)).logits.cpu())
+        assert set(seen) == ({(True, 2)} if gpu.has_bf16 else {(False, 1)})
+    assert torch.allclose(*found, atol=1e-5)
 
 
 # What a pass costs
