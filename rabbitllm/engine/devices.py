@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import logging
+import mmap
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -183,13 +184,16 @@ class CudaDevice:
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         # allocated here and then pinned: torch's allocator of pinned memory would round each buffer up to a power of
         # two, and keep it for the life of the process
-        buffer = aligned_host(nbytes)
+        memory = page_aligned(max(nbytes, 1))
+        buffer = _as_tensor(memory, nbytes)
         if self._pin and nbytes:
             with torch.cuda.device(self.torch_device):
                 code = int(_cudart().cudaHostRegister(buffer.data_ptr(), nbytes, _FOR_EVERY_GPU))
             if code:
                 self._forget_error()
                 raise RuntimeError(f"the CUDA driver cannot pin {nbytes:,} more bytes, error {code}")
+            if hasattr(mmap, "MADV_DONTFORK"):  # Linux copies pinned pages at a fork, such as a notebook's `!command`
+                memory.obj.madvise(mmap.MADV_DONTFORK)
         return buffer
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +254,22 @@ def test_host_buffers_are_locked_where_they_are_and_no_byte_more(driver: Driver,
     assert (buffer.shape, buffer.dtype) == ((nbytes,), torch.uint8)
     device.free_host_buffer(buffer)
     assert driver.locked == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="smaps is Linux's")
+@pytest.mark.parametrize("pins", [True, False])
+def test_locked_memory_is_not_copied_by_a_fork(driver: Driver, pins: bool) -> None:
+    """proc_pid_smaps(5): "dc" is "do not copy area on fork"."""
+    buffer = CudaDevice(1, pin_memory=pins).host_buffer(80_000)
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= buffer.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()
+    assert "rd" in flags
+    assert ("dc" in flags) == pins
 
 
 def test_memory_that_cannot_be_locked_is_an_error_that_no_kernel_is_blamed_for(driver: Driver) -> None:

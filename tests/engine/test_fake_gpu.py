@@ -396,12 +396,11 @@ def test_memory_that_cannot_be_page_locked_is_done_without(tmp_path: Path, caplo
         model = load_on([gpu], directory, host=ALL)
         found = run(model)
     assert_same(found, reference_logits(folder, INPUT, torch.float32))
-    assert 0 < sum(tier is Tier.PINNED for tier in tiers(model).values()) < 6
-    assert model.placement.streamed_bytes > 0
+    assert model.placement.streamed_bytes == 0
     assert sum(gpu.locked.values()) <= gpu.lockable
     messages = [record.getMessage() for record in caplog.records]
     assert any("can be pinned (no more memory can be pinned); " in message for message in messages)
-    assert any("copies are slower" in message for message in messages)
+    assert any("from which copies are slower" in message for message in messages)
 
 
 def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
