@@ -14,6 +14,7 @@ import mmap
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -103,6 +104,10 @@ class Device(Protocol):
         """Return memory that the allocator keeps unused, after an allocation has failed."""
         ...
 
+    def as_current(self) -> AbstractContextManager[Any]:
+        """A context in which it is torch's current device, where kernels of other libraries (Triton) are launched."""
+        ...
+
 
 def aligned_host(nbytes: int) -> torch.Tensor:
     """Host memory on a page boundary, uint8 (nbytes,)."""
@@ -159,6 +164,9 @@ class CpuDevice:
 
     def empty_cache(self) -> None:
         pass
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
 
 class CudaDevice:
@@ -247,8 +255,11 @@ class CudaDevice:
         return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.torch_device)
 
     def empty_cache(self) -> None:
-        with torch.cuda.device(self.torch_device):
+        with self.as_current():
             torch.cuda.empty_cache()
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.torch_device)
 
 
 def _cudart() -> Any:

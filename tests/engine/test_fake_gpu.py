@@ -34,7 +34,7 @@ from rabbitllm.telemetry.passes import (
 )
 from tests.engine.test_prefetch import until
 from tests.support.builders import FAMILIES, SINGLE_NAME, Reference, build_checkpoint, read_tensors, reference_logits
-from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
+from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, current, watched
 from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
 
@@ -354,7 +354,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
             assert bool(multiplied) == (is_right and not model.placement.is_resident)
             kinds = {tier for unit, tier in tiers(model).items() if unit.startswith("model.layers")}
             if kinds == {Tier.PACKED} and is_right:  # never made, so never unmade
-                assert not any(layer._forward_hooks for layer in model.model.layers)
+                assert all(len(layer._forward_hooks) == 1 for layer in model.model.layers)  # of the current device
             seen |= kinds
         assert seen == {Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED}
     monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
@@ -499,6 +499,40 @@ def test_before_sm_80_keys_are_repeated_for_attention_that_makes_no_matrix(
             found.append(model(INPUT.to(model.device)).logits.cpu())
         assert set(seen) == ({(True, 2)} if gpu.has_bf16 else {(False, 1)})
     assert torch.allclose(*found, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+@pytest.mark.parametrize("chosen", [[0, 1], [1]])
+def test_kernels_of_others_find_their_device_current(
+    tmp_path: Path, budget: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches where the current device is. It is the caller's again after a pass, whole or interrupted."""
+    directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(number) for number in chosen]
+    seen: list[tuple[Any, Any]] = []
+    with watched(), torch.inference_mode():
+        model = load_on(gpus, directory, budget)
+        kinds = [type(model.model.layers[0].mlp), type(model.model.norm)]
+        for kind in kinds:
+
+            def looked(self: Any, x: torch.Tensor, ordinary: Any = kind.forward) -> torch.Tensor:
+                seen.append((current.device, x.device))
+                if len(seen) == stop:
+                    raise KeyboardInterrupt
+                return ordinary(self, x)
+
+            monkeypatch.setattr(kind, "forward", looked)
+        stop = 0
+        model(INPUT.to(model.device))
+        assert {where for _, where in seen} == {gpu.torch_device for gpu in gpus}
+        assert all(device == where for device, where in seen)
+        for stop in range(1, len(seen) + 1):
+            seen.clear()
+            with pytest.raises(KeyboardInterrupt):
+                model(INPUT.to(model.device))
+            assert budget or current.device == torch.device("cpu", 1)
+            stop = 0
+            model(INPUT.to(model.device))
+            assert current.device == torch.device("cpu", 1)
 
 
 # What a pass costs

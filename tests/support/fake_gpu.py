@@ -34,6 +34,14 @@ GARBAGE = 0xFF
 """Every byte of a buffer whose bytes have not arrived: not a number in every floating type."""
 
 
+class _Current(threading.local):
+    device = torch.device("cpu", 1)
+
+
+current = _Current()
+"""The current device of this thread."""
+
+
 class Race(RuntimeError):
     """Two things that a GPU may do at once would touch the same bytes."""
 
@@ -181,6 +189,14 @@ class FakeGpu:
 
     def empty_cache(self) -> None:
         pass
+
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[None]:
+        before, current.device = current.device, self.torch_device
+        try:
+            yield
+        finally:
+            current.device = before
 
     @property
     def allocated(self) -> int:
