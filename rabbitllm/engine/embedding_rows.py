@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.units import PartReader, UnitSource
+from rabbitllm.quant import gguf_blocks
 from rabbitllm.quant.quantize import dequantize, scales_at
-from rabbitllm.quant.schemes import NESTED_BLOCK, SCHEMES, Quantized
+from rabbitllm.quant.schemes import NESTED_BLOCK, STORED, Quantized
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import StoredTensor
 
 _BY_ROW = 2
-"""The first parts of a stored tensor have a run of bytes for each row: values or codes, and scales."""
+"""The first parts of a stored tensor have a run of bytes for each row: values or codes, and scales if it has them."""
 
 
 def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
@@ -33,7 +34,7 @@ def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
     stored = source.stored[job.recipe.sources[0][1]]
     if stored.quantized is None:
         return True
-    return stored.shape[1] % SCHEMES[stored.quantized.scheme].block == 0
+    return stored.shape[1] % STORED[stored.quantized.scheme].block == 0
 
 
 def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> None:
@@ -54,7 +55,8 @@ def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> 
     for number, part in enumerate(stored.parts):
         row = part.nbytes // rows
         by_row = [(part.offset + row * one, row) for one in known]
-        checks.stored(part.file, by_row if number < _BY_ROW else [(part.offset, part.nbytes)])
+        is_by_row = number < _BY_ROW and part.nbytes % rows == 0
+        checks.stored(part.file, by_row if is_by_row else [(part.offset, part.nbytes)])
 
 
 class EmbeddingRows:
@@ -102,6 +104,9 @@ class EmbeddingRows:
             return self._part(self._stored.parts[0]).index_select(0, ids).to(self._dtype)
         assert self._dtype is not None
         count, width = len(ids), form.shape[1]
+        if STORED[form.scheme].block_bytes:
+            rows = self._part(self._stored.parts[0]).index_select(0, ids)
+            return gguf_blocks.dequantize(form.scheme, rows, (count, width), self._dtype)
         payload, absmax, table, *nested = (self._part(spec) for spec in self._stored.parts[:5])
         # index_select: like an embedding, and unlike [], it takes no negative ids
         codes = payload.view(form.shape[0], -1).index_select(0, ids)

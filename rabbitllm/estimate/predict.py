@@ -47,7 +47,7 @@ from rabbitllm.estimate.measure import DIRECT, DROPPED, FileSample, WorkingSet, 
 from rabbitllm.estimate.module_calls import ExpertCalls, binding_seconds
 from rabbitllm.estimate.outline import Outline
 from rabbitllm.estimate.plan import SourceScan
-from rabbitllm.quant.schemes import SCHEMES
+from rabbitllm.quant.schemes import STORED
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
@@ -503,7 +503,7 @@ class PassEstimator:
         found: dict[str, float] = {}
         for device, known in rates.items():
             for (form, _), rate in known.items():
-                found.setdefault(f"multiplying with {form}{' codes' if form in SCHEMES else ''} on {device}", rate)
+                found.setdefault(f"multiplying with {form}{' codes' if form in STORED else ''} on {device}", rate)
         if reads is not None and self._streamed:
             words = {DIRECT: "past the page cache", DROPPED: "through the page cache"}
             found[f"reading {words.get(reads.way, 'out of the page cache')}"] = reads.steady
