@@ -12,12 +12,13 @@ import gc
 import logging
 import mmap
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -200,8 +201,8 @@ class CudaDevice:
             if code:
                 self._forget_error()
                 raise RuntimeError(f"the CUDA driver cannot pin {nbytes:,} more bytes, error {code}")
-            if hasattr(mmap, "MADV_DONTFORK"):  # Linux copies pinned pages at a fork, such as a notebook's `!command`
-                memory.obj.madvise(mmap.MADV_DONTFORK)
+            if sys.platform == "linux":  # copies pinned pages at a fork, such as a notebook's `!command`
+                cast(mmap.mmap, memory.obj).madvise(mmap.MADV_DONTFORK)
         return buffer
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
