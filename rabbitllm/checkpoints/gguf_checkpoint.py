@@ -148,10 +148,7 @@ class GgufCheckpoint:
         """Warn of scaled rotary frequencies, which transformers reads for one architecture only."""
         kind = self.metadata.get(f"{self.metadata.get('general.architecture')}.rope.scaling.type")
         if kind not in (None, "none") and self.architecture != "gpt-oss":
-            _warn(
-                f"{self._first}: transformers ignores its scaled rotary frequencies ({short(kind, 40)}); the answers "
-                "differ from those of llama.cpp."
-            )
+            _warn_of_scaling(self._first, short(kind, 40))
 
     def _number(self, key: str, default: int) -> int:
         found = self.metadata.get(key, default)
@@ -297,15 +294,20 @@ def _texts(values: object) -> list[str]:
 
 
 @functools.cache
-def _warn(text: str) -> None:
-    """Warn once."""
-    logger.warning("%s", text)
-
-
 def _warn_of(shard: str, names: tuple[str, ...]) -> None:
-    """Warn of tensors that transformers does not use either."""
+    """Warn once of tensors that transformers does not use either."""
     some = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
-    _warn(f"{shard}: transformers has no parameter for {some}; left out.")
+    logger.warning("%s: transformers has no parameter for %s, which is left out.", shard, some)
+
+
+@functools.cache
+def _warn_of_scaling(shard: str, kind: str) -> None:
+    """Warn once that transformers does not read the scaling of rotary frequencies."""
+    logger.warning(
+        "%s: transformers ignores its scaled rotary frequencies (%s); answers differ from those of llama.cpp.",
+        shard,
+        kind,
+    )
 
 
 def _line(error: Exception) -> str:

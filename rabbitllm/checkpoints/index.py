@@ -187,11 +187,14 @@ def gguf_entry(names: Iterable[str], quantization: str | None, where: str) -> st
         fitting = [name for name in models if names_quantization(name, quantization)]
     if len(fitting) == 1:
         return fitting[0]
-    what = "no GGUF model" if not models else f"the GGUF models {_some(models)}"
+    if not models:
+        raise CheckpointNotFoundError(
+            f"{where} holds no GGUF model; {quantization!r} is the name of one.", "Remove the part after the colon."
+        )
     asked = "" if quantization is None else f" {len(fitting)} of them fit {quantization!r}."
     raise CheckpointNotFoundError(
-        f"{where} holds {what}.{asked}",
-        "Name one by its quantization, as organisation/name:Q4_K_M." if models else "Remove the part after the colon.",
+        f"{where} holds the GGUF models {_some(models)}.{asked}",
+        "Name one by its quantization, as organisation/name:Q4_K_M.",
     )
 
 
