@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import rabbitllm
@@ -43,8 +44,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, dict[
     return {c: layer_files(split(saved, compression=c, sequential=False)) for c in (None, "8bit", "4bit")}
 
 
-@pytest.mark.parametrize("files", [1, FILES])
-@pytest.mark.parametrize("compression", [None, "8bit"])
+@pytest.mark.parametrize(("files", "compression"), [(1, None), (FILES, "8bit")])
 def test_a_folder_is_split_and_each_file_deleted(
     tmp_path: Path, expected: dict[str | None, dict[str, bytes]], files: int, compression: str | None
 ) -> None:
@@ -55,8 +55,7 @@ def test_a_folder_is_split_and_each_file_deleted(
     assert not verify(made).damaged
 
 
-@pytest.mark.parametrize("transfer", ["file", "stream"])
-@pytest.mark.parametrize("files", [1, FILES])
+@pytest.mark.parametrize(("files", "transfer"), [(1, "file"), (FILES, "stream")])
 def test_a_repository_is_split_with_and_without_files(
     tmp_path: Path,
     hub_environment: HubEnvironment,
@@ -99,6 +98,7 @@ def test_a_file_of_several_is_named(tmp_path: Path, expected: dict[str | None, d
     assert layer_files(split(second)) != expected[None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["local", "file", "stream"])
 def test_a_call_that_is_killed_anywhere_goes_on(
     tmp_path: Path,
@@ -148,7 +148,8 @@ def test_the_file_with_the_metadata_is_used_last(tmp_path: Path) -> None:
 def test_convert_writes_the_same_weights_as_safetensors(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     file = write_gguf(tmp_path / "source" / "model.gguf", files=FILES)
-    ran = CliRunner().invoke(app, ["convert", str(file), str(tmp_path / "made")])
+    write_gguf(tmp_path / "source" / "other.gguf", seed=1)
+    ran = CliRunner().invoke(app, ["convert", str(file), "-o", str(tmp_path / "made")])
     assert ran.exit_code == 0, ran.output
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     whole = write_gguf(tmp_path / "model.gguf")
@@ -171,3 +172,15 @@ def test_the_whole_file_is_needed_in_one_piece_without_a_split(tmp_path: Path) -
     file = write_gguf(tmp_path / "model.gguf")
     with pytest.raises(UnreadableFormatError, match="has blocks"):
         rabbitllm.AutoModel.from_pretrained(file, device="cpu", split=False)
+
+
+def test_lazy_loading_dequantizes_a_tensor_when_it_is_used(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", "qwen3moe", files=FILES)
+    (tmp_path / "whole").mkdir()
+    whole = write_gguf(tmp_path / "whole" / "model.gguf", "qwen3moe")
+    model = rabbitllm.AutoModel.from_pretrained(whole, device="cpu")
+    with rabbitllm.lazy_load(file.parent) as weights:
+        for name in ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"):
+            assert torch.equal(torch.clone(weights[name]), model.state_dict()[name])
+        expert = torch.cat([weights[f"model.layers.1.mlp.experts.3.{part}_proj.weight"] for part in ("gate", "up")])
+        assert torch.equal(expert, model.model.layers[1].mlp.experts.gate_up_proj[3])
