@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from rabbitllm import AutoModel
+from rabbitllm.checkpoints.config import LEFTOVER
+from rabbitllm.engine.published import DEQUANTIZED, KEPT
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
@@ -86,6 +88,42 @@ def test_no_such_repository(hub_environment: HubEnvironment) -> None:
 def test_no_such_revision(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama")
     assert "acme/tiny has no such revision" in refused(HubError, "acme/tiny", revision="v9").problem
+
+
+OTHERS = ("exl2", "exl3", "marlin", "tpu_int8", "qoq", "ipex", "rtn", "petit_nvfp4", "moe_wna16", "deepspeedfp")
+"""Names of quantization methods that other libraries have."""
+
+
+def test_a_quantization_that_is_not_supported_is_named_before_anything_is_fetched(
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    """All methods that transformers names but those in the table, and others."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    known = {*KEPT, *DEQUANTIZED, LEFTOVER, "bitsandbytes_4bit", "bitsandbytes_8bit"}
+    methods = sorted({*AUTO_QUANTIZER_MAPPING, *OTHERS} - known)
+    assert len(methods) > 24
+    folder = build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama", shards=3)
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    before = weights(copy)
+    for number, method in enumerate(methods):
+        change(copy / "config.json", quantization_config={"quant_method": method})
+        assert f"already quantized ({method})" in refused(UnknownArchitectureError, copy).problem
+        change(folder / "config.json", quantization_config={"quant_method": method})
+        local_hub.add_revision("acme/tiny", f"v{number}", folder)
+        error = refused(UnknownArchitectureError, "acme/tiny", revision=f"v{number}")
+        assert f"already quantized ({method})" in error.problem
+    assert weights(copy) == before
+    assert local_hub.body_bytes(".safetensors") == 0
+
+
+def test_settings_of_modelopt_are_fetched_before_the_weights(
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    folder = build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama", shards=3)
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4_AWQ"}}')
+    assert "NVFP4_AWQ" in refused(UnknownArchitectureError, "acme/tiny").problem
+    assert local_hub.body_bytes(".safetensors") == 0
 
 
 @pytest.mark.parametrize("has_config", [False, True])
@@ -325,7 +363,7 @@ def test_weights_that_another_program_quantized(checkpoint: Path, method: str) -
     before = weights(checkpoint)
     error = refused(UnknownArchitectureError, checkpoint)
     assert f"are already quantized ({method}), which is not supported" in error.problem
-    assert "fp8, mxfp8, mxfp4, compressed-tensors, awq or gptq" in error.problem
+    assert "fp8, mxfp8, mxfp4, compressed-tensors, awq, gptq or modelopt" in error.problem
     assert "its unquantized one" in error.remedy
     assert weights(checkpoint) == before
     assert not list(checkpoint.glob("splitted_model*"))

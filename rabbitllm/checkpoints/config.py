@@ -1,13 +1,19 @@
 """Facts of a model by its config.json: experts per token, and whether and how its weights are published quantized.
 
 transformers writes the latter under `quantization_config`, in the config itself or in that of its language model.
+NVIDIA's ModelOpt writes them into a file of their own, hf_quant_config.json, and in some versions nowhere else
+(https://github.com/NVIDIA/TensorRT-Model-Optimizer, modelopt/torch/export/convert_hf_config.py).
 Independent of torch and tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+from rabbitllm.errors import UnknownArchitectureError
+from rabbitllm.formats.bounded import read_json
 
 NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk", "moe_k")
 
@@ -28,8 +34,50 @@ def _first(value_of: Callable[[str], object]) -> int | None:
 
 
 BITSANDBYTES = "bitsandbytes"
+MODELOPT = "modelopt"
+MODELOPT_NAME = "hf_quant_config.json"
+"""ModelOpt's own file of quantization settings."""
 LEFTOVER = "gguf"
 """The method that transformers leaves in the config of a model that it dequantized: its weights are plain."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json, with the settings of hf_quant_config.json if it has none of its own.
+
+    Returns:
+        The config; empty if there is none.
+
+    Raises:
+        InvalidIndexError: a file is too large or not a JSON object.
+        UnknownArchitectureError: hf_quant_config.json has another structure than ModelOpt's.
+    """
+    path = folder / "config.json"
+    config = read_json(path) if path.exists() else {}
+    if config and settings_of(config) is None and (settings := separate_settings(folder)) is not None:
+        config["quantization_config"] = dict(settings)
+    return config
+
+
+def separate_settings(folder: Path) -> Mapping[str, Any] | None:
+    """The quantization settings in a folder's hf_quant_config.json; None without that file.
+
+    Raises:
+        InvalidIndexError: the file is too large or not a JSON object.
+        UnknownArchitectureError: it has another structure than ModelOpt's.
+    """
+    path = folder / MODELOPT_NAME
+    if not path.is_file():
+        return None
+    found = read_json(path).get("quantization")
+    if not isinstance(found, Mapping) or not isinstance(found.get("quant_algo"), str | None):
+        raise UnknownArchitectureError(
+            f"{path} has no object with the name quantization and a text quant_algo, so it is not known how the "
+            "weights are quantized.",
+            "Download the file again. If the weights are not quantized, remove it.",
+        )
+    if found.get("quant_algo") is None:
+        return None  # only the KV cache is quantized, or nothing
+    return {**found, "quant_method": MODELOPT}
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -53,5 +101,6 @@ def method_of(settings: Mapping[str, Any]) -> str:
     for bits in ("4bit", "8bit"):
         if settings.get(f"load_in_{bits}"):
             return f"{BITSANDBYTES} {bits}"
-    named = settings.get("quant_method") or "by an unnamed method"
-    return str(getattr(named, "value", named))  # in transformers' own settings it is a member of an enumeration
+    named = settings.get("quant_method") or (MODELOPT if "quant_algo" in settings else "by an unnamed method")
+    method = str(getattr(named, "value", named))  # in transformers' own settings it is a member of an enumeration
+    return MODELOPT if method.startswith(f"{MODELOPT}_") else method

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.checkpoints.config import BITSANDBYTES, LEFTOVER, method_of
+from rabbitllm.checkpoints.config import BITSANDBYTES, LEFTOVER, MODELOPT, method_of
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.store.layer_store import StoredTensor
@@ -38,7 +38,7 @@ KEPT = (f"{BITSANDBYTES} 4bit", f"{BITSANDBYTES} 8bit")
 """Methods whose modules compute with the stored bytes."""
 _COMPRESSED_TENSORS = "compressed-tensors"
 _INTEGERS = ("awq", "gptq")
-DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS)
+DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS, MODELOPT)
 """Methods whose layers are dequantized each time they are used."""
 _WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
@@ -103,13 +103,19 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
             "Run `pip install --upgrade transformers`.",
         )
     try:
-        config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
-        if method in _INTEGERS:
-            from rabbitllm.engine.published_conversions import PackedIntegers
+        if method == MODELOPT:  # transformers does not know it
+            from rabbitllm.engine.published_modelopt import ModelOpt, settings_for
 
-            quantizer: HfQuantizer = PackedIntegers(config.quantization_config, pre_quantized=True)
+            config.quantization_config = settings_for(settings)
+            quantizer: HfQuantizer = ModelOpt(config.quantization_config, pre_quantized=True)
         else:
-            quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+            config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
+            if method in _INTEGERS:
+                from rabbitllm.engine.published_conversions import PackedIntegers
+
+                quantizer = PackedIntegers(config.quantization_config, pre_quantized=True)
+            else:
+                quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         if method in DEQUANTIZED:
             quantizer.quantization_config.dequantize = True
         quantizer.validate_environment(device_map={"": names[0]}, weights_only=True)
@@ -257,9 +263,12 @@ def _has_one_of(kinds: Collection[str], converter: WeightTransform | None) -> bo
 def needed(sources: tuple[tuple[str, str], ...], quantizer: HfQuantizer) -> tuple[tuple[str, str], ...]:
     """Sources of a quantizer's own conversion, without those that it does not need.
 
+    These are scales of activations, which are not quantized here.
     compressed-tensors stores the shape of each packed matrix. For experts it is known if an int32 holds a whole number
     of codes; reading it would take one more read for each matrix of an expert.
     """
+    if unread := getattr(quantizer, "unread", ()):
+        sources = tuple(s for s in sources if not s[0].endswith(unread))
     if _method(quantizer.quantization_config) != _COMPRESSED_TENSORS or not any("*" in p for p, _ in sources):
         return sources
     from transformers.integrations.compressed_tensors import get_experts_scheme
@@ -294,6 +303,24 @@ def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
     else:
         problem = f"the tensor for {key} holds codes ({stored.parts[0].dtype}) and has no scales."
     raise IncompleteSplitError(problem, _FETCH_AGAIN)
+
+
+def check_plain(target: torch.Tensor, sources: Iterable[StoredTensor]) -> None:
+    """Refuse codes of 8 bits that no conversion of a quantizer takes: they would be used without their scales.
+
+    Raises:
+        UnknownArchitectureError: there are such codes.
+    """
+    if not target.dtype.is_floating_point:
+        return
+    for stored in sources:
+        found = torch_dtype(stored.parts[0].dtype)
+        if stored.quantized is None and found.is_floating_point and found.itemsize == 1:
+            raise UnknownArchitectureError(
+                f"The tensor {stored.name} holds codes ({stored.parts[0].dtype}) in a layout that is not supported; "
+                "expected a matrix with the name and shape that the model's Linear or expert has.",
+                "Use the model's checkpoint in another form, or its unquantized one.",
+            )
 
 
 def check_opaque(
@@ -346,7 +373,10 @@ def _missing_when_compressed(parts: Mapping[str, Sequence[StoredTensor]]) -> lis
     if "" not in parts and "_packed" not in parts:
         return ["_packed"]
     plain = "_packed" not in parts and torch_dtype(parts[""][0].parts[0].dtype).itemsize > 1
-    return [] if plain or "_scale" in parts else ["_scale"]
+    if plain or "_scale" not in parts:
+        return [] if plain else ["_scale"]
+    nvfp4 = "_packed" in parts and parts["_scale"][0].parts[0].dtype == "F8_E4M3"
+    return ["_global_scale"] if nvfp4 and "_global_scale" not in parts else []
 
 
 def _check_size(key: str, expected: torch.Tensor, parts: Mapping[str, Sequence[StoredTensor]], is_4bit: bool) -> None:
@@ -358,6 +388,8 @@ def _check_size(key: str, expected: torch.Tensor, parts: Mapping[str, Sequence[S
         agrees = codes.shape == tuple(expected.shape)
     else:
         agrees = codes.shape[:1] == tuple(expected.shape[:1])
+        if codes.parts[0].dtype == "U8":  # two codes in a byte
+            agrees = agrees and 2 * codes.shape[1] == expected.shape[1]
     if not agrees:
         raise IncompleteSplitError(
             f"the codes for {key} have shape {codes.shape}; the config needs {tuple(expected.shape)} elements.",

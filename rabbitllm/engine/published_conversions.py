@@ -37,7 +37,7 @@ from rabbitllm.quant import published_kernels as kernels
 from rabbitllm.quant.published_kernels import integers
 
 AWQ, GPTQ = "awq", "gptq"
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 """The CPU without an index; a test's stand-in for another device has an index."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output of each 4 bits of an int32, from the lowest on."""
@@ -96,7 +96,7 @@ def _weight(
     """
     inputs, outputs = len(group), scales.shape[1]
     wanted = (inputs, outputs * bits // 32) if order is not None else (inputs * bits // 32, outputs)
-    fit, on_cpu = tuple(packed.shape) == wanted and zeros.shape == scales.shape, packed.device == _CPU
+    fit, on_cpu = tuple(packed.shape) == wanted and zeros.shape == scales.shape, packed.device == CPU
     if not fit or (on_cpu and not 0 <= int(group.min()) <= int(group.max()) < len(scales)):
         raise ValueError(f"parts of shapes {tuple(packed.shape)}, {tuple(zeros.shape)} and {tuple(scales.shape)}")
     if not on_cpu:
@@ -140,7 +140,7 @@ def _by_projection(input_dict: Mapping[str, Any]) -> dict[str, list[dict[str, to
 class Dequantize(ConversionOps):  # type: ignore[misc]
     """A conversion for transformers: the parts of a matrix, or of the matrices of all experts -> the matrices."""
 
-    def __init__(self, hf_quantizer: PackedIntegers) -> None:
+    def __init__(self, hf_quantizer: IntoPlain) -> None:
         self.hf_quantizer = hf_quantizer
 
     def convert(
@@ -150,30 +150,48 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
         found: dict[str, Any] = {}
         for projection, matrices_parts in _by_projection(input_dict).items():
-            matrices = [self._matrix(parts, dtype) for parts in matrices_parts]
+            matrices = [self.hf_quantizer.matrix(parts, dtype) for parts in matrices_parts]
             found[f"{projection}.weight" if projection else full_layer_name] = matrices if projection else matrices[0]
         return found
 
-    def _matrix(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        if "weight" in parts:
-            return parts["weight"].to(dtype)
-        settings = self.hf_quantizer.quantization_config
-        if settings.quant_method == AWQ:
-            return awq_weight(parts["qweight"], parts["qzeros"], parts["scales"], dtype)
-        offset = 1 if settings.format == "gptq" else 0
-        codes, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-        return gptq_weight(codes, zeros, scales, parts.get("g_idx"), settings.bits, offset, dtype)
+
+class IntoPlain(HfQuantizer):  # type: ignore[misc]
+    """A quantizer for transformers that loads the stored parts of each matrix into a plain Linear or experts."""
+
+    casts_plain = True
+    """Tensors that are stored unquantized are cast to the model's dtype, as in any model."""
+    unread: tuple[str, ...] = ()
+    """Endings of the names of parts that a matrix is made without."""
+
+    def matrix(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The matrix (out, in) of its parts by name, on their device, which may be meta.
+
+        Raises:
+            ValueError: the parts do not belong together.
+        """
+        raise NotImplementedError
+
+    def get_load_operations(self) -> dict[str, type]:
+        """The operation that makes a matrix from its parts."""
+        return {"dequantize": Dequantize}
+
+    def is_serializable(self) -> bool:
+        """False: the plain matrices would be another checkpoint."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """False."""
+        return False
 
 
-class PackedIntegers(HfQuantizer):  # type: ignore[misc]
-    """A quantizer for transformers that loads AWQ's and GPTQ's parts into plain Linears.
+class PackedIntegers(IntoPlain):
+    """Of AWQ's and GPTQ's parts.
 
     Raises:
         UnknownArchitectureError: the layout of the parts is not supported.
     """
 
-    casts_plain = True
-    """Tensors that are stored unquantized are cast to the model's dtype, as in any model."""
     serialized_names: Mapping[str, list[str]] = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}
 
     def __init__(self, quantization_config: Any, **options: Any) -> None:
@@ -188,6 +206,16 @@ class PackedIntegers(HfQuantizer):  # type: ignore[misc]
             )
         quantization_config.dequantize = True
 
+    def matrix(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        if "weight" in parts:
+            return parts["weight"].to(dtype)
+        settings = self.quantization_config
+        if settings.quant_method == AWQ:
+            return awq_weight(parts["qweight"], parts["qzeros"], parts["scales"], dtype)
+        offset = 1 if settings.format == "gptq" else 0
+        codes, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+        return gptq_weight(codes, zeros, scales, parts.get("g_idx"), settings.bits, offset, dtype)
+
     def preprocess_model(self, model: Any, **options: Any) -> None:
         """Leave the modules unchanged.
 
@@ -201,19 +229,6 @@ class PackedIntegers(HfQuantizer):  # type: ignore[misc]
                 "Use the model's unquantized checkpoint with compression='4bit' or '8bit'.",
             )
         super().preprocess_model(model, **options)
-
-    def get_load_operations(self) -> dict[str, type]:
-        """The operation that makes a matrix from its parts."""
-        return {"dequantize": Dequantize}
-
-    def is_serializable(self) -> bool:
-        """False: the plain matrices would be another checkpoint."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """False."""
-        return False
 
 
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
@@ -231,31 +246,89 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
+        rows_agree = quantized.dim() == 2 and scales.shape[:1] == quantized.shape[:1]
+        if quantized.dtype in (torch.int8, torch.float4_e2m1fn_x2) and rows_agree and output_dtype is not None:
+            return fours(quantized, _factors(scales), output_dtype)
         size = self._block(quantized, scales)
         if size is None or output_dtype is None:
             whole: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
             return whole
-        factors = torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
-        if quantized.device != _CPU or output_dtype not in (torch.bfloat16, torch.float32):
-            for dim in (0, 1):
-                factors = factors.repeat_interleave(size[dim], dim).narrow(dim, 0, quantized.shape[dim])
-            return (quantized.float() * factors).to(output_dtype)
-        codes = quantized.view(torch.uint8).numpy()
-        made = torch.empty(quantized.shape, dtype=output_dtype)
-        kernels.blocks(codes, _values(quantized.dtype), factors.numpy(), size, _bits(made), torch.get_num_threads())
-        return made
+        factors = _factors(scales)
+        return blocks(quantized, factors, output_dtype, size)
 
     def _block(self, quantized: torch.Tensor, scales: torch.Tensor) -> tuple[int, int] | None:
         """Rows and columns of a block; None for formats that are not supported here."""
         if quantized.dtype not in _CODES or quantized.dim() != 2 or scales.dim() != 2 or not quantized.is_contiguous():
             return None
-        if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
+        if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e8m0fnu):
             return None
         (rows, columns), (n, k) = quantized.shape, scales.shape
         said = getattr(getattr(self.hf_quantizer, "quantization_config", None), "weight_block_size", None)
         if said is not None and (-(-rows // said[0]), -(-columns // said[1])) == (n, k):
             return int(said[0]), int(said[1])
         return (rows // n, columns // k) if n and k and not (rows % n or columns % k) else None
+
+
+def _factors(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as float32; a byte is the exponent of a power of two."""
+    return torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
+
+
+def blocks(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, size: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """The matrix (N, K) of FP8 codes with a scale for each block: value * scale in float32, rounded once.
+
+    Args:
+        codes: (N, K), FP8.
+        scales: float32, (rows of blocks, columns of blocks).
+        dtype: of the result.
+        size: rows and columns of a block, of which those at the ends may be smaller; by default all are equal.
+
+    Raises:
+        ValueError: `size` is not given, and the matrix is not a whole number of equal blocks.
+    """
+    if size is None:
+        if any(of % by for of, by in zip(codes.shape, scales.shape, strict=True)):
+            raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
+        size = codes.shape[0] // scales.shape[0], codes.shape[1] // scales.shape[1]
+    if codes.device != CPU or dtype not in (torch.bfloat16, torch.float32):
+        for dim in (0, 1):
+            scales = scales.repeat_interleave(size[dim], dim).narrow(dim, 0, codes.shape[dim])
+        return (codes.float() * scales).to(dtype)
+    made = torch.empty(codes.shape, dtype=dtype)
+    given = (codes.contiguous().view(torch.uint8).numpy(), _values(codes.dtype), scales.contiguous().numpy())
+    kernels.blocks(*given, size, _bits(made), torch.get_num_threads())
+    return made
+
+
+FOURS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of the 16 codes of FP4 (E2M1), in the Open Compute Project's Microscaling Formats Specification."""
+
+
+def fours(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix (N, K) of FP4 codes with a scale for each run of inputs: value * scale in float32, rounded once.
+
+    Args:
+        codes: (N, K / 2), of one byte, the lower half first.
+        scales: float32, (N, runs).
+        dtype: of the result.
+
+    Raises:
+        ValueError: the inputs do not divide into runs of whole bytes.
+    """
+    rows, inputs = codes.shape[0], 2 * codes.shape[1]
+    if scales.dim() != 2 or scales.shape[0] != rows or inputs % (2 * scales.shape[1]):
+        raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
+    packed, table = codes.view(torch.uint8), torch.tensor(FOURS, device=codes.device)
+    if codes.device == CPU and dtype in (torch.bfloat16, torch.float32):
+        made = torch.empty(rows, inputs, dtype=dtype)
+        given = (packed.contiguous().numpy(), table.numpy(), scales.contiguous().numpy())
+        kernels.fours(*given, _bits(made), torch.get_num_threads())
+        return made
+    values = table[torch.stack((packed & 15, packed >> 4), 2).int()].view(*scales.shape, -1)
+    found: torch.Tensor = (values * scales[:, :, None]).flatten(1).to(dtype)
+    return found
 
 
 class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
@@ -268,7 +341,7 @@ class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
         parts = {pattern.rpartition("_")[2]: tensors for pattern, tensors in input_dict.items()}
         blocks, scales = (tensors[0] if isinstance(tensors, list) else tensors for tensors in map(parts.get, _PARTS))
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
-        if blocks is None or scales is None or blocks.device != _CPU or dtype not in _BITS or blocks.shape[-1] != 16:
+        if blocks is None or scales is None or blocks.device != CPU or dtype not in _BITS or blocks.shape[-1] != 16:
             return super().convert(  # type: ignore[no-any-return]
                 dict(input_dict), model=model, full_layer_name=full_layer_name, **others
             )
@@ -353,40 +426,60 @@ def _without_tensors(made: Any) -> tuple[type, Any]:
     return type(made), state
 
 
-_ROWWISE = ("tensor", "channel", "QuantizationStrategy.TENSOR", "QuantizationStrategy.CHANNEL")
-
-
 class ExpertMatrices(ConversionOps):  # type: ignore[misc]
-    """Experts of compressed-tensors: packed ones, and FP8 with a scale per row or matrix, by transformers' operation.
+    """Matrices of compressed-tensors, dense or of experts, each by the compressor that it has for dense ones.
 
-    Experts of another format (int8, FP8 with a scale per block) are decompressed matrix by matrix, by the compressor
-    that compressed-tensors has for dense matrices of that format.
+    transformers' own operation uses one scheme for all dense matrices and one for all experts, drops the global scales
+    of NVFP4 experts, and refuses experts of some formats. It is used for FP8 experts with a scale for each row or
+    matrix, which it multiplies in float32.
     """
 
     def __init__(self, first: Any) -> None:
         self.hf_quantizer = first.hf_quantizer
         self._first = first
 
-    def convert(
-        self, input_dict: Mapping[str, Any], source_patterns: Any, target_patterns: Any, **others: Any
-    ) -> dict[str, Any]:
-        """Parts by pattern (`…weight`, `…weight_scale`), a list with one for each expert -> experts (E, out, in)."""
-        from transformers.integrations.compressed_tensors import get_experts_scheme  # in recent versions only
+    def convert(self, input_dict: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+        """Parts by pattern (`…weight`, `…weight_scale`), of experts lists -> a matrix, or experts (E, out, in)."""
+        settings, name = self.hf_quantizer.compressor.quantization_config, others["full_layer_name"]
+        dtype = others["model"].get_parameter(name).dtype
+        found: dict[str, Any] = {}
+        for projection, each in _by_projection(input_dict).items():
+            if not projection:
+                return {name: _decompressed(each[0], _scheme_of(settings, name.rpartition(".")[0]), settings, dtype)}
+            path = f"{name.rpartition('.')[0]}.0.{projection.rpartition('.')[2]}"
+            scheme = _scheme_of(settings, path)
+            made = [_decompressed(one, scheme, settings, dtype, wide=True) for one in each]
+            found[f"{projection}.weight"] = torch.stack(made)
+        return found
 
-        settings = self.hf_quantizer.compressor.quantization_config
-        scheme = self._first.scheme or get_experts_scheme(settings)
-        weights, form = scheme.weights, scheme.format or settings.format
-        rowwise = weights.type == "float" and weights.num_bits == 8 and str(weights.strategy) in _ROWWISE
-        dense = "weight" in input_dict or "weight_scale" in input_dict
-        if dense or rowwise or any(pattern.endswith("weight_packed") for pattern in input_dict):
-            return self._first.convert(input_dict, source_patterns, target_patterns, **others)  # type: ignore[no-any-return]
-        from compressed_tensors.compressors import BaseCompressor
 
-        compressor = BaseCompressor.get_value_from_registry(form)
-        dtype = others["model"].get_parameter(others["full_layer_name"]).dtype
-        return {
-            f"{projection}.weight": torch.stack(
-                [compressor.decompress(one, scheme)["weight"].to(dtype) for one in each]
-            )
-            for projection, each in _by_projection(input_dict).items()
-        }
+def _decompressed(
+    parts: Mapping[str, torch.Tensor], scheme: Any, settings: Any, dtype: torch.dtype, *, wide: bool = False
+) -> torch.Tensor:
+    """A matrix of its parts; if `wide`, FP8 with a scale for each row or matrix is multiplied in float32."""
+    if "weight_scale" not in parts:
+        return parts["weight"].to(dtype)
+    codes, scales = parts.get("weight"), parts["weight_scale"]
+    if wide and codes is not None and codes.is_floating_point() and scales.numel() in (1, len(codes)):
+        return (codes.float() * scales.float()).to(dtype)
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.format import infer_module_format
+
+    form = scheme.format or settings.format
+    if str(getattr(form, "value", form)) in ("mixed-precision", "None"):
+        form = infer_module_format(torch.nn.Linear, scheme)
+    if "weight_packed" in parts and parts["weight_packed"].dtype == torch.int32 and "weight_shape" not in parts:
+        rows, words = parts["weight_packed"].shape
+        parts = {**parts, "weight_shape": torch.tensor([rows, words * 32 // scheme.weights.num_bits])}
+    found: torch.Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)["weight"]
+    return found.to(dtype)
+
+
+def _scheme_of(settings: Any, path: str) -> Any:
+    """The scheme of the matrix of a module: of the first group with its name, else of the first for all Linears."""
+    from compressed_tensors.utils.match import match_name
+
+    groups = list(settings.config_groups.values())
+    named = [group for group in groups if any(match_name(path, target) for target in group.targets)]
+    for_all = [group for group in groups if any(not target.startswith("re:") for target in group.targets)]
+    return (named or for_all or groups)[0]

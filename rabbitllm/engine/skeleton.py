@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.forks import own_lock
-from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings
+from rabbitllm.checkpoints.config import picked_by, separate_settings
+from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings, settings_in
 from rabbitllm.errors import (
     CorruptVocabularyError,
     IncompleteCheckpointError,
@@ -57,6 +57,8 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
     except Exception as error:  # values of unexpected types make transformers raise any error
         raise _unknown(folder, error) from error
     drop_leftover_settings(config)
+    if settings_in(config) is None and (settings := separate_settings(folder)) is not None:
+        config.quantization_config = dict(settings)
     check_method(folder, config)
     return config
 

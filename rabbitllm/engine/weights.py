@@ -272,6 +272,8 @@ def _recipe(
     further stored parts (such as scales) unchanged, so such a tensor has no conversion.
     """
     if not published.loads(converter, quantizer):
+        if quantizer is not None and published.is_dequantized(quantizer):
+            published.check_plain(expected[key], [stored[name] for _, name in sources])
         return Recipe(key, (key,), sources, converter, expected[key].dtype)
     if len(sources) == 1 and sources[0][0] in quantizer.serialized_names:
         alone = stored[sources[0][1]]

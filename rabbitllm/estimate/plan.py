@@ -19,11 +19,10 @@ from typing import Any
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand, parse_max_memory, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
-from rabbitllm.checkpoints.config import experts_a_token, quantized_as
+from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException, OptionError, system_errors_by_name
 from rabbitllm.estimate.cost_model import PROMPT_TOKENS, GenerationEstimate
-from rabbitllm.formats.bounded import read_json
 from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES
 from rabbitllm.splitter import journal, split_estimate
 from rabbitllm.splitter.bit_allocation import allocation_of, with_choice
@@ -107,13 +106,12 @@ class SourceScan:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The source's config; empty if it is absent or damaged."""
-        path = self.source.config_folder / "config.json"
         derived = self.checkpoint.derived() if self.checkpoint is not None else {}
         if "config.json" in derived:
             found: dict[str, Any] = json.loads(derived["config.json"])
             return found
         try:
-            return read_json(path) if path.exists() else {}
+            return read_config(self.source.config_folder)
         except InvalidIndexError:
             return {}
 

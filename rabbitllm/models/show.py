@@ -15,10 +15,9 @@ from typing import Any
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
 from rabbitllm.base.plain_json import plain as plain_record
-from rabbitllm.checkpoints.config import experts_a_token, quantized_as
+from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import InvalidIndexError, RabbitLLMError
-from rabbitllm.formats.bounded import read_json
 from rabbitllm.models.inspection import Inspection, Tensors
 from rabbitllm.models.inspection import look as look_inside
 from rabbitllm.models.library import WHOLE, SplitEntry, as_record, of_model
@@ -164,9 +163,9 @@ def shown_record(shown: Shown) -> dict[str, Any]:
 
 
 def _config_in(folder: Path) -> ConfigSummary | None:
-    path = folder / "config.json"
     try:
-        return config_facts(read_json(path)) if path.is_file() else None
+        config = read_config(folder)
+        return config_facts(config) if config else None
     except InvalidIndexError:
         return None
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rabbitllm.base.options import ShardPolicy, SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
-from rabbitllm.checkpoints.config import experts_a_token
+from rabbitllm.checkpoints.config import MODELOPT_NAME, experts_a_token, read_config
 from rabbitllm.checkpoints.hub import (
     HubAccess,
     HubCheckpoint,
@@ -40,7 +40,6 @@ from rabbitllm.errors import (
     SplitMismatchError,
     system_errors_by_name,
 )
-from rabbitllm.formats.bounded import read_json
 from rabbitllm.quant.schemes import check_fitting
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import locked
@@ -287,12 +286,11 @@ def experts_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> int
 
 def config_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapping[str, Any]:
     """Return the config in a folder, or the one that a checkpoint derives; empty if there is none."""
-    path = config_folder / CONFIG_NAME
     derived = checkpoint.derived() if checkpoint is not None else {}
     if CONFIG_NAME in derived:
         found: Mapping[str, Any] = json.loads(derived[CONFIG_NAME])
         return found
-    return read_json(path) if path.exists() else {}
+    return read_config(config_folder)
 
 
 # The search.
@@ -485,9 +483,9 @@ def _is_begun(folder: Path) -> bool:
 
 
 def _fetched_config(repository: HubRepository) -> Path:
-    """Fetch config and Python code, and return their folder; whether code is run is decided by the engine."""
+    """Fetch config, quantization settings and code, and return their folder; the engine decides whether code is run."""
     for name in repository.files:
-        if name.endswith(".py") and "/" not in name:
+        if (name.endswith(".py") and "/" not in name) or name == MODELOPT_NAME:
             repository.download(name)
     return repository.download("config.json").parent
 

@@ -45,6 +45,20 @@ def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], 
     _share(lambda begin, end: kernel(codes, values, scales, *size, out, begin, end), len(codes), codes.size, threads)
 
 
+def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int) -> None:
+    """Dequantize two codes per byte, the lower half first, with a scale for each run of adjacent codes of a row.
+
+    Args:
+        codes: (N, K / 2).
+        table: the value of each code, (16,).
+        scales: (N, runs); K / runs is even.
+        out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
+        threads: maximum number of threads.
+    """
+    kernel = _fours_16 if out.dtype == np.uint16 else _fours_32
+    _share(lambda begin, end: kernel(codes, table, scales, out, begin, end), len(codes), 2 * codes.size, threads)
+
+
 def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -> None:
     """Dequantize two codes per byte, the lower half first, with a scale of one byte for each 32 codes; transposed.
 
@@ -136,6 +150,37 @@ def _blocks_32(codes, values, scales, rows, columns, out, begin, end):  # type: 
             made = numbers[row, block * columns : (block + 1) * columns]
             for i in range(len(code)):
                 made[i] = values[code[i]] * scale
+
+
+@compiled
+def _fours_16(codes, table, scales, out, begin, end):  # type: ignore[no-untyped-def]
+    half = codes.shape[1] // scales.shape[1]
+    number = np.empty(2 * half, np.float32)
+    word = number.view(np.uint32)
+    for row in range(begin, end):
+        for run in range(scales.shape[1]):
+            scale, code = scales[row, run], codes[row, run * half : (run + 1) * half]
+            made = out[row, 2 * run * half : 2 * (run + 1) * half]
+            for i in range(half):
+                number[2 * i] = table[code[i] & np.uint8(15)] * scale
+                number[2 * i + 1] = table[code[i] >> np.uint8(4)] * scale
+            for i in range(2 * half):  # to the nearest, ties to even
+                bits = word[i]
+                rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+                unordered = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+                made[i] = np.uint16(0x7FC0) if unordered else np.uint16(rounded)
+
+
+@compiled
+def _fours_32(codes, table, scales, out, begin, end):  # type: ignore[no-untyped-def]
+    half, numbers = codes.shape[1] // scales.shape[1], out.view(np.float32)
+    for row in range(begin, end):
+        for run in range(scales.shape[1]):
+            scale, code = scales[row, run], codes[row, run * half : (run + 1) * half]
+            made = numbers[row, 2 * run * half : 2 * (run + 1) * half]
+            for i in range(half):
+                made[2 * i] = table[code[i] & np.uint8(15)] * scale
+                made[2 * i + 1] = table[code[i] >> np.uint8(4)] * scale
 
 
 @compiled

@@ -17,6 +17,8 @@ from rabbitllm.checkpoints.config import quantized_as
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes 4bit"),
         ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes 8bit"),
         ({"quantization_config": {"bits": 3}}, "by an unnamed method"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "modelopt"),
+        ({"quantization_config": {"quant_method": "modelopt_fp4"}}, "modelopt"),
         ({"quantization_config": None, "text_config": None}, None),
         ({"quantization_config": {}}, None),
         ({"quantization_config": "fp8"}, None),

@@ -23,6 +23,7 @@ from tests.engine.test_fake_gpu import run_on
 from tests.support import quantized, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
 from tests.support.fake_gpu import FakeGpu
+from tests.support.hybrid_families import HYBRIDS
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split, tiers
 
@@ -38,6 +39,7 @@ PUBLISHED: dict[str, Build] = {
     "fp8-deepseek_v3": lambda folder: quantized.build_fp8(folder, "deepseek_v3", shards=3),
     "mxfp8-qwen2": lambda folder: quantized.build_mxfp8(folder, "qwen2", shards=3),
     "mxfp4-gpt_oss": lambda folder: quantized.build_mxfp4(folder, shards=3),
+    "fp4-fp8-deepseek_v4": lambda folder: quantized.build_deepseek_fp4(folder, HYBRIDS["deepseek_v4"], shards=3),
     "4bit-llama-nf4-nested": lambda folder: quantized.build_bitsandbytes(
         folder, "llama", 4, shards=3, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     ),
@@ -68,13 +70,18 @@ COMPRESSED = {
         ("W8A8", "llama"),
         ("FP8-dynamic", "llama"),
         ("FP8-static", "qwen2"),
+        ("NVFP4", "qwen3"),
+        ("NVFP4A16", "llama"),
+        ("MXFP4A16", "llama"),
+        ("MXFP8A16", "llama"),
     )
 }
 """Of a package that need not be installed."""
-SHORT = ("fp8-qwen3_moe", "mxfp4-gpt_oss", "4bit-llama-nf4-nested", "8bit-llama")
+LATER = ("NVFP4A16-llama", "MXFP4A16-llama", "MXFP8A16-llama")
+SHORT = ("fp8-qwen3_moe", "fp4-fp8-deepseek_v4", "mxfp4-gpt_oss", "4bit-llama-nf4-nested", "8bit-llama")
 """One of each; the others take the same ways."""
 MODELS = [pytest.param(PUBLISHED[n], id=n, marks=() if n in SHORT else pytest.mark.long) for n in PUBLISHED]
-FEW = [pytest.param(PUBLISHED[name], id=name) for name in SHORT]
+FEW = [pytest.param(PUBLISHED[name], id=name) for name in SHORT if name != "fp4-fp8-deepseek_v4"]
 
 
 def expected_of(folder: Path) -> Any:
@@ -109,7 +116,10 @@ def test_what_transformers_computes(tmp_path: Path, build: Build) -> None:
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
-@pytest.mark.parametrize("build", [pytest.param(build, id=name) for name, build in COMPRESSED.items()])
+@pytest.mark.parametrize(
+    "build",
+    [pytest.param(build, id=name, marks=[pytest.mark.long] * (name in LATER)) for name, build in COMPRESSED.items()],
+)
 def test_what_transformers_computes_with_compressed_tensors(tmp_path: Path, build: Build) -> None:
     """It decompresses in its first pass, and rounds activations where the scheme says so."""
     folder = build(tmp_path / "model")
@@ -137,6 +147,59 @@ def test_experts_that_transformers_does_not_decompress(tmp_path: Path, scheme: s
     directory = splitting.split(folder, sequential=True)
     for budget in (ALL, 60_000, 0):
         assert_same(run(load(directory, budget)), expected)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+@pytest.mark.parametrize(
+    "scheme", ["NVFP4A16", *(pytest.param(s, marks=pytest.mark.long) for s in ("MXFP8A16", "W4A16-asymmetric"))]
+)
+def test_experts_that_transformers_decompresses_wrongly_or_not(tmp_path: Path, scheme: str) -> None:
+    """It drops the global scales of NVFP4 experts without an error."""
+    built = {"moe_intermediate_size": 64}
+    folder = quantized.build_compressed_tensors(tmp_path / "model", "qwen3_moe", scheme, shards=3, **built)
+    expected = expected_of(quantized.decompressed(tmp_path / "plain", folder, scheme, "qwen3_moe", **built))
+    directory = splitting.split(folder, sequential=True)
+    for budget in (ALL, 60_000, 0):
+        assert_same(run(load(directory, budget)), expected)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+def test_a_scheme_for_each_kind_of_matrix(tmp_path: Path) -> None:
+    folder = quantized.build_mixed(tmp_path / "model", "llama", shards=3, intermediate_size=96)
+    expected = expected_of(folder)
+    directory = split(folder)
+    for budget in (ALL, 0):
+        assert_same(run(load(directory, budget)), expected)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+def test_experts_of_kimi(tmp_path: Path) -> None:
+    """transformers cannot load it; the reference is the model of the decompressed matrices."""
+    folder = quantized.build_kimi(tmp_path / "model", tmp_path / "plain", shards=3)
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "plain", dtype="auto").eval()
+    with torch.no_grad():
+        expected = plain(INPUT, use_cache=False).logits
+    directory = split(folder)
+    for budget in (ALL, 60_000, 0):
+        model = load(directory, budget)
+        assert torch.equal(model(INPUT, use_cache=False).logits, expected)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("layers.1.mlp.experts.2.up_proj.weight_global_scale", "are of 3 or 4 experts"),
+        ("layers.1.mlp.up_proj.weight_global_scale", "lack weight_global_scale"),
+    ],
+)
+def test_codes_of_nvfp4_without_the_scale_of_their_matrix(tmp_path: Path, gone: str, said: str) -> None:
+    family = "qwen3_moe" if "experts" in gone else "llama"
+    settings = {"moe_intermediate_size": 64} if "experts" in gone else {"intermediate_size": 96}
+    folder = quantized.build_compressed_tensors(tmp_path / "model", family, "NVFP4A16", **settings)
+    take_out(folder, gone)
+    with pytest.raises(IncompleteSplitError, match=said):
+        load(split(folder))
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")

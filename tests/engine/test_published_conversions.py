@@ -133,7 +133,7 @@ def test_awq_of_a_model_whose_activations_are_scaled(tmp_path: Path) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which kernels were used."""
     used: list[str] = []
-    for name in ("blocks", "nibbles"):
+    for name in ("blocks", "nibbles", "fours"):
         own = getattr(published_kernels, name)
         monkeypatch.setattr(
             published_kernels, name, lambda *args, name=name, own=own: (used.append(name), own(*args))[1]
@@ -185,7 +185,8 @@ def test_fp8_in_several_threads(counted: list[str]) -> None:
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.tensor(2.0), torch.bfloat16),
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn).t(), torch.ones(2, 2), None),
         (torch.ones(3, 4, 4, dtype=torch.float8_e4m3fn), torch.ones(3, 2, 2), torch.bfloat16),
-        (torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 2), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.int8), torch.ones(2, 2), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 2), None),
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn, device="meta"), torch.ones(2, 2, device="meta"), torch.bfloat16),
     ],
 )
@@ -197,6 +198,27 @@ def test_what_the_kernel_does_not_know_is_done_without(
     assert (found.dtype, found.shape, found.device) == (wanted.dtype, wanted.shape, wanted.device)
     assert found.is_meta or torch.equal(found, wanted)
     assert counted == []
+
+
+@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "columns", "runs", "threads"), [(7, 64, 2, 1), (5, 96, 6, 1), (300, 512, 16, 2)])
+def test_fp4(rows: int, columns: int, runs: int, threads: int, made: torch.dtype, counted: list[str]) -> None:
+    """Of DeepSeek-V4's experts: every code and every exponent, infinite and undefined results among them."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8, generator=generator)
+    scales = torch.randint(0, 256, (rows, runs), dtype=torch.uint8, generator=generator).view(torch.float8_e8m0fnu)
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scales, made)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = QuickFp8(None)._dequantize_one(codes, scales, made)
+    finally:
+        torch.set_num_threads(before)
+    assert counted == ["fours"] * (made != torch.float16)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
+    with pytest.raises(ValueError, match="codes of shape"):
+        QuickFp8(None)._dequantize_one(codes, scales[:, :1].repeat(1, 5), made)
 
 
 @pytest.mark.parametrize("made", [torch.bfloat16, torch.float32, torch.float16])

@@ -111,7 +111,7 @@ def another_model(folder: Path) -> None:
 
 
 def codes_without_a_quantization_config(folder: Path) -> None:
-    """As ModelOpt publishes FP8: the config does not name the quantization, another file of the folder does."""
+    """As ModelOpt publishes FP8, without the file that describes it."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         name = "model.layers.1.mlp.up_proj"
@@ -119,7 +119,6 @@ def codes_without_a_quantization_config(folder: Path) -> None:
         tensors[f"{name}.weight_scale"] = torch.tensor(0.01)
 
     rewrite(folder, change)
-    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
 
 
 def a_config_of_wrong_types(folder: Path) -> None:

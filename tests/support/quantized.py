@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import save_file
 
 from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, read_tensors, reshard
+from tests.support.tiny_configs import models
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
@@ -232,11 +233,128 @@ def _mxfp4(name: str, tensor: torch.Tensor) -> Named:
         return
     groups = tensor.float().transpose(1, 2).unflatten(2, (-1, 32))
     exponents = torch.ceil(torch.log2(groups.abs().amax(3) / FP4_VALUES[-1]))
-    scaled = groups / torch.exp2(exponents)[..., None]
+    yield f"{name}_blocks", _fours(groups / torch.exp2(exponents)[..., None])
+    yield f"{name}_scales", (exponents + 127).to(torch.uint8)
+
+
+def _fours(scaled: torch.Tensor) -> torch.Tensor:
+    """(…, n) -> (…, n / 2), two codes a byte, the lower half first."""
     codes = (scaled.abs()[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
     codes += 8 * (scaled < 0).to(torch.uint8)
-    yield f"{name}_blocks", codes[..., 0::2] | (codes[..., 1::2] << 4)
-    yield f"{name}_scales", (exponents + 127).to(torch.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+_DEEPSEEK = re.compile(r"\.(wq_a|wq_b|wkv|wo_a|wo_b|w[123])\.weight$")
+
+
+def build_deepseek_fp4(folder: Path, family: Any, *, shards: int = 1, **settings: Any) -> Path:
+    """As DeepSeek-V4 is published: experts in FP4, all else in FP8, scales that are exponents of a byte; its names."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, moe_intermediate_size=64, **settings)
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        name = name.removeprefix("model.")
+        if not _DEEPSEEK.search(name) or ".compressor." in name:
+            yield name, tensor
+            return
+        block = (1, 32) if ".experts." in name else (16, 16)
+        largest = FP4_VALUES[-1] if ".experts." in name else FP8_LARGEST
+        blocks = tensor.float().unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+        exponents = torch.ceil(torch.log2(blocks.abs().amax((1, 3)) / largest))
+        scaled = (blocks / torch.exp2(exponents)[:, None, :, None]).flatten(2).flatten(0, 1)
+        yield name, _fours(scaled).view(torch.int8) if ".experts." in name else scaled.to(torch.float8_e4m3fn)
+        yield f"{name.removesuffix('weight')}scale", (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    return _rewrite(folder, change, {**config, "scale_fmt": "ue8m0"}, shards)
+
+
+MODELOPT_FORMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP4", "MXFP8", "MIXED_PRECISION")
+
+
+def build_modelopt(
+    folder: Path, family: str, form: str, plain: Path, *, alone: bool = False, shards: int = 1, **settings: Any
+) -> Path:
+    """As NVIDIA's ModelOpt publishes, and into `plain` the model that the parts stand for by its formula.
+
+    The settings are in config.json, or `alone` in hf_quant_config.json.
+    """
+    for made in (folder, plain):
+        build_checkpoint(made, family, dtype=torch.bfloat16, **settings)
+    layers: dict[str, Any] = {}
+
+    def change(name: str, tensor: torch.Tensor, *, published: bool) -> Named:
+        if not _LINEAR.search(name):
+            yield name, tensor
+            return
+        own = form
+        if form == _MIXED:
+            own = "NVFP4" if ".mlp." in name else "FP8"
+            layers[name.removesuffix(".weight")] = {"quant_algo": own}
+        parts, matrix = _modelopt(own, tensor)
+        if not published:
+            yield name, matrix
+            return
+        for part, value in parts.items():
+            yield f"{name}{part}", value.contiguous()
+        yield f"{name.removesuffix('weight')}input_scale", torch.tensor(0.01)
+
+    _rewrite(plain, lambda name, tensor: change(name, tensor, published=False), None, 1)
+    said = {"quant_algo": form, "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    if layers:
+        said["quantized_layers"] = layers
+    config = None if alone else {**said, "quant_method": "modelopt"}
+    if alone:
+        content = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": said}
+        (folder / "hf_quant_config.json").write_text(json.dumps(content))
+    return _rewrite(folder, lambda name, tensor: change(name, tensor, published=True), config, shards)
+
+
+_MIXED = "MIXED_PRECISION"
+
+
+def _modelopt(form: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The parts of a matrix by the endings of their names, and the matrix that they stand for."""
+    size = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32, "FP8_PB_WO": 16}.get(form, tensor.shape[1])
+    groups = tensor.float().unflatten(1, (-1, size))
+    largest = FP4_VALUES[-1] if "FP4" in form else FP8_LARGEST
+    if form == "FP8":
+        scales = (tensor.float().abs().amax() / FP8_LARGEST).reshape(())
+    elif form == "FP8_PB_WO":
+        scales = groups.unflatten(0, (-1, size)).abs().amax((1, 3), keepdim=True) / FP8_LARGEST  # (n, 1, k, 1)
+    else:
+        scales = groups.abs().amax(2) / largest
+    if form == "FP8_PER_CHANNEL_PER_TOKEN":
+        scales = scales.flatten()
+    values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+
+    def packed(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = _fours(scaled.flatten(1))
+        return codes, values[torch.stack((codes & 15, codes >> 4), 2).int()].flatten(1).unflatten(1, (-1, size))
+
+    if form == "NVFP4":
+        of_matrix = tensor.float().abs().amax() / (6.0 * FP8_LARGEST)
+        kept = (scales / of_matrix).to(torch.float8_e4m3fn)
+        of_groups = (kept.float() * of_matrix)[:, :, None]
+        codes, meant = packed(groups / of_groups)
+        parts = {"": codes, "_scale": kept, "_scale_2": of_matrix}
+        return parts, (meant * of_groups).flatten(1).to(tensor.dtype)
+    if form.startswith("MX"):
+        exponents = torch.ceil(torch.log2(scales))
+        of_groups = torch.exp2(exponents)[:, :, None]
+        if form == "MXFP4":
+            codes, meant = packed(groups / of_groups)
+        else:
+            codes = (groups / of_groups).flatten(1).to(torch.float8_e4m3fn)
+            meant = codes.float().unflatten(1, (-1, size))
+        parts = {"": codes, "_scale": (exponents + 127).to(torch.uint8)}
+        return parts, (meant * of_groups).flatten(1).to(tensor.dtype)
+    wide = scales
+    if form == "FP8_PB_WO":
+        wide = scales.flatten(2).flatten(0, 1).repeat_interleave(size, 0).repeat_interleave(size, 1)
+    elif form == "FP8_PER_CHANNEL_PER_TOKEN":
+        wide = scales[:, None]
+    codes = (tensor.float() / wide).to(torch.float8_e4m3fn)
+    return {"": codes, "_scale": scales}, codes.to(tensor.dtype) * wide.to(tensor.dtype)
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
@@ -245,6 +363,10 @@ _CHANNEL = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
 _TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 _TENSOR = {"num_bits": 8, "symmetric": True, "strategy": "tensor"}
 _BLOCK = {"strategy": "block", "block_structure": [16, 16]}
+_NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16} | {
+    "scale_dtype": "torch.float8_e4m3fn"
+}
+_MX = {"type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] = {
     "W4A16": ("pack-quantized", INT4, None),
     "W8A16": ("pack-quantized", {**_CHANNEL, "type": "int"}, None),
@@ -253,6 +375,11 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] =
     "FP8-static": ("float-quantized", {**_TENSOR, "type": "float"}, {**_TENSOR, "type": "float"}),
     "INT8": ("int-quantized", {**_CHANNEL, "type": "int"}, None),
     "FP8_BLOCK": ("float-quantized", {**_TENSOR, "type": "float", **_BLOCK}, None),
+    "W4A16-asymmetric": ("pack-quantized", {**INT4, "symmetric": False}, None),
+    "NVFP4A16": ("nvfp4-pack-quantized", _NVFP4, None),
+    "NVFP4": ("nvfp4-pack-quantized", _NVFP4, {**_NVFP4, "dynamic": "local"}),
+    "MXFP4A16": ("mxfp4-pack-quantized", {**_MX, "num_bits": 4}, None),
+    "MXFP8A16": ("mxfp8-quantized", {**_MX, "num_bits": 8}, None),
 }
 """Name -> format, weights, activations, as compressed-tensors' config has them."""
 
@@ -278,12 +405,94 @@ def build_compressed_tensors(
     return _rewrite(folder, change, config, shards)
 
 
+MIXED = {"self_attn": "INT8", "mlp": "NVFP4A16"}
+"""Part of a module's name -> its scheme."""
+
+
+def build_mixed(folder: Path, family: str, *, shards: int = 1, **settings: Any) -> Path:
+    """As llm-compressor publishes a model with a scheme for attention and another one for the rest of a layer."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    changes, groups = {}, {}
+    for part, scheme in MIXED.items():
+        form, weights, _ = SCHEMES[scheme]
+        groups[part] = {"targets": [f"re:.*{part}.*"], "weights": dict(weights), "format": form}
+        changes[part] = _compressed(form, weights, {**groups[part], "targets": ["Linear"]})
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        own = next((made for part, made in changes.items() if part in name), None)
+        yield from own(name, tensor) if own is not None else iter([(name, tensor)])
+
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "quantization_status": "compressed"}
+    return _rewrite(folder, change, {**config, "config_groups": groups, "ignore": ["lm_head"]}, shards)
+
+
+def build_kimi(folder: Path, plain: Path, *, shards: int = 1) -> Path:
+    """As Kimi-K2.6 is published: experts of the language model in int4, said in its part of the config; its names.
+
+    Into `plain` goes the model that the codes stand for.
+    """
+    form, weights, _ = SCHEMES["W4A16"]
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": None, "format": form}
+    torch.manual_seed(0)
+    model = next(iter(models(transformers.AutoModelForImageTextToText, "kimi_k25", []))).to(torch.bfloat16)
+    for made in (folder, plain):
+        model.save_pretrained(made)
+        make_tokenizer().save_pretrained(made)
+    compressed = _compressed(form, weights, group)
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        if name.startswith("language_model"):  # saved by transformers as "blocks"
+            name = name.replace(".blocks.", ".layers.")
+        yield from compressed(name, tensor) if ".mlp.experts." in name else iter([(name, tensor)])
+
+    _rewrite(folder, change, None, shards)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+        "kv_cache_scheme": None,
+    }
+    path.write_text(json.dumps(config))
+    save_file(_decompressed(read_tensors(folder), "W4A16"), plain / SINGLE_NAME, metadata={"format": "pt"})
+    return folder
+
+
+def decompressed(folder: Path, published: Path, scheme: str, family: str, **settings: Any) -> Path:
+    """The plain model that a published one stands for, each matrix decompressed by compressed-tensors itself."""
+    plain = _decompressed(read_tensors(published), scheme)
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    assert plain.keys() == read_tensors(folder).keys()
+    save_file(plain, folder / SINGLE_NAME, metadata={"format": "pt"})
+    return folder
+
+
+def _decompressed(stored: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    form, weights, _ = SCHEMES[scheme]
+    compressor = BaseCompressor.get_value_from_registry(form)
+    matrices: dict[str, dict[str, torch.Tensor]] = {}
+    for name in [name for name in stored if ".weight_" in name or f"{name}_scale" in stored]:
+        path, _, part = name.rpartition(".")
+        matrices.setdefault(path, {})[part] = stored.pop(name)
+    said = QuantizationScheme(targets=["Linear"], weights=dict(weights))
+    plain = {name: tensor for name, tensor in stored.items() if not name.endswith("input_global_scale")}
+    for path, parts in matrices.items():
+        plain[f"{path}.weight"] = compressor.decompress(parts, said)["weight"].to(torch.bfloat16).contiguous()
+    return plain
+
+
 def _compressed(
     form: str, weights: Mapping[str, Any], group: Mapping[str, Any]
 ) -> Callable[[str, torch.Tensor], Named]:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     scheme = QuantizationScheme(**{**group, "weights": dict(weights)})
     compressor = BaseCompressor.get_value_from_registry(form)
@@ -297,14 +506,23 @@ def _compressed(
             yield codes
             yield f"{name}_scale", scales[1].to(tensor.dtype)
             return
-        rows = {"group": tensor.unflatten(1, (-1, 16)), "channel": tensor[:, None], "tensor": tensor.reshape(1, -1)}
-        within = rows[weights["strategy"]].float()
-        scale, _ = calculate_qparams(within.amin(-1), within.amax(-1), scheme.weights)
-        parts = compressor.compress({"weight": tensor, "weight_scale": scale.to(tensor.dtype)}, scheme)
+        groups = tensor.unflatten(1, (-1, weights.get("group_size", tensor.shape[1])))
+        within = (tensor.reshape(1, -1) if weights["strategy"] == "tensor" else groups).float()
+        state = {"weight": tensor}
+        if weights["strategy"] == "tensor_group":
+            state["weight_global_scale"] = generate_gparam(tensor.min().float(), tensor.max().float())
+        of_all = state.get("weight_global_scale")
+        scale, zero = calculate_qparams(within.amin(-1), within.amax(-1), scheme.weights, global_scale=of_all)
+        state["weight_scale"] = scale.to(tensor.dtype) if of_all is None else scale
+        if not weights["symmetric"]:
+            state["weight_zero_point"] = zero
+        parts = compressor.compress(state, scheme)
         path = name.removesuffix("weight")
         for part, value in parts.items():
             yield path + part, value.contiguous()
-        if scheme.input_activations is not None and not scheme.input_activations.dynamic:
+        if scheme.input_activations is not None and scheme.input_activations.dynamic == "local":
+            yield f"{path}input_global_scale", torch.full((1,), 200.0)
+        elif scheme.input_activations is not None and not scheme.input_activations.dynamic:
             yield f"{path}input_scale", torch.full((1,), 0.02, dtype=tensor.dtype)
 
     return change
