@@ -192,6 +192,7 @@ FAMILIES: dict[str, Family] = {
         },
         {"[IMG]": ("image_token_index", "image_token_id"), "[IMG_BREAK]": (), "[IMG_END]": ()},
         "[IMG]",
+        settings={"text_config": {"sliding_window": None}},
         needs_torchvision=True,
     ),
     "internvl": Family(
