@@ -375,11 +375,11 @@ class StorageError(RabbitLLMError, OSError):
 
 
 class NotEnoughMemoryError(RabbitLLMError, MemoryError):
-    """The call needs more memory than this process may have.
+    """The call needs more memory than this process may have, or than a GPU has left.
 
     What to do:
         Lower `max_memory`, choose a smaller `compression`, or raise the limit of the process (`ulimit -v`,
-        its container).
+        its container). On a GPU a smaller `max_memory` leaves more for activations and the KV cache.
     """
 
 

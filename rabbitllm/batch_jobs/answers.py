@@ -24,8 +24,6 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rabbitllm.batch_jobs.asking import (
     Answered,
     PreparedItem,
@@ -47,6 +45,7 @@ from rabbitllm.batch_jobs.items import (
     Key,
     ScoreItem,
 )
+from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import BatchStats, Delta, Event, Failed, FinishReason
@@ -269,8 +268,13 @@ def _answered(over: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAnsw
 
 
 def _ends_all(error: Exception) -> bool:
-    """Whether an error would occur in any request: the weights cannot be read, or memory is exhausted."""
-    if isinstance(error, (*_ENDS_ALL, torch.OutOfMemoryError)):
+    """Whether an error would occur in any request: the weights cannot be read, or memory is exhausted.
+
+    Not if a GPU has no memory for one request alone: others may be shorter.
+    """
+    if isinstance(error, OutOfDeviceMemory):
+        return False
+    if isinstance(error, _ENDS_ALL):
         return True
     if isinstance(error, RabbitLLMError):
         return not isinstance(error, OptionError)

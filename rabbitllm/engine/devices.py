@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -18,7 +21,7 @@ import torch
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.free_memory import available_ram, untouched_bytes
-from rabbitllm.errors import DeviceError
+from rabbitllm.errors import DeviceError, NotEnoughMemoryError
 from rabbitllm.storage.files import page_aligned
 
 logger = logging.getLogger(__name__)
@@ -89,6 +92,10 @@ class Device(Protocol):
         """Bytes of memory that can still be allocated."""
         ...
 
+    def empty_cache(self) -> None:
+        """Return memory that the allocator keeps unused, after an allocation has failed."""
+        ...
+
 
 def aligned_host(nbytes: int) -> torch.Tensor:
     """Host memory on a page boundary, uint8 (nbytes,)."""
@@ -141,6 +148,9 @@ class CpuDevice:
     def free_bytes(self) -> int:
         # buffers that were not yet filled count as used
         return max(available_ram() - sum(untouched_bytes(one) for one in list(self._buffers.values())), 0)
+
+    def empty_cache(self) -> None:
+        pass
 
 
 class CudaDevice:
@@ -221,9 +231,60 @@ class CudaDevice:
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device)) - reserved
         return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.torch_device)
 
+    def empty_cache(self) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class OutOfDeviceMemory(NotEnoughMemoryError, torch.OutOfMemoryError):
+    """`NotEnoughMemoryError` of a GPU in a pass; also torch's own error, which callers catch to try a smaller batch."""
+
+
+@contextlib.contextmanager
+def memory_explained(devices: Iterable[Device], budgets: Mapping[str, int]) -> Iterator[None]:
+    """Raise torch's out-of-memory error as ours, after the tensors of the interrupted pass are freed.
+
+    Args:
+        devices: those that compute.
+        budgets: device -> bytes for weights, for the message.
+
+    Raises:
+        OutOfDeviceMemory: instead of torch.OutOfMemoryError.
+    """
+    try:
+        yield
+        return
+    except OutOfDeviceMemory:
+        raise
+    except torch.OutOfMemoryError as error:
+        said = ". ".join(str(error).split(". ")[:2]).rstrip(".")
+        cause: BaseException | None = error
+        while cause is not None:
+            _drop_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+    gc.collect()
+    for device in devices:
+        device.empty_cache()
+    limits = ", ".join(f"{name!r}: {nbytes:,}" for name, nbytes in budgets.items())
+    explained = NotEnoughMemoryError(
+        f"A GPU has too little memory for this pass: {said}. Weights may take max_memory={{{limits}}} bytes.",
+        "Load the model with a smaller max_memory, so that more is left for activations and the KV cache; or use fewer "
+        "or shorter sequences, or fewer beams. The model is unchanged, and the next call works.",
+    )
+    raise OutOfDeviceMemory(*explained.args) from None
+
+
+def _drop_frames(trace: TracebackType | None) -> None:
+    """Free the frames of a traceback, which hold activations, as do the closures of their functions; context managers
+    between the error and its handler still refer to the first entries."""
+    traceback.clear_frames(trace)
+    while trace is not None:
+        following, trace.tb_next = trace.tb_next, None
+        trace = following
 
 
 def resolve_devices(device: str | None, max_memory: Mapping[str, int] | None, pin_memory: bool = True) -> list[Device]:

@@ -122,6 +122,12 @@ class Prefetcher:
         loaded.slot.taken = False
         self._start()
 
+    def give_back_taken(self, leave: Callable[[], Any]) -> None:
+        """Give back every taken slot; `leave` returns its `left`. For slots whose taker was interrupted."""
+        for slot in self._slots:
+            if slot.taken:
+                self.give_back(FilledSlot("", slot, None), leave())
+
     def close(self) -> None:
         """Stop the thread."""
         self._thread.shutdown()
@@ -205,6 +211,10 @@ class Loader:
     def give_back(self, loaded: FilledSlot, ticket: Any = None) -> None:
         """Declare a slot free once the upload of this ticket is complete."""
         self._ahead.give_back(loaded, ticket)
+
+    def give_back_taken(self) -> None:
+        """Declare that no computation uses a slot any more: between two passes."""
+        self._ahead.give_back_taken(lambda: None)
 
     def reset(self) -> None:
         """Discard all requests and taken slots; see `Prefetcher.reset`."""
@@ -384,6 +394,10 @@ class Uploader:
     def give_back(self, loaded: FilledSlot) -> None:
         """Declare that no computation after those queued so far uses this slot."""
         self._ahead.give_back(loaded, self._device.leave())
+
+    def give_back_taken(self) -> None:
+        """Declare that no computation after those queued so far uses a slot: between two passes."""
+        self._ahead.give_back_taken(self._device.leave)
 
     def reset(self) -> None:
         """Discard all requests and taken slots; see `Prefetcher.reset`."""

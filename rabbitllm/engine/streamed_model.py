@@ -103,7 +103,8 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             with self.streamer.passing(), torch.no_grad():
                 return super().__call__(*args, **kwargs)
         if self._all_resident:
-            return self._pass(*args, **kwargs)
+            with self.streamer.memory_explained():
+                return self._pass(*args, **kwargs)
         with self.streamer.passing(), torch.no_grad():
             output = self._pass(*args, **kwargs)
         return untrainable(output, training=self.training)

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
-from rabbitllm.engine.devices import Device
+from rabbitllm.engine.devices import Device, memory_explained
 from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
@@ -180,6 +180,7 @@ class Streamer:
         self._model = model
         self._store = store
         self._profiler = profiler
+        self._budgets = {budget.device: budget.nbytes for budget in placement.budgets}
         self._prefetching = prefetching
         self.pools = pools
         self.executors = executors
@@ -238,16 +239,28 @@ class Streamer:
 
         return forward
 
+    def memory_explained(self) -> AbstractContextManager[None]:
+        """A context in which a GPU's lack of memory is explained; see `devices.memory_explained`."""
+        return memory_explained([executor.device for executor in self.executors.values()], self._budgets)
+
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
         """A context around a pass, or a part of one.
 
         Threads take turns; members of joint passes meet in the turn of their hub. Weights that an interrupted pass left
         are freed when it ends, and when another one begins.
+
+        Raises:
+            OutOfDeviceMemory: a GPU has too little memory; then these weights and the activations are freed.
         """
         if _calling.get() is self:
             yield
             return
+        with self.memory_explained(), self._in_turn():
+            yield
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
         shared = getattr(self._model, "shared_passes", None)
         if shared is not None and shared.is_member():
             token = _calling.set(self)
@@ -307,7 +320,10 @@ class Streamer:
     def _let_go(self) -> None:
         """Free all bound weights, and those that were made because they were read."""
         for name in list(self._letting_go):
-            self._letting_go.pop(name)()
+            self._letting_go[name]()  # kept until it is over: it may be interrupted too
+            self._letting_go.pop(name, None)
+        for executor in self.executors.values():
+            executor.loader.give_back_taken()  # one that was interrupted before it noted its slot
         if self.embedding_rows is not None:
             self.embedding_rows.let_go()
         self._forget_what_was_read()

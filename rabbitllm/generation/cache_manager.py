@@ -240,6 +240,10 @@ class CacheManager:
         near, filed = self.parted()
         self._kept.shrink(self.left_to_near(filed) - self.memory.now(one.length for one in near))
 
+    def forget_finished(self) -> None:
+        """Evict all finished sequences."""
+        self._kept.shrink(0)
+
     def lost(self) -> list[Sequence]:
         """The sequences whose KV cache could not be written to the file."""
         return [one for one in self._running if self.file.is_lost(one.cache)]

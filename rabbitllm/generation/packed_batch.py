@@ -544,7 +544,7 @@ class PackedForward:
         """
         lengths = [sequence.ids.shape[1] for sequence in sequences]
         cache = PackedCache([sequence.cache for sequence in sequences], lengths, self._shares, self._file)
-        with self.attending(), texts_of(cache):
+        with self._model.streamer.memory_explained(), self.attending(), texts_of(cache):
             # bypasses the model's own call, which would wait for this very pass
             output = nn.Module.__call__(
                 self._model,

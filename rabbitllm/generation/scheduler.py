@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import own_lock
+from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, BusyError, ClosedError
 from rabbitllm.generation.cache_manager import CacheManager, CachePlace
 from rabbitllm.generation.joint_pass import JointPasses
@@ -40,6 +41,8 @@ MANY_TOKENS = 64
 """The time of a pass with fewer tokens counts as the time to stream the weights."""
 FIRST_TOKENS = 1024
 """Prompt tokens in a pass before their cost is measured."""
+PASSES_FOR_ONE_MORE = 64
+"""Passes without an out-of-memory error after which one sequence more may run, if there was such an error."""
 MAX_TOKENS = 8192
 """The most prompt tokens in a pass: their activations need memory too."""
 
@@ -142,6 +145,7 @@ class Scheduler:
         self._limits = limits
         self._waiting: deque[Sequence] = deque()
         self._budget = TokenBudget()
+        self._most = float(limits.running)  # sequences for which devices had enough memory lately
         self._lately = 1.0  # moving average of the seconds that a request took
         self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._holders = 0
@@ -239,9 +243,24 @@ class Scheduler:
             for sequence in reversed(self.caches.lost()):
                 if sequence.member is not None and not sequence.member.dead:
                     self.preempt(sequence)
+            self._fit_memory(chosen)
         for sequence in [one for one in self.running if one.member is None or one.member.dead]:
             error = sequence.member.error if sequence.member is not None else None
             self.finish(sequence, error or sequence.finish_reason or FinishReason.LENGTH)
+
+    def _fit_memory(self, chosen: abc.Sequence[Sequence]) -> None:
+        """After a pass that needed more memory than a device has left, compute its sequences again, half at a time."""
+        failed = [one for one in chosen if one.member is not None and isinstance(one.member.error, OutOfDeviceMemory)]
+        if not failed:
+            self._most = min(self._most + 1 / PASSES_FOR_ONE_MORE, self._limits.running)
+        elif len(self.running) > 1:
+            self._most = max(len(chosen) // 2, 1)
+            logger.warning(
+                "A pass over %d sequences needed too much memory; at most %d from now on.", len(chosen), self._most
+            )
+            for sequence in reversed(failed):
+                self.preempt(sequence)
+            self.caches.forget_finished()
 
     def schedule(self) -> list[Sequence]:
         """Finish unwanted sequences, preempt and admit others, and choose those that take part in the next pass."""
@@ -285,7 +304,7 @@ class Scheduler:
         if not waiting:
             self.caches.from_file()
         for number, sequence in enumerate(waiting):
-            free = self.caches.memory.max_sequences - len(self.running)
+            free = min(self.caches.memory.max_sequences, int(self._most)) - len(self.running)
             if free <= 0:
                 return
             place = self.caches.place(sequence, min(free, len(waiting) - number) - 1)

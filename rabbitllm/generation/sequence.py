@@ -224,9 +224,9 @@ class Sequence:
         """Take a token, report the text that it completes, and leave `generate` if it was the last one."""
         if self._first is None:
             self._first = time.monotonic()
-        self.tokens.append(token)
         likeliest = self.request.likeliest
         chosen = self._logprobs.of(token, likeliest or 0) if self._logprobs is not None else TokenLogprob(token)
+        self.tokens.append(token)  # not earlier: without memory for the line above, the token is chosen again
         self._stream.add([token])
         if self._stream.stop is not None or token in self._ends:
             self.finish_reason = FinishReason.STOP

@@ -20,6 +20,7 @@ from rabbitllm.engine.placement import SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
+from rabbitllm.errors import NotEnoughMemoryError
 from rabbitllm.quant import products
 from rabbitllm.telemetry.passes import (
     EXPERT_TIERS,
@@ -404,6 +405,49 @@ def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
     run(model)
     del model
     assert until(lambda: gc.collect() >= 0 and not gpu.locked)  # a reader that is at work holds what it works for
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_ctrl_c_in_any_wait_for_the_device_loses_no_buffer(tmp_path: Path, family: str) -> None:
+    """Twice in each wait, more often than there are buffers; waits are most with the profiler."""
+    folder = build_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
+    directory, gpu = split(folder), FakeGpu(0)
+    model = load_on([gpu], directory, profiling=True)
+    with torch.inference_mode():
+        expected = model(INPUT).logits
+        before = gpu.waits
+        model(INPUT)
+        waits = gpu.waits - before
+        assert waits > 2 * 3  # for each layer's copy and its computation
+        for number in range(1, waits + 1):
+            for _ in range(SLOTS):
+                gpu.interrupt_at = gpu.waits + number
+                with pytest.raises(KeyboardInterrupt):
+                    model(INPUT)
+            assert torch.equal(model(INPUT).logits, expected), number
+    assert not any(slot.taken for slot in model.streamer.executors[gpu.name].loader._ahead._slots)
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_a_pass_without_enough_memory_is_explained_and_costs_nothing(tmp_path: Path, budget: int) -> None:
+    """Even while the caller keeps the error: activations are not freed as long as a traceback refers to them."""
+    directory, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=ALL)
+    with watched(), torch.inference_mode():
+        model = load_on([gpu], directory, budget)
+        ids = INPUT.to(model.device)
+        long = ids.repeat(8, 30)
+        expected = model(ids).logits.cpu()
+        model(long)
+        free, errors = gpu.used, []
+        for part in (2, 4, 8):
+            gpu.capacity = free + (gpu.peak - free) * part // 9
+            with pytest.raises(NotEnoughMemoryError, match=r"max_memory=\{'fake:0': \d+") as caught:
+                model(long)
+            errors.append(caught.value)
+            assert isinstance(caught.value, torch.OutOfMemoryError)
+            assert "CUDA out of memory. Tried to allocate" in caught.value.problem
+            assert gpu.used == free
+            assert torch.equal(model(ids).logits.cpu(), expected)
 
 
 # What a pass costs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
@@ -9,13 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.errors import BusyError, ClosedError
+from rabbitllm.base.options import RunOptions
+from rabbitllm.engine.load import load_model
+from rabbitllm.errors import BusyError, ClosedError, NotEnoughMemoryError
 from rabbitllm.generation.packed_batch import grouped
-from rabbitllm.generation.request import FinishReason, Limits, Request
+from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request
 from rabbitllm.generation.scheduler import (
+    FAILED,
     FIRST_TOKENS,
     MAX_TOKENS,
     Scheduler,
@@ -25,7 +30,9 @@ from rabbitllm.generation.scheduler import (
     take_part,
 )
 from rabbitllm.generation.sequence import Sequence, SequenceLength
-from tests.support.tiny_models import load
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.tiny_models import ALL, load, split
 
 Open = Callable[[int, int], tuple[Scheduler, Callable[[], Sequence]]]
 
@@ -175,3 +182,38 @@ def test_everything_is_in_one_group_and_no_group_could_have_had_the_next(sizes: 
     assert list(itertools.chain(*groups)) == sizes
     assert all(len(group) == 1 or sum(group) <= most for group in groups)
     assert all(sum(one) + after[0] > most for one, after in itertools.pairwise(groups))
+
+
+def test_a_pass_without_enough_memory_is_made_again_with_fewer_sequences(tmp_path: Path) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    gpu, told = FakeGpu(0, capacity=ALL), list[list[Event]]()
+    with watched(), torch.no_grad():
+        options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False, exact=True)
+        model = load_model(directory, options, None, [gpu])
+
+        def answers(lengths: list[int]) -> list[list[int]]:
+            scheduler = Scheduler(model, Limits(8, 8, exact=True))
+            told.clear()
+            for length in lengths:
+                told.append([])
+                prompt = tuple(3 + (7 * at + length) % 200 for at in range(length))
+                scheduler.submit(Sequence(model, Request(prompt, 4), told[-1].append, scheduler.wake))
+            while scheduler.running or scheduler.waiting:
+                scheduler.step()
+            scheduler.end(FinishReason.CANCELLED)
+            gc.collect()
+            assert scheduler.totals.ended.get(FAILED, 0) == sum(isinstance(one[-1], Failed) for one in told)
+            return [[t.token for e in one if isinstance(e, Delta) for t in e.tokens] for one in told]
+
+        lengths = [40, 41, 42, 43, 44, 45, 46, 47]
+        answers(lengths[:1])
+        alone, gpu.peak = gpu.peak, 0
+        expected = answers(lengths)
+        assert gpu.peak > 2 * (alone - gpu.used)
+        gpu.capacity = gpu.used + (alone - gpu.used) * 5 // 2
+        assert answers(lengths) == expected
+        found = answers([*lengths[:3], 900, *lengths[3:]])
+    assert found == [*expected[:3], [], *expected[3:]]
+    error = told[3][-1]
+    assert isinstance(error, Failed)
+    assert isinstance(error.error, NotEnoughMemoryError)

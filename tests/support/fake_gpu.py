@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class _Ledger:
         self.lock = threading.RLock()
         self._time = 0
         self._known: dict[int, tuple[StorageWeakRef, _Memory]] = {}
+        self.limited: weakref.WeakValueDictionary[torch.device, FakeGpu] = weakref.WeakValueDictionary()
+        """Devices whose memory runs out."""
 
     def tick(self) -> int:
         self._time += 1
@@ -91,6 +94,8 @@ class _Ledger:
         memory = _Memory(device, self.tick())
         # while the weak reference is held, no other storage gets the same key
         self._known[storage._cdata] = (StorageWeakRef(storage), memory)
+        if (gpu := self.limited.get(device)) is not None:
+            gpu.hold(storage)
         return memory
 
     def find(self, tensor: torch.Tensor) -> _Memory | None:
@@ -114,11 +119,17 @@ class FakeGpu:
         index: which one.
         memory: bytes that it says are free.
         lockable: bytes of host memory that it pins, and no more.
+        capacity: bytes of all tensors on it, then memory runs out; None if it never does. The computation of a thread
+            counts inside `watched()` only.
+
+    Attributes:
+        used: bytes of the tensors on it, if it has a capacity.
+        peak: the most of these so far.
     """
 
     shares_host_memory = False
 
-    def __init__(self, index: int, memory: int = 1 << 30, lockable: int = 1 << 40) -> None:
+    def __init__(self, index: int, memory: int = 1 << 30, lockable: int = 1 << 40, capacity: int | None = None) -> None:
         self.name = f"fake:{index}"
         self.torch_device = torch.device("cpu", index + 1)
         self.memory = memory
@@ -130,8 +141,37 @@ class FakeGpu:
         self.uploads = 0
         self.uploaded_bytes = 0
         self.marks = 0
+        self.waits = 0
+        """How often the main thread waited for it by `landed` or `synchronise`."""
+        self.interrupt_at: int | None = None
+        """The number of the wait in which Ctrl-C comes."""
         self._under_way: list[RequestHandle] = []
         self._buffers: list[tuple[StorageWeakRef, int]] = []
+        self.capacity = capacity
+        self.peak = 0
+        self._held: list[tuple[StorageWeakRef, int]] = []
+        if capacity is not None:
+            _ledger.limited[self.torch_device] = self
+
+    @property
+    def used(self) -> int:
+        self._held = [one for one in self._held if not one[0].expired()]
+        return sum(nbytes for _, nbytes in self._held)
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Count a tensor's memory; as CUDA's allocator, raise an error if it is too much."""
+        assert self.capacity is not None
+        used = self.used + storage.nbytes()
+        if used > self.capacity:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes. GPU {self.name} has a total capacity "
+                f"of {self.capacity} bytes of which {self.capacity - used + storage.nbytes()} are free. Of the rest"
+            )
+        self._held.append((StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, used)
+
+    def empty_cache(self) -> None:
+        pass
 
     @property
     def allocated(self) -> int:
@@ -178,7 +218,14 @@ class FakeGpu:
             self.uploaded_from.append(host.data_ptr())
             return ticket
 
+    def _wait(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.waits += 1
+            if self.waits == self.interrupt_at:
+                raise KeyboardInterrupt
+
     def landed(self, ticket: Any) -> None:
+        self._wait()
         with _ledger.lock, _disable_current_modes():
             if ticket.staged is None:  # the first time: from then on the host buffer may hold something else
                 ticket.staged = ticket.host.clone()
@@ -204,6 +251,7 @@ class FakeGpu:
             return Mark(self, _ledger.tick())
 
     def synchronise(self) -> None:
+        self._wait()
         with _ledger.lock, _disable_current_modes():
             for ticket in list(self._under_way):
                 self._carry_out(ticket)

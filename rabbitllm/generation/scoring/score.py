@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
 from rabbitllm.generation.joint_pass import JointPasses, MeetingPoint, Member, MemberCall, RowKind, call_of, called
@@ -161,7 +162,8 @@ def _pass(
             def work() -> None:
                 ids = forward.ids(batch)
                 turns.come_in((), {"input_ids": ids})
-                found[number] = forward(batch, ids, indices, relays[number], relays[number + 1])
+                with model.streamer.memory_explained():
+                    found[number] = forward(batch, ids, indices, relays[number], relays[number + 1])
 
             return work
 
@@ -178,7 +180,7 @@ def _pass(
         error = member.error
         if not isinstance(error, Exception):
             raise error or ScoringError("A micro-batch has ended without a result.")
-        if isinstance(error, OSError | RabbitLLMError) and not isinstance(error, ScoringError):
+        if isinstance(error, OSError | RabbitLLMError) and not isinstance(error, ScoringError | OutOfDeviceMemory):
             raise error
         failed.append((batch, error))
     return [one for number in sorted(found) for one in found[number]], failed
