@@ -173,6 +173,14 @@ class InputError(RabbitLLMError):
     """
 
 
+class MediaError(RabbitLLMError, ValueError):
+    """A picture or a sound cannot be read, is too large, or cannot be part of this prompt.
+
+    What to do:
+        Use a file in a format that the message names, or a smaller one.
+    """
+
+
 class ResultsError(RabbitLLMError):
     """Results of `rabbitllm batch` exist already, belong to another batch, or cannot be written.
 
@@ -253,6 +261,14 @@ class CorruptVocabularyError(CheckpointError):
 
     What to do:
         Fetch the tokenizer files again.
+    """
+
+
+class ProcessorError(CheckpointError):
+    """The processor of a model for pictures or sounds lacks a file, or its files are malformed.
+
+    What to do:
+        Put the named file of the checkpoint into the split directory. Text needs no processor.
     """
 
 

@@ -41,6 +41,8 @@ from tests.conftest import PROCESSOR_SECONDS
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.pages import examples_of
+from tests.support.picture_models import build as build_with_pictures
+from tests.support.picture_models import picture
 from tests.support.ray_cluster import local_cluster
 from tests.support.tiny_models import split
 
@@ -197,6 +199,8 @@ class Scene:
         (self.work / "question.txt").write_text("What is 12 + 7?\n")
         for name in ("questions.jsonl", "in.jsonl"):
             (self.work / name).write_text('{"prompt": "What is 12 + 7?", "max_new_tokens": 4}\n' * 3)
+        for name in ("photo.jpg", "first.png", "second.png"):
+            picture().save(self.work / name)
         names = ("tok_embeddings", "norm", "output", *(f"layers.{n}.attention.wq" for n in range(6)))
         torch.save({f"{name}.weight": torch.ones(8, 8) for name in names}, self.work / FILE)
         self.values = {"root": str(ROOT), "port": str(free_port()), "address": f"127.0.0.1:{free_port()}"}
@@ -207,7 +211,10 @@ class Scene:
             if folder in command + output:
                 shutil.copytree(DEMO, self.work / folder)
         for repository in re.findall(r"\b[A-Z]\w+/[\w.-]+", command):
-            shutil.copytree(DEMO, hub / repository, dirs_exist_ok=True)
+            if "-VL-" in repository:
+                build_with_pictures(hub / repository, "qwen3_vl")
+            else:
+                shutil.copytree(DEMO, hub / repository, dirs_exist_ok=True)
         if words_of(command)[:1] and words_of(command)[0] in NEEDS_SPLIT and "my-checkpoint" in command + output:
             split(self.work / "my-checkpoint", "4bit")
 

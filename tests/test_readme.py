@@ -14,6 +14,8 @@ from rabbitllm.cli.main import app
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.picture_models import build as build_with_pictures
+from tests.support.picture_models import picture
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import one_thread, plain_model  # noqa: F401  another one
 
@@ -53,7 +55,10 @@ def test_only_known_languages() -> None:
 
 def serve_what_is_named(code: str, hub: Path) -> None:
     for repository in re.findall(r'"([\w.-]+/[\w.-]+)"', code):
-        build_checkpoint(hub / repository, "qwen2", dtype=torch.bfloat16, shards=3)
+        if "-VL-" in repository:
+            build_with_pictures(hub / repository, "qwen3_vl", dtype=torch.bfloat16)
+        else:
+            build_checkpoint(hub / repository, "qwen2", dtype=torch.bfloat16, shards=3)
 
 
 @pytest.mark.parametrize(("page", "code"), PYTHON, ids=[f"{page}: {code.split()[-1][:40]}" for page, code in PYTHON])
@@ -69,6 +74,7 @@ def test_python_block_runs(
     work = tmp_path / "work"
     work.mkdir()
     source = build_checkpoint(work / "my-checkpoint", "qwen3", dtype=torch.bfloat16, shards=2)
+    picture().save(work / "photo.jpg")
     for library in OPTIONAL:
         if f"from {library} " in code:
             pytest.importorskip(library)

@@ -13,6 +13,7 @@ import pytest
 
 import rabbitllm
 from rabbitllm import errors
+from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, encode
 from rabbitllm.storage import durable
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
@@ -110,3 +111,13 @@ def test_every_field_of_a_split_directory_is_described(tmp_path: Path, monkeypat
         *map(json.loads, used),
     ):
         assert [name for name in fields if not re.search(rf"`(?:\w+(?:\[\])?)?\.?{name}`", page)] == []
+
+
+def test_every_field_of_a_chat_file_is_described() -> None:
+    section = read("files.md").partition("## Chat file")[2].partition("\n## ")[0]
+    stopped = Exchange("How many?", "Tw", stopped=True)
+    made = json.loads(encode(SavedChat("model", Conversation("Be short.", (stopped,)))))
+    messages = {name for message in made["messages"] for name in message}
+    assert messages == {"role", "content", "stopped"}
+    assert [name for name in made if f"`{name}`" not in section] == []
+    assert [name for name in messages if not re.search(rf"`(?:messages\[\])?\.{name}`", section)] == []

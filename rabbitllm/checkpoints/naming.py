@@ -1,18 +1,19 @@
-r"""Tensor name -> layer, by the naming of the model's family.
+r"""Tensor name -> layer, by the numbered blocks in the names.
 
 A *layer* is the unit that is streamed. Its id is the short name (`layers.0`, `embed_tokens`), its stem is RabbitLLM
-1.1's file name (`model.layers.0`, `model.embed_tokens`): everything up to and including the id. A family is a list
-of patterns, tried in order, each with a group named `id`; the first that matches at the start of the name counts.
-Tensors that no pattern matches are grouped by their numbered block.
+1.1's file name (`model.layers.0`, `model.embed_tokens`): everything up to and including the id. The rules are the same
+for all model types: the first number in a tensor's name is the number of its block, and the words before it name the
+list of blocks. Tensors outside of blocks belong to the layer of their module.
 
-To add a family, add its `model_type` to `_TYPES`; to try one without editing, call `register_layer_naming`.
+`register_layer_naming` sets other rules for a model type: patterns, tried in order, each with a group named `id`; the
+first that matches at the start of the name counts.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.checkpoints.index import natural_key
@@ -31,7 +32,7 @@ class LayerName:
 
 @dataclass(frozen=True, slots=True)
 class LayerNaming:
-    """The patterns of one family, in the order of matching."""
+    """Patterns in the order of matching."""
 
     patterns: tuple[re.Pattern[str], ...]
 
@@ -68,64 +69,21 @@ def naming(patterns: Iterable[str]) -> LayerNaming:
 
 # Quantization state that bitsandbytes stores with a weight that was published quantized: `lm_head.weight.absmax`.
 _STATE = r"(?:\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+))?"
-# The module that owns a tensor, where that is not a decoder layer: `model.embed_tokens.weight` -> `embed_tokens`.
-_OWNER = rf"(?:model\.)?(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+{_STATE}$"
-_STACK = r"(?:[A-Za-z_]\w*\.)*?"
-
-_LLAMA = (
-    r"model\.(?P<id>layers\.\d+)\.",
-    r"(?:model\.)?(?P<id>mtp(?:\.layers\.\d+)?)\.",  # multi-token prediction: split, listed, not streamed
-    _OWNER,
-)
-_DECODER = (r"(?:model\.)?(?P<id>decoder\.layers\.\d+)\.", _OWNER)
-_GPT2 = (r"(?:transformer\.)?(?P<id>h\.\d+)\.", r"(?:transformer\.)?(?P<id>\w+)\.[^.]+$", _OWNER)
-_BACKBONE = (r"(?:backbone\.|model\.)?(?P<id>layers\.\d+)\.", _OWNER)
-_ENCODER_DECODER = (r"(?P<id>(?:encoder|decoder)\.block\.\d+)\.", _OWNER)
-_TOWERS = (
-    # several stacks in one checkpoint: language model, vision or audio tower; the id keeps the stack's name
-    rf"(?:model\.)?(?P<id>{_STACK}(?:layers|blocks|block|h|layer)\.\d+)\.",
-    _OWNER,
-)
-
-_GPT_NEOX = (r"gpt_neox\.(?P<id>layers\.\d+)\.", rf"(?:gpt_neox\.)?(?P<id>\w+)\.[^.]+{_STATE}$")
-_TYPES = (
-    (
-        _LLAMA,
-        """
-        llama mistral mixtral ministral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text
-        gemma gemma2 gemma3_text phi phi3 phimoe gpt_oss deepseek_v2 deepseek_v3 glm glm4 glm4_moe cohere cohere2
-        olmo olmo2 olmo3 olmoe starcoder2 stablelm granite granitemoe exaone4 smollm3 ernie4_5 seed_oss internlm2
-        baichuan minimax hunyuan_v1_dense lfm2 lfm2_moe jamba apertus
-        """,
-    ),
-    (_DECODER, "opt"),
-    (_GPT2, "gpt2 gpt_bigcode gptj gpt_neo bloom falcon mpt chatglm qwen"),
-    (_GPT_NEOX, "gpt_neox"),
-    (_BACKBONE, "mamba mamba2 falcon_mamba zamba2"),
-    (_ENCODER_DECODER, "t5 mt5 umt5"),
-    (
-        _TOWERS,
-        """
-        gemma3 gemma3n gemma4 llava llava_next mistral3 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5
-        qwen3_5_moe internvl llama4 mllama paligemma idefics3 glm4v
-        """,
-    ),
-)
-FAMILIES: Mapping[str, tuple[str, ...]] = {family: patterns for patterns, names in _TYPES for family in names.split()}
-"""`model_type` of transformers -> patterns."""
-
+# The body of a model with a head, which transformers calls `base_model_prefix`; not part of an id.
+_BODY = r"(?:(?:model|transformer|backbone|gpt_neox)\.)?"
 _NAME = r"\d*[^.\d][^.]*"
-_BLOCKS = (
+_RULES = (
     # the first number in a name that follows at least one word: the block of the outermost list
-    rf"(?:model\.)?(?P<id>[^.]+(?:\.{_NAME})*?\.\d+)\.",
-    _OWNER,
+    rf"{_BODY}(?P<id>[^.]+(?:\.{_NAME})*?\.\d+)\.",
+    r"(?:model\.)?(?P<id>mtp)\.",  # multi-token prediction: split, listed, not streamed
+    rf"{_BODY}(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+{_STATE}$",
     rf"(?P<id>[^.]+(?:\.[^.]+)*?)\.[^.]+{_STATE}$",
 )
 _registered: dict[str, LayerNaming] = {}
 
 
 def register_layer_naming(family: str, patterns: Sequence[str]) -> None:
-    """Set or replace the patterns of a family for this process.
+    """Set or replace the patterns of a model type for this process.
 
     Args:
         family: the `model_type` in the checkpoint's config.json.
@@ -138,21 +96,17 @@ def register_layer_naming(family: str, patterns: Sequence[str]) -> None:
 
 
 def naming_for(family: str | None) -> LayerNaming | None:
-    """The patterns of a family, the user's own first; None for an unknown family."""
-    if family is None:
-        return None
-    if family in _registered:
-        return _registered[family]
-    return naming(FAMILIES[family]) if family in FAMILIES else None
+    """The patterns that the user has registered for a model type, if any."""
+    return None if family is None else _registered.get(family)
 
 
-def guessed_naming() -> LayerNaming:
-    """The grouping of tensors that match no family's pattern: by the block of the outermost list, else by module.
+def naming_by_block() -> LayerNaming:
+    """The rules for all model types: the block of the outermost list, else the module.
 
-    `backbone.layers.3.mixer.A_log` is in `backbone.layers.3`, `vision.stages.1.blocks.0.conv.weight` in
-    `vision.stages.1`; `model.projector.weight`, which is in no list, is in `projector`.
+    `backbone.layers.3.mixer.A_log` is in `layers.3`, `vision.stages.1.blocks.0.conv.weight` in `vision.stages.1`;
+    `model.projector.weight`, which is in no list, is in `projector`.
     """
-    return naming(_BLOCKS)
+    return naming(_RULES)
 
 
 def assign_layers(
@@ -160,44 +114,43 @@ def assign_layers(
 ) -> dict[str, LayerName]:
     """The layer of every tensor.
 
-    Tensors of an unknown family are grouped by `guessed_naming`. If most of them are in no numbered block, the guess
-    may be poor, and a warning is logged. Unmatched tensors of a known family are grouped in the same way, unless that
-    would add to a layer that the patterns name.
+    Tensors are grouped by the patterns of the caller, else by registered ones, else by `naming_by_block`; without
+    patterns a warning is logged if most tensors are in no numbered block. Tensors that no pattern matches are grouped
+    by `naming_by_block`, unless that would add to a layer that the patterns name.
 
     Args:
         tensors: all tensor names of the checkpoint.
         family: `model_type` of its config, if any.
-        chosen: the caller's own patterns, used instead of the family's.
+        chosen: the caller's own patterns.
     """
     rules = chosen or naming_for(family)
-    guess = guessed_naming()
+    by_block = naming_by_block()
     if rules is None:
         _warn_of_few_blocks(tensors, family)
-        rules = guess
+        rules = by_block
     named = {tensor: rules.find(tensor) for tensor in tensors}
     taken = {word for layer in named.values() if layer is not None for word in (layer.id, layer.stem)}
-    return _distinct_ids({tensor: layer or _unnamed(tensor, guess, taken) for tensor, layer in named.items()})
+    return _distinct_ids({tensor: layer or _unnamed(tensor, by_block, taken) for tensor, layer in named.items()})
 
 
-def _unnamed(tensor: str, guess: LayerNaming, taken: set[str]) -> LayerName:
+def _unnamed(tensor: str, by_block: LayerNaming, taken: set[str]) -> LayerName:
     """The layer of an unmatched tensor; a layer of its own if its block shares the name of another layer."""
-    found = guess.find(tensor)
+    found = by_block.find(tensor)
     alone = found is None or found.stem in taken
     stem = tensor if alone or found is None else found.stem
     return LayerName(stem, stem)
 
 
 def _warn_of_few_blocks(tensors: Sequence[str], family: str | None) -> None:
-    in_a_block = re.compile(_BLOCKS[0])
+    in_a_block = re.compile(_RULES[0])
     outside = sum(in_a_block.match(tensor) is None for tensor in tensors)
     if 2 * outside > len(tensors):
         logger.warning(
-            "The naming of model type %r is not known, and %d of its %d tensors are in no numbered block such as "
-            "'model.layers.0.'; each module of theirs gets a layer file. "
-            "To set it: rabbitllm.register_layer_naming(%r, [...]).",
+            "Of the %d tensors of model type %r, %d are in no numbered block such as 'model.layers.0.'; each of their "
+            "modules gets a layer file. To set other layers: rabbitllm.register_layer_naming(%r, [...]).",
+            len(tensors),
             family,
             outside,
-            len(tensors),
             family,
         )
 

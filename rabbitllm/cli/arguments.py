@@ -178,6 +178,14 @@ RayOption = Annotated[
 
 # generation
 SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
+ImageOption = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="Picture that comes before the prompt; repeatable.", show_default=False),
+]
+AudioOption = Annotated[
+    list[Path] | None,
+    typer.Option("--audio", help="WAV file that comes before the prompt; repeatable.", show_default=False),
+]
 TemperatureOption = Annotated[
     float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Sampling temperature; 0, the default, is greedy.")
 ]

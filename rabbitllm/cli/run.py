@@ -14,6 +14,8 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
     NO_OPTIONS,
     AddressOption,
+    AudioOption,
+    ImageOption,
     JsonOption,
     ModelArgument,
     ModelOptions,
@@ -44,6 +46,8 @@ def run_command(
     top_p: TopPOption = None,
     seed: SeedOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
+    image: ImageOption = None,
+    audio: AudioOption = None,
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
@@ -59,6 +63,7 @@ def run_command(
     Examples:
       rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?"
       cat report.txt | rabbitllm run my-checkpoint "Sum up" --max-new-tokens 200
+      rabbitllm run Qwen/Qwen3-VL-4B-Instruct --image photo.jpg "What is this?"
     """
     from rabbitllm.run.prompt import joined, piped_text
 
@@ -67,18 +72,21 @@ def run_command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
 
+    import torch
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
+    from rabbitllm.generation.media import media_files
     from rabbitllm.generation.request import FinishReason, Sampling, context_of, most_new_tokens
     from rabbitllm.generation.session import answer
     from rabbitllm.generation.streams import print_text
     from rabbitllm.generation.template import has_template
     from rabbitllm.models.pull import loaded_model
-    from rabbitllm.run.prompt import answer_record, how_it_ended, prompt_ids, put_statistics
+    from rabbitllm.run.prompt import answer_record, how_it_ended, prompt_ids, prompt_with_media, put_statistics
     from rabbitllm.run.together import called_together, own_device, work
 
     sampling = Sampling(temperature, top_p, seed)
+    files = media_files(image or (), audio or ())  # now, not after an hour of splitting
     errors = Console(stderr=True, highlight=False)
     hosts = called_together(workers, address, model, errors)
     disable_progress_bars()  # shards have our own bar, and other files are small
@@ -90,11 +98,16 @@ def run_command(
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded = loaded_model(request, errors)
     load_seconds = time.perf_counter() - start
-    ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
+    media = None
+    if files:
+        made = prompt_with_media(loaded, text, system, files, raw=raw)
+        ids, media = torch.tensor([made.ids]), made.media
+    else:
+        ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
     most = most_new_tokens(context_of(loaded), ids.shape[-1], max_new_tokens)
     write = (lambda piece: None) if as_json else print_text
     with errors.status("reading the prompt …") as status:
-        found = answer(loaded, ids, most, sampling, write, status.stop)
+        found = answer(loaded, ids, most, sampling, write, status.stop, media)
     if as_json:
         put_json(answer_record(model, found, load_seconds, _where(loaded, request.spec.compression)))
     elif found.text and not found.text.endswith("\n"):

@@ -13,6 +13,7 @@ import logging
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -290,8 +291,9 @@ def _drop_frames(trace: TracebackType | None) -> None:
 def resolve_devices(device: str | None, max_memory: Mapping[str, int] | None, pin_memory: bool = True) -> list[Device]:
     """The devices to compute on, first layer first.
 
-    "auto" takes every GPU, None the first one, else the CPU. `max_memory` that names GPUs wins over `device`. "cuda"
-    and "cuda:0" fall back to the CPU where there is no GPU, with a warning once a process.
+    "auto" takes every GPU, None the first one, else the CPU. `max_memory` that names GPUs wins over `device`. "auto",
+    "cuda" and "cuda:0" fall back to the CPU where there is no GPU, with a warning once a process; so does None where
+    there is one that torch cannot use.
 
     Raises:
         DeviceError: this machine has no such GPU, or the string names no device.
@@ -300,14 +302,19 @@ def resolve_devices(device: str | None, max_memory: Mapping[str, int] | None, pi
     named = sorted((name for name in max_memory or {} if name != "cpu"), key=lambda name: int(name[5:]))
     if named:
         return [_gpu(name, count, pin_memory, f"max_memory names {name!r}, which") for name in named]
+    if device == "cpu":
+        return [CpuDevice()]
+    if count == 0 and device in (None, "auto", "cuda", "cuda:0"):
+        if device is not None or _DRIVER.exists():
+            _warn_of_no_cuda()
+        return [CpuDevice()]
     if device == "auto":
-        return [_gpu(f"cuda:{i}", count, pin_memory) for i in range(count)] or [CpuDevice()]
-    if device == "cpu" or (device is None and count == 0):
-        return [CpuDevice()]
-    if device in ("cuda", "cuda:0") and count == 0:
-        _warn_of_no_cuda()
-        return [CpuDevice()]
+        return [_gpu(f"cuda:{i}", count, pin_memory) for i in range(count)]
     return [_gpu("cuda:0" if device in (None, "cuda") else device, count, pin_memory)]
+
+
+_DRIVER = Path("/dev/nvidia0")
+"""Exists if there is an NVIDIA GPU with a driver."""
 
 
 @functools.cache

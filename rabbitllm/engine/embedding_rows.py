@@ -67,7 +67,8 @@ def _around(form: Quantized, row: int) -> tuple[int, int]:
 def _part_ranges(stored: StoredTensor, number: int, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Offsets and lengths of what rows need of one part of a stored tensor."""
     part, form = stored.parts[number], stored.quantized
-    if number >= _BY_ROW:  # shared by all rows
+    of_blocks = form is not None and bool(STORED[form.scheme].block_bytes)
+    if number >= (1 if of_blocks else _BY_ROW):  # shared by all rows
         yield part.offset, part.nbytes
     elif form is None:
         row = part.nbytes // stored.shape[0]

@@ -27,7 +27,7 @@ from rabbitllm.engine.span_reader import BLOCK
 from rabbitllm.engine.units import Packs, Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, Quantized
+from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
@@ -158,8 +158,8 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
     if any(_kind_of(tensor) != alike for tensor in stored):
         return None
     payload = _part([tensor.parts[0] for tensor in stored])
-    if first.quantized is None:
-        return Block(pattern, False, None, payload)
+    if first.quantized is None or STORED[first.quantized.scheme].block_bytes:
+        return Block(pattern, False, first.quantized, payload)
     tables = tuple(tensor.parts[2] for tensor in stored)
     scales, nesting = _part([tensor.parts[1] for tensor in stored]), _nesting(stored, first.parts[1].elements)
     return Block(pattern, False, first.quantized.codes, payload, scales, tables, nesting=nesting)
@@ -188,6 +188,8 @@ def _slices(pattern: str, stored: StoredTensor, experts: int) -> Block | None:
     if stored.quantized is None:
         return Block(pattern, True, None, _slice(payload, payload.dtype, shape, experts))
     form = replace(stored.quantized.codes, shape=shape)
+    if STORED[form.scheme].block_bytes:
+        return Block(pattern, True, form, _slice(payload, "U8", payload.shape[1:], experts))
     block, elements = SCHEMES[form.scheme].block, int(np.prod(shape))
     if elements % block or (form.scheme == "4bit" and elements % 2):
         return None

@@ -24,7 +24,7 @@ from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
 from rabbitllm.quant.quantize import dequantize, expand_scales
-from rabbitllm.quant.schemes import SCHEMES, Quantized
+from rabbitllm.quant.schemes import STORED, Quantized, code_values
 from rabbitllm.store.layer_store import WeightFiles
 
 BytesOf = Callable[["ExpertPart"], torch.Tensor]
@@ -117,8 +117,9 @@ class Block:
         return (self.payload,) if self.scales is None else (self.payload, self.scales)
 
     def absmax(self, bytes_of: BytesOf, expert: int) -> torch.Tensor:
-        """One expert's scales, float32 (blocks,); a new tensor if they are quantized."""
-        assert self.scales is not None
+        """One expert's scales, float32 (blocks,); a new tensor if they are quantized, empty for blocks."""
+        if self.scales is None:  # blocks have their own
+            return torch.empty(0)
         stored = typed(bytes_of(self.scales), retyped(self.scales, self.scales.shape))
         return stored if self.nesting is None else self.nesting.expanded(stored, expert)
 
@@ -213,7 +214,7 @@ class Leaf:
         payload = _joined([bytes_of(block.payload) for block in self.blocks])
         form = replace(first.form, shape=self.shape)
         codes = typed(payload, retyped(first.payload, (len(payload),)))
-        if self.makes_scales and not made:
+        if first.scales is None or (self.makes_scales and not made):
             absmax = torch.cat([block.absmax(bytes_of, expert) for block in self.blocks])
         else:
             places = [block.nesting.made if block.nesting is not None else block.scales for block in self.blocks]
@@ -360,6 +361,8 @@ def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) 
 def _with_table(source: ExpertSource, block: Block, store: WeightFiles, device: torch.device) -> Block:
     if block.form is None:
         return block
+    if not block.tables:  # the values of blocks are known
+        return replace(block, table=code_values(block.form.scheme).to(device))
     nesting = block.nesting
     if nesting is not None:
         raw = b"".join(bytes(store.mapped(spec.file).bytes_of(spec)) for spec in nesting.where)
@@ -390,7 +393,7 @@ def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
             return None
         if (block.nesting is None) != (leaf.blocks[0].nesting is None):
             return None
-        if block.form.shape[0] * block.form.shape[1] % SCHEMES[first.scheme].block:
+        if block.form.shape[0] * block.form.shape[1] % STORED[first.scheme].block:
             return None
     return packs(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
 

@@ -41,7 +41,7 @@ from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.quant.products import FusedMatrix, can_multiply
-from rabbitllm.quant.schemes import NF4_BLOCK, Quantized, check_compression
+from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, Quantized, check_compression
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
@@ -70,7 +70,7 @@ def load_model(
         share: chooses the part of the model that this process computes; None for the whole.
 
     Returns:
-        The model, with the attributes `tokenizer`, `profiler`, `placement` and `unused_tensors`.
+        The model, with the attributes `tokenizer`, `processor`, `profiler`, `placement` and `unused_tensors`.
 
     Raises:
         IncompleteSplitError: a tensor is missing or damaged; each is named.
@@ -84,7 +84,7 @@ def load_model(
         LayerStore(folder, verify_checksums=options.verify_checksums) if isinstance(folder, Path) else folder
     )
     folder = store.folder
-    for scheme in {tensor.quantized.scheme for tensor in store.tensors.values() if tensor.quantized}:
+    for scheme in {tensor.quantized.scheme for tensor in store.tensors.values() if tensor.quantized} & SCHEMES.keys():
         check_compression(scheme)  # fails now rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
@@ -138,6 +138,7 @@ def load_model(
     streamed._origin = origin_of(streamed, store, home, weights, changes_itself=in_place)
     streamed._held_bytes = held_bytes(placement, sources, experts)
     streamed._show_progress = options.show_progress
+    streamed._trust_remote_code = options.trust_remote_code
     return streamed
 
 

@@ -246,7 +246,8 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if quantized.dtype in (torch.int8, torch.float4_e2m1fn_x2) and output_dtype is not None:
+        rows_agree = quantized.dim() == 2 and scales.shape[:1] == quantized.shape[:1]
+        if quantized.dtype in (torch.int8, torch.float4_e2m1fn_x2) and rows_agree and output_dtype is not None:
             return fours(quantized, _factors(scales), output_dtype)
         size = self._block(quantized, scales)
         if size is None or output_dtype is None:
@@ -437,9 +438,7 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
         self.hf_quantizer = first.hf_quantizer
         self._first = first
 
-    def convert(
-        self, input_dict: Mapping[str, Any], source_patterns: Any, target_patterns: Any, **others: Any
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: Mapping[str, Any], **others: Any) -> dict[str, Any]:
         """Parts by pattern (`…weight`, `…weight_scale`), of experts lists -> a matrix, or experts (E, out, in)."""
         settings, name = self.hf_quantizer.compressor.quantization_config, others["full_layer_name"]
         dtype = others["model"].get_parameter(name).dtype

@@ -18,6 +18,7 @@ import torch
 
 from rabbitllm.base.options import parse_size
 from rabbitllm.engine.placement import READY, enclosing
+from rabbitllm.engine.processor import FILES
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import read_json
@@ -196,7 +197,7 @@ def _leaving(model: StreamedModel, origin: Origin, memory: Mapping[str, torch.Te
 
 
 def _sidecars(model: StreamedModel, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
-    """Config, generation config and, if wanted, the tokenizer: name -> content."""
+    """Config, generation config and, if wanted, the tokenizer and the processor's files: name -> content."""
     found = {CONFIG_NAME: _config(model, origin)}
     if model.can_generate():
         found[GENERATION_NAME] = _generation(model, origin)
@@ -211,6 +212,7 @@ def _sidecars(model: StreamedModel, origin: Origin, tokenizer: bool) -> dict[str
             model.tokenizer.save_pretrained(scratch)
             files = [path for path in sorted(Path(scratch).rglob("*")) if path.is_file()]
             found |= {path.relative_to(scratch).as_posix(): path.read_bytes() for path in files}
+        found |= {name: (origin.home / name).read_bytes() for name in FILES if (origin.home / name).is_file()}
     return found
 
 

@@ -7,6 +7,7 @@ moved, cast or copied.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.engine.expert_pool import read_uses, write_uses
 from rabbitllm.engine.pass_line import PassLine, entry_of
 from rabbitllm.engine.placement import Placement
+from rabbitllm.engine.processor import read_processor
 from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
@@ -62,6 +64,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
     Attributes:
         tokenizer: the checkpoint's tokenizer; None if it has none.
+        processor: makes inputs of text, pictures and sounds; read at its first use. None for a model of text alone.
         profiler: times and bytes of each layer, with `profiling_mode=True`.
         placement: device and tier of each unit; prints as a table.
         streamer: installs and runs the hooks; internal.
@@ -84,6 +87,17 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
     _origin: Origin
     _show_progress: bool
     _held_bytes: int
+    _trust_remote_code: bool
+
+    @functools.cached_property
+    def processor(self) -> Any | None:
+        """The checkpoint's processor; None if the model takes text alone.
+
+        Raises:
+            ProcessorError: one of its files is missing or malformed.
+            MissingPackageError: Pillow or torchvision is not installed.
+        """
+        return read_processor(self._origin.home, self.config, self._trust_remote_code)
 
     @property
     def device(self) -> torch.device:
@@ -296,7 +310,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             save_directory: a folder without weights; it need not exist.
             is_main_process: False writes nothing.
             max_shard_size: maximum bytes of a shard; a larger tensor gets a shard of its own.
-            tokenizer: write the tokenizer too.
+            tokenizer: write the tokenizer too, and the files of the processor.
             **kwargs: other arguments of transformers; those that would change the result are refused.
 
         Raises:

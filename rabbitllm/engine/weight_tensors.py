@@ -281,7 +281,7 @@ class QuantizedWeight(WeightStandIn):
     """A quantized matrix as a tensor."""
 
     matrix: StoredMatrix
-    _why = "only its codes are in memory, at 4bit or 8bit"
+    _why = "only its codes are in memory"
 
     @staticmethod
     def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype) -> QuantizedWeight:

@@ -33,7 +33,7 @@ from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, F
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.cost_model import BITSANDBYTES
 from rabbitllm.quant.products import Matrix
-from rabbitllm.quant.schemes import SCHEMES, Quantized, code_values
+from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, code_values
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
 
@@ -173,6 +173,8 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
     elements = rows * columns
     if form.startswith(BITSANDBYTES):
         return elements + 4 * rows if "8bit" in form else elements // 2 + -(-elements // _BLOCK) * 4
+    if form in STORED and STORED[form].block_bytes:
+        return elements // STORED[form].block * STORED[form].block_bytes
     if form in SCHEMES:
         return elements // SCHEMES[form].codes_a_byte + -(-elements // SCHEMES[form].block) * 4
     dtype: torch.dtype = getattr(torch, form)
@@ -182,10 +184,13 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
 def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memory) -> torch.Tensor | nn.Linear:
     if form.startswith(BITSANDBYTES):
         return bitsandbytes_module(form, rows, columns, memory)
-    if form not in SCHEMES:
+    if form not in STORED:
         plain: torch.dtype = getattr(torch, form)
         return _filled(memory, rows * columns * plain.itemsize).view(plain).view(rows, columns)
     elements = rows * columns
+    if STORED[form].block_bytes:
+        blocks, nothing = _filled(memory, _nbytes(form, rows, columns)), torch.empty(0)
+        return QuantizedWeight(Matrix(Quantized(form, (rows, columns), None), blocks, nothing, nothing), dtype)
     payload = _filled(memory, elements // SCHEMES[form].codes_a_byte).view(-1, 1)
     absmax = torch.ones(-(-elements // SCHEMES[form].block))
     return QuantizedWeight(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory
 from rabbitllm.engine.placement import Tier
@@ -46,10 +47,12 @@ from rabbitllm.estimate.measure import DIRECT, DROPPED, FileSample, WorkingSet, 
 from rabbitllm.estimate.module_calls import ExpertCalls, binding_seconds
 from rabbitllm.estimate.outline import Outline
 from rabbitllm.estimate.plan import SourceScan
-from rabbitllm.quant.schemes import SCHEMES
+from rabbitllm.quant.schemes import STORED
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
+
+logger = logging.getLogger(__name__)
 
 
 def generations(
@@ -264,6 +267,15 @@ class PassEstimator:
 
     def timed(self, found: GenerationEstimate) -> GenerationEstimate:
         """Measure, and return the estimate with times; without some that could not be measured."""
+        try:
+            with memory_explained(self._machine.devices, {}):
+                return self._measured(found)
+        except OutOfDeviceMemory as error:
+            problem = error.problem
+            logger.warning("The seconds per token cannot be measured: %s", problem)
+            return found
+
+    def _measured(self, found: GenerationEstimate) -> GenerationEstimate:
         reads = self._reads()
         if reads is None and self._streamed:
             return dataclasses.replace(found, from_the_disk=not self._cached)
@@ -491,7 +503,7 @@ class PassEstimator:
         found: dict[str, float] = {}
         for device, known in rates.items():
             for (form, _), rate in known.items():
-                found.setdefault(f"multiplying with {form}{' codes' if form in SCHEMES else ''} on {device}", rate)
+                found.setdefault(f"multiplying with {form}{' codes' if form in STORED else ''} on {device}", rate)
         if reads is not None and self._streamed:
             words = {DIRECT: "past the page cache", DROPPED: "through the page cache"}
             found[f"reading {words.get(reads.way, 'out of the page cache')}"] = reads.steady

@@ -214,6 +214,8 @@ class CacheManager:
             sequence: the waiting sequence.
             others: number of sequences that wait behind it and should run with it.
         """
+        if sequence.request.media is not None:  # its first pass is not packed, as sequences in the file are
+            return CachePlace.MEMORY if self._lengths().fits(sequence.length, self.memory) else CachePlace.NOWHERE
         return self._lengths().place(sequence.length, others, self.memory)
 
     def left_to_near(self, filed: abc.Sequence[Sequence]) -> int:
@@ -279,8 +281,8 @@ class CacheManager:
                 if in_file:
                     self._put(sequence)
                 return True
-        if not self._shares:
-            return True
+        if not self._shares or sequence.request.media is not None:
+            return True  # other pictures may have the same ids, so their caches are never shared
         ids = sequence.ids
         candidates = ((usable(ids, known, cache), known, cache) for known, cache in self._sources())
         tokens, known, cache = max(candidates, key=itemgetter(0), default=(0, (), None))

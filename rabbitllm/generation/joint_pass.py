@@ -101,6 +101,11 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
     return RowBatch(tuple(map(torch.cat, zip(*rows, strict=True))), parts)
 
 
+POSITIONS = "rope_deltas"
+"""The attribute in which models of the Qwen2-VL kind remember positions from one call to the next; it belongs to a
+sequence, not to the model."""
+
+
 class Left(BaseException):
     """Thrown into a member to take it out; a `BaseException`, so that no error handler catches it."""
 
@@ -153,6 +158,7 @@ class Member(greenlet):  # type: ignore[misc]
     Attributes:
         error: the error that ended it, if any.
         waits: the call at which it waits; None while it runs and after it has ended.
+        positions: what its pictures add to the positions behind them, which modules with `POSITIONS` remember.
     """
 
     def __init__(
@@ -168,6 +174,7 @@ class Member(greenlet):  # type: ignore[misc]
         self.meets_inside = meets_inside
         self.waits: MemberCall | None = None
         self.error: BaseException | None = None
+        self.positions: list[Any] = []
 
     def _run(self, answer: Any = None) -> None:
         work = self._work
@@ -295,6 +302,7 @@ class JointPasses:
             kind = self._kind(module)
             if is_unit or (kind and not exact):
                 self._points.append(MeetingPoint(module, kind, is_unit=is_unit))
+        self._placing = [module for module in model.modules() if hasattr(module, POSITIONS)]
         self._head = next((point for point in self._points if point.module is head), None)
         for point in self._points:
             point.module._compiled_call_impl = self._at(point)
@@ -432,7 +440,10 @@ class JointPasses:
         self._hub = member.parent = getcurrent()
         member.waits = None
         gradients = torch.is_grad_enabled()
+        for module, own in zip(self._placing, member.positions or [None] * len(self._placing), strict=True):
+            setattr(module, POSITIONS, own)
         into()
+        member.positions = [getattr(module, POSITIONS) for module in self._placing]
         torch.set_grad_enabled(gradients)
 
     def _answer(self, carrier: Carrier) -> None:

@@ -16,6 +16,8 @@ from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
 
 if TYPE_CHECKING:
+    import torch
+
     from rabbitllm.engine.streamed_model import StreamedModel
 
 MAX_TOKENS = 512
@@ -72,6 +74,52 @@ class Sampling:
         return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptMedia:
+    """Pictures or sounds of a prompt, as its processor made them; equal to itself only.
+
+    Attributes:
+        tensors: arguments of `generate` besides the token ids; floating-point ones in the model's dtype.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def arguments(self, tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Arguments for `generate`.
+
+        Args:
+            tokens: number of tokens of the prompt and those generated so far. Tensors that have one number for each
+                token of the prompt, its kind, are extended by 0, the kind of text.
+            device: device of the inputs.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in self.tensors.items():
+            if name.endswith("token_type_ids") and tensor.dim() == 2 and tensor.shape[1] < tokens:
+                longer = tensor.new_zeros(1, tokens)
+                longer[:, : tensor.shape[1]] = tensor
+                tensor = longer
+            found[name] = tensor.to(device)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as a model reads it.
+
+    Attributes:
+        ids: token ids, with the places of pictures and sounds.
+        media: pictures and sounds; None for text alone.
+    """
+
+    ids: tuple[int, ...]
+    media: PromptMedia | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One generation.
@@ -84,6 +132,7 @@ class Request:
         likeliest: number of likeliest tokens whose log probabilities are reported with the chosen token's; None for
             no probabilities at all.
         seconds: time limit from submission to the end; None for no limit.
+        media: pictures and sounds of the prompt; None for text alone.
     """
 
     prompt: tuple[int, ...]
@@ -92,6 +141,7 @@ class Request:
     stop: tuple[str, ...] = ()
     likeliest: int | None = None
     seconds: float | None = None
+    media: PromptMedia | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,7 @@ class Scheduler:
 
     def resume(self, sequence: Sequence) -> None:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
-        sequence.start(self._passes, self.caches.prompt_chunk)
+        sequence.start(self._passes, self.caches.prompt_chunk if sequence.request.media is None else None)
         with self._change:
             self._waiting.remove(sequence)
             self.running.append(sequence)

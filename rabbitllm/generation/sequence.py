@@ -145,8 +145,8 @@ class Sequence:
             continues: whether the model can continue the cache with several tokens at once; otherwise the next pass
                 must have one token.
         """
-        if self.member is None or not self.member.is_outside:
-            return None
+        if self.request.media is not None or self.member is None or not self.member.is_outside:
+            return None  # its positions depend on the pictures, so it begins again with them
         entry, cache = self.member.brings
         if not entry.past or entry.past >= self.length.tokens or not (continues or entry.length == 1):
             return None
@@ -209,6 +209,8 @@ class Sequence:
             given["logits_processor"] = LogitsProcessorList([self._logprobs])
         given["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
         ids = torch.tensor([self.ids], device=self._model.device)
+        if self.request.media is not None:
+            given |= self.request.media.arguments(ids.shape[1], ids.device)
         with contextlib.suppress(_Over):
             self._model.generate(
                 ids,

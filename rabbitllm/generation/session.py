@@ -23,6 +23,7 @@ from rabbitllm.generation.request import (
     Answer,
     AnswerWork,
     FinishReason,
+    PromptMedia,
     Sampling,
     check_generates,
     context_of,
@@ -66,6 +67,7 @@ def answer(
     sampling: Sampling,
     write: Callable[[str], object],
     first: Callable[[], object] = lambda: None,
+    media: PromptMedia | None = None,
 ) -> Answer:
     """Generate an answer to a prompt. On an interrupt the answer is the text generated until then.
 
@@ -76,6 +78,7 @@ def answer(
         sampling: how tokens are chosen.
         write: called with each piece of the text; its exceptions are passed on.
         first: called once, before the first piece.
+        media: pictures and sounds of the prompt.
 
     Raises:
         OptionError: the model generates no text.
@@ -89,17 +92,25 @@ def answer(
     start = time.perf_counter()
     is_stopped = False
     try:
-        _generate(model, ids, stream, generate_arguments(model, ends, sampling, max_tokens))
+        _generate(model, ids, stream, generate_arguments(model, ends, sampling, max_tokens), media)
     except KeyboardInterrupt:
         is_stopped = True
         stream.end()
     return _answer(stream, ids.shape[-1], start, _finish_reason(stream, ends, is_stopped=is_stopped))
 
 
-def _generate(model: StreamedModel, ids: torch.Tensor, stream: TextStream, arguments: Mapping[str, Any]) -> None:
+def _generate(
+    model: StreamedModel,
+    ids: torch.Tensor,
+    stream: TextStream,
+    arguments: Mapping[str, Any],
+    media: PromptMedia | None = None,
+) -> None:
     ids = ids.to(model.device)
+    more = media.arguments(ids.shape[-1], model.device) if media is not None else {}
+    mask = torch.ones_like(ids)
     # the tokenizer is for stop strings in the checkpoint's generation config
-    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, tokenizer=model.tokenizer, **arguments)
+    model.generate(ids, attention_mask=mask, streamer=stream, tokenizer=model.tokenizer, **more, **arguments)
 
 
 def _finish_reason(stream: TextStream, ends: list[int], *, is_stopped: bool) -> FinishReason:

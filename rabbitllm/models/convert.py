@@ -35,7 +35,7 @@ from rabbitllm.checkpoints.index import (
 )
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
-from rabbitllm.checkpoints.naming import LayerNaming, guessed_naming, naming_for
+from rabbitllm.checkpoints.naming import LayerNaming, naming_by_block, naming_for
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptVocabularyError,
@@ -222,9 +222,9 @@ class _OfOneFile(LocalCheckpoint):
         return super().sidecars() if (self.folder / "config.json").exists() else {}
 
 
-def _naming(family: str | None) -> LayerNaming | None:
-    """The layer naming for an unknown family: a guess is good enough for shards."""
-    return None if naming_for(family) is not None else guessed_naming()
+def _naming(family: str | None) -> LayerNaming:
+    """The layer naming; shards need no warning of modules outside of blocks."""
+    return naming_for(family) or naming_by_block()
 
 
 def _refuse_one_of_several(folder: Path, name: str) -> None:

@@ -24,7 +24,7 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidec
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import ALL_WEIGHT_SUFFIXES, read_index
-from rabbitllm.checkpoints.naming import assign_layers, guessed_naming, layer_order, naming_for
+from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_by_block, naming_for
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
@@ -384,7 +384,7 @@ def family_in(folder: Path) -> str | None:
 
 def layers_of(names: Iterable[str], family: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
     """The id of each tensor's layer, and all ids in the order of a pass; guessed for an unknown family."""
-    assigned = assign_layers(list(names), family, naming_for(family) or guessed_naming())
+    assigned = assign_layers(list(names), family, naming_for(family) or naming_by_block())
     stems = {layer.id: layer.stem for layer in assigned.values()}
     ids = {tensor: layer.id for tensor, layer in assigned.items()}
     return ids, tuple(sorted(stems, key=lambda layer: layer_order(stems[layer])))

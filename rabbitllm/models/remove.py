@@ -108,7 +108,8 @@ _OWN_SUFFIXES = (LAYER_SUFFIX, *(LAYER_SUFFIX + more for more in (DONE_SUFFIX, d
 _CONFIGS = frozenset(
     ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     + ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
-    + ("chat_template.json", "preprocessor_config.json", "processor_config.json", "params.json")
+    + ("chat_template.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+    + ("params.json",)
 )
 """Files that a split copies from the checkpoint, and that users may edit afterwards."""
 _PARTS = tuple(name + durable.PART_SUFFIX for name in RECORDS)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant import gguf_blocks
-from rabbitllm.quant.library import bitsandbytes, functional, int8_code, nf4_map
+from rabbitllm.quant.library import bitsandbytes, functional, nf4_map
 from rabbitllm.quant.schemes import (
     DOUBLE,
     INT8_BLOCK,
@@ -77,7 +77,6 @@ def quantize_blocks(
     """
     if fitted and SCHEMES[scheme].fits:
         return quantize_fitted(scheme, data, dtype)
-    scheme = SCHEMES[scheme].codes
     if device == "cpu" and _compiled_kernels_agree(scheme):
         return _quantize_compiled(scheme, data, dtype)
     return _quantize_with_bitsandbytes(scheme, data, dtype, device)
@@ -89,10 +88,10 @@ def _quantize_with_bitsandbytes(
     import torch
 
     values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(device)
-    if scheme == "4bit":
+    if SCHEMES[scheme].codes == "4bit":
         codes, state = functional().quantize_4bit(values, blocksize=NF4_BLOCK, quant_type="nf4")
     else:
-        levels = code_values("8bit").to(values.device)
+        levels = code_values(scheme).to(values.device)
         codes, state = functional().quantize_blockwise(values, levels, blocksize=INT8_BLOCK)
     return _bytes_of(codes), _bytes_of(state.absmax)
 
@@ -102,8 +101,9 @@ def _quantize_compiled(scheme: str, data: memoryview, dtype: str) -> tuple[memor
 
     from rabbitllm.quant import quantize_kernels
 
-    quantize = quantize_kernels.quantize_nf4 if scheme == "4bit" else quantize_kernels.quantize_int8
-    levels = np.frombuffer(nf4_map() if scheme == "4bit" else int8_code(), np.float32)
+    entry = SCHEMES[scheme]
+    quantize = quantize_kernels.quantize_nf4 if entry.codes == "4bit" else quantize_kernels.quantize_int8
+    levels = np.frombuffer(entry.values(), np.float32)
     codes, scales = quantize(_values(data, dtype), quantize_kernels.KINDS[dtype], levels)
     return codes.data.cast("B"), scales.data.cast("B")
 

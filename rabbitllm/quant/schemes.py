@@ -341,10 +341,11 @@ def constants(form: StoredForm) -> Mapping[str, bytes]:
 
 
 def code_values(scheme: str) -> torch.Tensor:
-    """The values of a scheme's codes, without scale: float32 (16,) or (256,), rising; a new tensor."""
+    """The values of a scheme's codes, without scale, a new tensor: float32 (16,) or (256,), rising; none for blocks."""
     import torch
 
-    return torch.frombuffer(bytearray(SCHEMES[scheme].values()), dtype=torch.float32)
+    values = bytearray(STORED[scheme].values())
+    return torch.frombuffer(values, dtype=torch.float32) if values else torch.empty(0)
 
 
 def arriving(form: StoredForm) -> StoredForm:

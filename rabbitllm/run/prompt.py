@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,12 +14,15 @@ from rich.text import Text
 
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.request import Answer, FinishReason
+from rabbitllm.generation.request import Answer, FinishReason, Prompt
 from rabbitllm.generation.template import has_template, template_ids
 from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE, NOTHING, PROMPT, READ_WAIT, UPLOAD_WAIT, PassSums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.media import MediaFile
 
 WAIT_SECONDS = 1.5
 """Time after which waiting for the pipe is reported on stderr."""
@@ -89,6 +92,40 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | No
     if not ids.shape[-1]:
         raise OptionError("The prompt has no tokens.", "Use a longer prompt.")
     return ids
+
+
+def prompt_with_media(
+    model: StreamedModel, text: str, system: str | None, files: Sequence[MediaFile], *, raw: bool
+) -> Prompt:
+    """A prompt with pictures or sounds, which come before its text.
+
+    Args:
+        model: a model with its `processor`.
+        text: message of the user; with `raw` it has the model's placeholders.
+        system: system prompt, or None.
+        files: the pictures and sounds.
+        raw: do not use the chat template.
+
+    Raises:
+        OptionError: the template rejects the messages; or a system prompt without a chat template.
+        MediaError: a file cannot be used, or the model takes none of its kind.
+    """
+    from rabbitllm.generation.media import media_prompt, raw_media_prompt
+
+    if raw:
+        if system is not None:
+            raise OptionError("--raw uses no chat template, so a system prompt is not possible.", _NO_TEMPLATE)
+        return raw_media_prompt(model, text, files)
+
+    def refused(error: Exception) -> OptionError:
+        return OptionError(
+            f"The model's processor refuses this: {harmless(str(error), 300)}.",
+            "Use other pictures, or a shorter prompt.",
+        )
+
+    parts: list[dict[str, Any]] = [{"type": file.kind, "file": file} for file in files]
+    said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
+    return media_prompt(model, [*said, {"role": "user", "content": [*parts, {"type": "text", "text": text}]}], refused)
 
 
 def _through_template(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> Any:

@@ -38,8 +38,9 @@ from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, Opti
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
+from rabbitllm.quant import gguf_blocks
 from rabbitllm.quant.quantize import dequantize, expand_scales
-from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, Quantized
+from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, STORED, Quantized
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
@@ -121,12 +122,21 @@ class PlainReader:
     def _dequantized(self, stored: StoredTensor, form: Quantized, dtype: str) -> Iterator[memoryview]:
         import torch
 
+        entry, elements = STORED[form.scheme], math.prod(form.shape)
+        if entry.block_bytes:
+            step = max(CHUNK_BYTES * 8 // DTYPES[dtype].bits // entry.block, 1) * entry.block
+            for begin in range(0, elements, step):
+                count = min(step, elements - begin)
+                run = begin // entry.block * entry.block_bytes, count // entry.block * entry.block_bytes
+                blocks = torch.frombuffer(self._read(stored.parts[0], *run), dtype=torch.uint8)
+                made = gguf_blocks.dequantize(form.scheme, blocks, (count,), torch_dtype(dtype))
+                yield made.view(torch.uint8).numpy().data.cast("B")
+            return
         payload, _, table = stored.parts[:3]
         values = torch.frombuffer(self._read(table, 0, table.nbytes, own=True), dtype=torch.float32)
-        block, codes_each = SCHEMES[form.scheme].block, SCHEMES[form.scheme].codes_a_byte
+        block, codes_each = entry.block, entry.codes_a_byte
         whole = block if form.offset is None else block * NESTED_BLOCK
         step = max(CHUNK_BYTES * 8 // DTYPES[dtype].bits // whole, 1) * whole
-        elements = math.prod(form.shape)
         for begin in range(0, elements, step):
             count = min(step, elements - begin)
             scales = self._scales(stored, form, begin // block, math.ceil(count / block))

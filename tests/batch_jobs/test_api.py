@@ -84,3 +84,26 @@ def test_chance_is_repeated_by_its_seed_whatever_the_order(model: Any) -> None:
     assert first == again
     other = rabbitllm.batch(model, records, max_new_tokens=5, temperature=1.0, seed=12)
     assert first != other
+
+
+def test_every_field_of_the_files_is_described(model: Any, tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": "the rabbit", "n": 2, "temperature": 1.0, "max_tokens": 2},
+        {"prompt": "the hare", "max_tokens": 2},
+        {"context": "the", "continuation": " hare"},
+        {"context": "the", "continuation": [" hare", " rabbit"]},
+        {"context": "the", "choices": [" hare", " rabbit"]},
+        {"input": "the rabbit"},
+        {"input": ["the", "rabbit"]},
+        {"nothing": 1},
+    ]
+    out = tmp_path / "out.jsonl"
+    rabbitllm.batch(model, lines, out, max_new_tokens=2)
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    page = (Path(__file__).parents[2] / "docs/reference/files.md").read_text(encoding="utf-8")
+    section = page.partition("## Batch files")[2].partition("\n## ")[0]
+    answered = {name for one in answers for name in one} | {name for one in answers[0]["answers"] for name in one}
+    done = set(json.loads((tmp_path / "out.jsonl.done").read_text()))
+    wanted = {"text", "finish", "scores", "choice", "embedding", "embeddings", "error", "logprob", "answers", "head"}
+    assert wanted <= answered | done
+    assert [name for name in answered | done | set(answers[-1]["error"]) if f"`{name}`" not in section] == []

@@ -185,7 +185,8 @@ def test_fp8_in_several_threads(counted: list[str]) -> None:
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.tensor(2.0), torch.bfloat16),
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn).t(), torch.ones(2, 2), None),
         (torch.ones(3, 4, 4, dtype=torch.float8_e4m3fn), torch.ones(3, 2, 2), torch.bfloat16),
-        (torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 2), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.int8), torch.ones(2, 2), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 2), None),
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn, device="meta"), torch.ones(2, 2, device="meta"), torch.bfloat16),
     ],
 )

@@ -31,7 +31,7 @@ from rabbitllm.estimate.plan import Plan
 from rabbitllm.store.layer_store import WeightFiles
 from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one
 from tests.support.tiny_models import one_thread, split  # noqa: F401  one more
@@ -231,6 +231,18 @@ def test_what_a_gpu_is_sent_for_each_token(tmp_path: Path, host: int) -> None:
     assert found.copied_bytes > 0
     assert found.read_bytes == (0 if host else found.copied_bytes)
     assert (found.token_seconds or 0) > 0
+
+
+def test_a_gpu_too_small_for_measuring_has_a_plan_without_times(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint(tmp_path / "m")
+    machine = Machine([FakeGpu(0, capacity=50_000)], RunOptions(max_memory={"fake:0": 30_000}), 0)
+    with watched():
+        found = predict("4bit", planned(folder, "4bit"), folder, machine, list(folder.glob("*.safetensors")))
+    assert found.copied_bytes > 0
+    assert found.token_seconds is None
+    assert "The seconds per token cannot be measured: A GPU has too little memory" in caplog.text
 
 
 def test_what_transformers_does_not_know_is_said(tmp_path: Path) -> None:

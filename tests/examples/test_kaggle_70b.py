@@ -190,6 +190,7 @@ def test_installs_the_attached_copy(tmp_path: Path) -> None:
     code = code_of(CODE["install"]).replace("/kaggle/input", str(tmp_path / "input"))
     code = code.replace("/tmp/rabbitllm-source", str(tmp_path / "source"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PIP_NO_DEPS": "1"}
+    code = code.partition("\ntorch = ")[0]
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([python, "-c", code], check=True, env=environment, cwd=tmp_path)
     ask = "import rabbitllm; print(rabbitllm.__version__, rabbitllm.__file__)"
@@ -227,3 +228,14 @@ def test_is_a_tidy_notebook() -> None:
             assert (cell["outputs"], cell["execution_count"]) == ([], None)
             assert max(map(len, cell["source"])) <= 121
     assert [cell["id"] for cell in CELLS if "parameters" in cell["metadata"].get("tags", ())] == ["choose"]
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_a_gpu_that_torch_cannot_use_ends_the_install_cell(tmp_path: Path, driver: bool) -> None:
+    if driver:
+        (tmp_path / "nvidia0").touch()
+    code = code_of(CODE["install"]).replace("/dev/nvidia", f"{tmp_path}/nvidia")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == driver, done.stderr
+    assert ("cannot use the GPU" in done.stderr) == driver

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import rabbitllm
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
@@ -133,13 +134,14 @@ def test_the_vocabulary_of_llama_2_as_published(tmp_path: Path) -> None:
     assert shown == {0: ("<unk>", 0, 2), 13: ("<0x0A>", 0, 6), 259: ("▁▁", -1e9, 1), 31001: ("동", -30742, 1)}
 
 
-def test_the_family_of_the_folders_config_names_the_layers_of_a_file(tmp_path: Path) -> None:
+def test_registered_patterns_of_the_folders_model_type_name_the_layers_of_a_file(tmp_path: Path) -> None:
     save_file({"transformer.h.3.w": torch.zeros(2), "transformer.wte.weight": torch.zeros(2)}, tmp_path / "x.bin")
-    assert tensors_of(tmp_path / "x.bin").layers == ("transformer.wte", "transformer.h.3")
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert tensors_of(tmp_path / "x.bin").layers == ("wte", "h.3")
+    rabbitllm.register_layer_naming("registered_here", [r"(?P<id>transformer\.\w+)\."])
+    (tmp_path / "config.json").write_text('{"model_type": "registered_here"}')
+    assert tensors_of(tmp_path / "x.bin").layers == ("transformer.h", "transformer.wte")
     (tmp_path / "config.json").write_text("no JSON")
-    assert tensors_of(tmp_path / "x.bin").layers == ("transformer.wte", "transformer.h.3")
+    assert tensors_of(tmp_path / "x.bin").layers == ("wte", "h.3")
 
 
 def test_settings_and_an_index(tmp_path: Path) -> None:

@@ -543,7 +543,7 @@ def find(bug: str, machine: type[Machine], attributes: Mapping[str, object], pat
     owner, name, planted = PLANTED[bug]
     patch.setattr(owner, name, planted)
     with pytest.raises((AssertionError, RabbitLLMError, FlakyFailure)):
-        run(machine, 200, 12, **attributes, phases=[Phase.generate])
+        run(machine, 2000, 12, **attributes, phases=[Phase.generate])  # it ends with the first that finds the bug
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""The processor of a checkpoint: makes a model's inputs of text, pictures and sounds.
+
+transformers makes it from files that every split has copies of. Processors for pictures need Pillow, and some of them
+torchvision. Where torchvision is missing, a processor without its part for videos is made if its other parts allow it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.base.terminal import harmless
+from rabbitllm.errors import MissingPackageError, ProcessorError
+from rabbitllm.formats.bounded import read_json
+
+WHOLE = "processor_config.json"
+"""May hold the settings of every part."""
+PARTS = {
+    "image_processor": "preprocessor_config.json",
+    "video_processor": "video_preprocessor_config.json",
+    "feature_extractor": "preprocessor_config.json",
+}
+"""Part of a processor -> the file of its settings, unless `WHOLE` has them."""
+FILES = (WHOLE, *dict.fromkeys(PARTS.values()))
+_PACKAGES = {"torchvision": "torchvision", "Pillow": "PIL", "PIL": "PIL"}
+"""Package, as transformers names it -> its module."""
+_INSTALL = 'Run pip install ".[pictures]" in a copy of the repository.'
+
+
+def read_processor(folder: Path, config: Any, trust_remote_code: bool = False) -> Any | None:
+    """The processor in a folder; None if the model takes text alone.
+
+    Args:
+        folder: folder of the config and the processor's files.
+        config: the model's config.
+        trust_remote_code: run Python code of the checkpoint.
+
+    Raises:
+        ProcessorError: a file is missing or malformed.
+        MissingPackageError: a package is missing that the processor needs.
+    """
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind = PROCESSOR_MAPPING.get(type(config), None)
+    if kind is None and not any((folder / name).is_file() for name in FILES):
+        return None
+    if kind is not None:
+        _check_files(folder, kind)
+    try:
+        found = _read(folder, kind, trust_remote_code)
+    except Exception as error:  # missing packages and malformed files make transformers raise any error
+        missing = [name for name, module in _PACKAGES.items() if importlib.util.find_spec(module) is None]
+        named = next((name for name in missing if name.lower() in str(error).lower()), None)
+        if named is not None:
+            raise MissingPackageError(
+                f"This model's {getattr(kind, '__name__', 'processor')} cannot be made without {named}, a package that "
+                "is not installed.",
+                _INSTALL,
+            ) from error
+        raise ProcessorError(
+            f"transformers cannot read the processor in {folder}: {_first_line(error)}.",
+            f"Fetch {', '.join(FILES[:2])} again.",
+        ) from error
+    return None if isinstance(found, PreTrainedTokenizerBase) else found
+
+
+def _read(folder: Path, kind: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except ImportError:
+        if kind is None or "video_processor" not in _parts_of(kind):
+            raise
+    return _without_videos(folder, kind)
+
+
+def _without_videos(folder: Path, kind: Any) -> Any:
+    """A processor without its part for videos, which needs torchvision in every model."""
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
+
+    autos = {
+        "tokenizer": AutoTokenizer,
+        "image_processor": AutoImageProcessor,
+        "feature_extractor": AutoFeatureExtractor,
+    }
+    settings, _ = kind.get_processor_dict(folder)
+    parts = {
+        name: autos[name].from_pretrained(folder) if name in autos else None
+        for name in kind.get_attributes()
+        if name in autos or name == "video_processor"
+    }
+    more = {name: value for name, value in settings.items() if name not in (*parts, "processor_class", "auto_map")}
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        """Check the class of a part that is there; transformers looks for the class of an absent one and fails."""
+        return None if part is None else kind.check_argument_for_proper_class(self, name, part)
+
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "check_argument_for_proper_class": check}
+    return type(kind.__name__, (kind,), body)(**parts, **more)
+
+
+def _check_files(folder: Path, kind: Any) -> None:
+    """
+    Raises:
+        ProcessorError: the settings of a part are in no file.
+    """
+    whole = read_json(folder / WHOLE) if (folder / WHOLE).is_file() else {}
+    for part in _parts_of(kind):
+        if part == "video_processor" or part not in PARTS or isinstance(whole.get(part), dict):
+            continue  # older checkpoints have one file for pictures and videos
+        if not (folder / PARTS[part]).is_file():
+            raise ProcessorError(
+                f"The processor of this model cannot be made: {PARTS[part]} is missing in {folder}.",
+                f"Put the checkpoint's {PARTS[part]} (or {WHOLE}) there. Text needs no processor.",
+            )
+
+
+def _parts_of(kind: Any) -> list[str]:
+    try:
+        return list(kind.get_attributes())
+    except ImportError:  # a stand-in of transformers for a class whose package is missing
+        return []
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return harmless(lines[0] if lines else type(error).__name__, 300).rstrip(".")
