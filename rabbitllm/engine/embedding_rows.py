@@ -133,7 +133,7 @@ class TableRows:
         if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._begins[-1]:
             raise IndexError("index out of range in self")  # as torch's
         ends = torch.searchsorted(ids, torch.tensor(self._begins)).tolist()
-        found = []
+        found: list[torch.Tensor] = []
         for stored, begin, (first, last) in zip(self._stored, self._begins, itertools.pairwise(ends), strict=False):
             if first == last and found:
                 continue
@@ -141,7 +141,7 @@ class TableRows:
             if self._store.checks is not None:
                 check_rows(stored, own, self._store.checks)
             self._begin_to_read(stored, own.tolist())
-            found += [self._rows(stored, some) for some in own.split(self._at_once(stored))]
+            found += [self._rows(stored, some) for some in torch.split(own, self._at_once(stored))]
         self.rows_brought += len(ids)
         return (found[0] if len(found) == 1 else torch.cat(found)).to(self._device)
 

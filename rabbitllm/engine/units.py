@@ -152,11 +152,11 @@ def find_tables(model: PreTrainedModel) -> list[nn.Module]:
     if not isinstance(first, nn.Embedding):
         return [first] if first is not None else []
     least = first.weight.numel()
-    return [first] + [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module is not first and module.weight.numel() > least
-    ]
+    found: list[nn.Module] = [first]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module is not first and module.weight.numel() > least:
+            found.append(module)
+    return found
 
 
 def input_embedding(model: PreTrainedModel) -> nn.Module | None:

@@ -204,9 +204,7 @@ def _new_tensor(form: torch.Tensor, data: Any, **others: Any) -> torch.Tensor:
     return torch.empty(0, dtype=form.dtype, device=form.device).new_tensor(_whole(data), **others)
 
 
-def _embedding(
-    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *others: Any, **named: Any
-) -> torch.Tensor | None:
+def _embedding(input: Any, weight: Any, max_norm: Any = None, **others: Any) -> torch.Tensor | None:
     """The answer to `torch.nn.functional.embedding`, by the rows of a table that it needs."""
     look_up = weight.look_up if isinstance(weight, AbsentWeight) else None
     if look_up is None or max_norm is not None or isinstance(input, WeightStandIn):
