@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TARGETS = ("safetensors", "torch_zip", "torch_legacy", "pickle", "sentencepiece")
+TARGETS = ("gguf", "safetensors", "torch_zip", "torch_legacy", "pickle", "sentencepiece")
 GRACE_SECONDS = 120
 """For starting and for the longest input."""
 

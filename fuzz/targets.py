@@ -15,21 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import safetensors
 import sentencepiece
 import torch
+from transformers.integrations.gguf import reader as gguf_reader
 
 from rabbitllm.errors import CorruptShardError
+from rabbitllm.formats.gguf import parse_gguf
+from rabbitllm.formats.gguf_types import BY_NUMBER, TENSOR_TYPES
 from rabbitllm.formats.pickle_reader import list_opcodes
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, TensorToWrite, encode_header, header_length, parse_header
 from rabbitllm.formats.sentencepiece_model import SpecialIds, parse_model
 from rabbitllm.formats.shard_header import recognise
 from rabbitllm.formats.torch_file import parse_legacy_torch, parse_torch_zip
 from rabbitllm.formats.torch_pickle import name_tensors, read_torch_pickle
-from tests.attacks import legacy_torch_files, pickles, protobuf_files, safetensors_files, torch_zips
+from tests.attacks import gguf_files, legacy_torch_files, pickles, protobuf_files, safetensors_files, torch_zips
 from tests.support.mutations import (
     Mutator,
     change_bytes,
+    change_gguf,
     change_pickle,
     change_protobuf,
     change_safetensors,
@@ -161,7 +166,27 @@ def _vocabularies() -> list[bytes]:
     return [sound, sound + spec + rule, *(data for data, _ in protobuf_files.HOSTILE.values())]
 
 
+def read_gguf(data: bytes) -> None:
+    read = parse_gguf(lambda offset, length: data[offset : offset + length], len(data), "fuzzed")
+    blob = np.frombuffer(data, np.uint8)
+    _, count, at = gguf_reader._read_metadata(blob, "fuzzed")
+    theirs, _ = gguf_reader._read_tensor_table(blob, count, at)
+    ours = {spec.name: spec for spec in read.header.tensors}
+    assert {(name, shape) for name, shape, *_ in theirs} == {(spec.name, spec.shape) for spec in ours.values()}
+    for name, _, number, offset in theirs:
+        spec = ours[name]
+        assert spec.offset == read.header.data_start + offset
+        assert spec.offset + spec.extent <= len(data)
+        stored = spec.blocks.kind if spec.blocks is not None else TENSOR_TYPES[spec.dtype]
+        assert stored is BY_NUMBER[number]
+
+
+def _gguf() -> list[bytes]:
+    return [*gguf_files.LEGAL.values(), *(data for data, *_ in gguf_files.HOSTILE.values())]
+
+
 TARGETS = {
+    "gguf": Target(read_gguf, _gguf, change_gguf),
     "safetensors": Target(read_safetensors, _safetensors, change_safetensors),
     "torch_zip": Target(read_torch_zip, _torch_zips, change_torch_zip),
     "torch_legacy": Target(read_legacy, _legacy, _change_legacy),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attacks import folders, json_files, pickles, protobuf_files, safetensors_files, torch_zips
+from tests.attacks import folders, gguf_files, json_files, pickles, protobuf_files, safetensors_files, torch_zips
 from tests.attacks.watched_reading import Outcome
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +43,7 @@ def sound(marker: Path) -> Iterator[tuple[str, str, bytes]]:
     yield from (("torch zip", name, make()) for name, make in torch_zips.LEGAL.items())
     yield from (("shard", name, content) for name, (content, _) in legal.items())
     yield from (("shard", name, make()) for name, make in torch_zips.LEGAL.items())
+    yield from (("shard", name, content) for name, content in gguf_files.LEGAL.items())
     yield from (("pickle", name, data) for name, data in pickles.LEGAL.items())
     yield "vocabulary", "sound", protobuf_files.SOUND
     yield from (("json", name, raw) for name, (raw, _) in json_files.LEGAL.items())
@@ -52,6 +53,8 @@ def hostile(marker: Path) -> Iterator[tuple[str, str, bytes, str]]:
     """Files that must be refused, as (reader, name, bytes, error)."""
     for name, (content, _) in safetensors_files.HOSTILE.items():
         yield "safetensors", name, content, "CorruptShardError"
+    for name, (content, _, error) in gguf_files.HOSTILE.items():
+        yield "shard", name, content, error.__name__
     for attack in torch_zips.ATTACKS:
         yield "torch zip", attack.name, attack.build(marker), attack.error.__name__
     for attack in pickles.ATTACKS:

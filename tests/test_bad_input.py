@@ -139,7 +139,7 @@ def test_a_folder_with_no_checkpoint(tmp_path: Path, has_config: bool) -> None:
 
 def test_a_repository_with_no_checkpoint(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     folder = build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama")
-    (folder / "model.safetensors").rename(folder / "model.gguf")
+    (folder / "model.safetensors").rename(folder / "model.onnx")
     error = refused(CheckpointNotFoundError, "acme/tiny")
     assert "looked for model.safetensors.index.json, model.safetensors, pytorch_model.bin.index.json, " in error.problem
 

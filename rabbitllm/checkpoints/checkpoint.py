@@ -18,6 +18,7 @@ from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage.files import PositionalFile
 
 if TYPE_CHECKING:
+    from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint
     from rabbitllm.checkpoints.meta_checkpoint import MetaCheckpoint
 
 SIDECAR_PATTERNS = (
@@ -181,6 +182,9 @@ class Checkpoint(Protocol):
     meta: MetaCheckpoint | None = None
     """What Meta's own format says, if the checkpoint has it."""
 
+    gguf: GgufCheckpoint | None = None
+    """What the metadata of GGUF files say, if the checkpoint has them."""
+
     @property
     def deletable(self) -> bool:
         """Whether shards can be deleted where they are; False on a read-only mount."""
@@ -204,7 +208,8 @@ class Checkpoint(Protocol):
         Raises:
             CheckpointError: the header contradicts the rest of the checkpoint.
         """
-        return header if self.meta is None else self.meta.taken_from(shard, header)
+        own = self.gguf or self.meta
+        return header if own is None else own.taken_from(shard, header)
 
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ...) -> Path:
         """A local path to the whole shard, fetched if necessary.

@@ -32,12 +32,16 @@ from rabbitllm.checkpoints.checkpoint import (
     is_sidecar,
 )
 from rabbitllm.checkpoints.fetch import side_by_side
+from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint
 from rabbitllm.checkpoints.index import (
     META_PARAMETERS,
     CheckpointIndex,
     check_shard_name,
     entry_of,
+    gguf_entry,
+    gguf_files,
     index_of,
+    is_gguf,
     is_index,
     is_meta,
     read_index,
@@ -54,9 +58,11 @@ from rabbitllm.errors import (
     MissingShardError,
     UnsafePathError,
 )
+from rabbitllm.formats.gguf import begins_gguf, parse_gguf
 from rabbitllm.formats.shard_header import parse_shard_header, read_shard_header
-from rabbitllm.formats.tensor_spec import Header
+from rabbitllm.formats.tensor_spec import Header, ReadAt
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import PositionalFile
 
 # The header of a shard on a hub, by range requests: of safetensors its header, of a torch file its directory and
 # pickles.
@@ -79,6 +85,13 @@ class _Ranges:
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes of a range, fewer only at the end of the file."""
         end = min(offset + length, self._file.size)
+        if begins_gguf(self._held[0][1]):  # its header has no length: more and more of the beginning is fetched
+            begin, held = self._held[0]
+            if end > len(held):
+                more = min(max(end, 2 * len(held)), self._file.size) - len(held)
+                held = held + fetch.read_range(self._file, len(held), more)
+                self._held[0] = begin, held
+            return held[offset:end]
         for begin, held in self._held:
             if begin <= offset and min(offset + 1, end) <= begin + len(held):
                 have = held[offset - begin : end - begin]
@@ -167,7 +180,7 @@ class HubRepository:
     """One repository at one commit.
 
     Created by `open_repository`. `staging` is our folder for fetched shards. Without `uses_cache` the user's hub
-    cache is not searched.
+    cache is not searched. `quantization` names one of several GGUF models, such as Q4_K_M.
     """
 
     repo_id: str
@@ -176,6 +189,7 @@ class HubRepository:
     access: HubAccess
     staging: Path
     uses_cache: bool = True
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         self.label = f"{self.repo_id}@{self.commit[:8]}"
@@ -239,7 +253,11 @@ class HubRepository:
 
     def entry(self) -> str:
         """The file that its checkpoint begins with; for errors see `entry_of`."""
-        return entry_of((name for name in self.files if "/" not in name), self.label)
+        return self.gguf_entry() or entry_of((name for name in self.files if "/" not in name), self.label)
+
+    def gguf_entry(self) -> str | None:
+        """The first GGUF file of its checkpoint; None if that has another format. For errors see `gguf_entry`."""
+        return gguf_entry(self.files, self.quantization, self.label)
 
     def facts(self, shard: str) -> ShardMetadata | None:
         """Size, digest and header of a shard, from the cache or by range requests."""
@@ -310,8 +328,14 @@ class HubRepository:
         return Release(shard, Disposal.DELETED)
 
 
-def open_repository(repo_id: str, access: HubAccess, staging: Path) -> HubRepository:
+def open_repository(repo_id: str, access: HubAccess, staging: Path, quantization: str | None = None) -> HubRepository:
     """Pin the commit of a repository and list its files: one request.
+
+    Args:
+        repo_id: organisation and name.
+        access: how to reach the hub.
+        staging: folder for fetched shards.
+        quantization: of the GGUF model, if there are several.
 
     Raises:
         CheckpointNotFoundError, GatedRepositoryError, HubError: see `translated`.
@@ -337,7 +361,7 @@ def open_repository(repo_id: str, access: HubAccess, staging: Path) -> HubReposi
         listed = HubFile(sibling.rfilename, sibling.size or 0, sha256, sibling.blob_id)
         _check_listed(repo_id, listed)
         files[listed.name] = listed
-    return HubRepository(repo_id, commit, files, access, staging)
+    return HubRepository(repo_id, commit, files, access, staging, quantization=quantization)
 
 
 _DIGEST = re.compile(r"[0-9A-Za-z]{1,128}")
@@ -401,6 +425,11 @@ def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:
     return first.parents[min(wanted).count("/")]
 
 
+def _read_range_of(path: Path, offset: int, length: int) -> bytes:
+    with PositionalFile(path) as file:
+        return file.read_at(offset, length)
+
+
 def _silent_bar(reported: str | None = None) -> type[Any]:
     """A tqdm class that shows nothing; it reports the bytes of a file of this name as events."""
     from tqdm import tqdm
@@ -425,6 +454,7 @@ class HubCheckpoint(HubRepository, Checkpoint):
 
     def __init__(self, repository: HubRepository) -> None:
         super().__init__(**{field.name: getattr(repository, field.name) for field in dataclasses.fields(HubRepository)})
+        self._gguf_headers: Mapping[str, Header] = {}
         self.index = self._find_index()
 
     def _find_index(self) -> CheckpointIndex:
@@ -435,9 +465,32 @@ class HubCheckpoint(HubRepository, Checkpoint):
             ranks = ranks_of((name for name in self.files if "/" not in name), self.label)
             self.meta = read_meta(self.download(entry), ranks)
             return self.meta.index(self._first_rank, ranks[0])
+        if is_gguf(entry):
+            self.gguf = self._read_gguf(entry)
+            return self.gguf.index()
         facts = super().facts(entry)
         assert facts is not None
         return index_of({tensor.name: entry for tensor in facts.header.tensors})
+
+    def _read_gguf(self, entry: str) -> GgufCheckpoint:
+        shards = gguf_files(entry)
+        for shard in shards:
+            check_shard_name(shard, self.label)
+        readers = dict(zip(shards, side_by_side(self._reader, shards, DOWNLOAD_THREADS), strict=True))
+        files = {shard: parse_gguf(read, self.listed(shard).size, shard) for shard, read in readers.items()}
+        self._gguf_headers = {shard: file.header for shard, file in files.items()}
+        return GgufCheckpoint(shards, files, readers[shards[-1]])
+
+    def _remote_header(self, shard: str, listed: HubFile) -> Header:
+        return self._gguf_headers.get(shard) or super()._remote_header(shard, listed)
+
+    def _reader(self, shard: str) -> ReadAt:
+        """A function that reads ranges of a shard, from the cache or by requests."""
+        listed = self.listed(shard)
+        if cached := self.cached(shard):
+            return functools.partial(_read_range_of, cached[1])
+        with translated(self.repo_id):
+            return _Ranges(self._remote(shard, listed)).read_at
 
     @functools.cached_property
     def _first_rank(self) -> Header:
@@ -475,6 +528,8 @@ class HubCheckpoint(HubRepository, Checkpoint):
 
     @functools.cached_property
     def _derived(self) -> Mapping[str, bytes]:
+        if self.gguf is not None:
+            return self.gguf.derived(self.copied_sizes())
         if self.meta is None:
             return {}
         rank = self.meta.ranks[0]

@@ -24,16 +24,19 @@ ENTRY_NAMES = (INDEX_NAME, SINGLE_NAME, TORCH_INDEX_NAME, TORCH_SINGLE_NAME)
 """File names that a checkpoint may begin with, preferred ones first, in transformers' order."""
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files of `torch.save`; their format is recognised by their first bytes."""
-WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+GGUF_SUFFIX = ".gguf"
+WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, GGUF_SUFFIX)
 """Suffixes of files of weights that can be read here."""
-ALL_WEIGHT_SUFFIXES = (*WEIGHT_SUFFIXES, ".gguf")
-"""The same and those of formats that only other programs read."""
 _NO_MODEL = re.compile(
     r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state|adapter_model)(?:[._-].*)?"
 )
 """Files of a training run without a model: state of the optimizer and similar, arguments, adapters."""
 META_PARAMETERS = "params.json"
 """The file with which a checkpoint in Meta's own format begins."""
+_GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_NO_GGUF_MODEL = re.compile(r"(?:.*[-_.])?(?:mmproj|imatrix|vocab)(?:[-_.].*)?\.gguf", re.IGNORECASE)
+"""Files beside a model: of a vision encoder, of a calibration, of a vocabulary alone."""
+MAX_GGUF_FILES = 4096
 _RANK = re.compile(r"consolidated\.\d{1,4}\.pth")
 
 _SEGMENT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9_-])?")
@@ -67,14 +70,14 @@ def shard_names(count: int) -> tuple[str, ...]:
 
 def entry_of(names: Iterable[str], where: str) -> str:
     """The file with which a checkpoint begins: its index, or the one file that holds all its tensors, or Meta's
-    params.json if the folder holds weights in Meta's format.
+    params.json if the folder holds weights in Meta's format, or the first GGUF file.
 
     Args:
         names: names of the files in the folder.
         where: the folder's name in messages.
 
     Raises:
-        CheckpointNotFoundError: there is none; or several torch files without an index.
+        CheckpointNotFoundError: there is none; or several torch files without an index, or several models as GGUF.
     """
     found = set(names)
     for name in ENTRY_NAMES:
@@ -85,6 +88,13 @@ def entry_of(names: Iterable[str], where: str) -> str:
         return META_PARAMETERS
     if len(torch_files) == 1:
         return torch_files[0]
+    if not torch_files and (models := gguf_models(found)):
+        if len(models) == 1:
+            return models[0]
+        raise CheckpointNotFoundError(
+            f"{where} holds {len(models)} models as GGUF: {_some(models)}.",
+            "Name one: the path of its file, or organisation/name:Q4_K_M with its quantization.",
+        )
     if len([name for name in torch_files if is_rank(name)]) > 1:
         raise CheckpointNotFoundError(
             f"{where} holds {_some(torch_files)}, weights in Meta's own format, without their {META_PARAMETERS}.",
@@ -113,16 +123,98 @@ def is_rank(name: str) -> bool:
     return _RANK.fullmatch(name) is not None
 
 
+def is_gguf(name: str) -> bool:
+    """Whether a file name is that of a GGUF file."""
+    return name.endswith(GGUF_SUFFIX)
+
+
+def gguf_models(names: Iterable[str]) -> list[str]:
+    """The first file of each model among GGUF files, sorted; files without a model are left out."""
+    found = set()
+    for name in names:
+        if is_gguf(name) and not _NO_GGUF_MODEL.fullmatch(name.rpartition("/")[2]):
+            part = _GGUF_PART.fullmatch(name)
+            found.add(_part(part, 1) if part else name)
+    return sorted(found, key=natural_key)
+
+
+def gguf_files(entry: str) -> tuple[str, ...]:
+    """All files of the model that a file belongs to, in the order of use: the first, which has the metadata, last.
+
+    Raises:
+        InvalidIndexError: its name counts too many files.
+    """
+    part = _GGUF_PART.fullmatch(entry)
+    if part is None:
+        return (entry,)
+    count = int(part["count"])
+    if not 1 <= int(part["number"]) <= count <= MAX_GGUF_FILES:
+        raise InvalidIndexError(
+            f"{entry} is file {part['number']} of {part['count']}; expected 1 to {MAX_GGUF_FILES:,} files.",
+            "Download the files again, with their names.",
+        )
+    return tuple(_part(part, number) for number in (*range(2, count + 1), 1))
+
+
+def _part(part: re.Match[str], number: int) -> str:
+    return f"{part['stem']}-{number:05}-of-{part['count']}.gguf"
+
+
+def names_quantization(name: str, wanted: str) -> bool:
+    """Whether the name of a file (or of its folder) names a quantization, such as Q4_K_M, in any case."""
+    return re.search(rf"(?:^|[-_./]){re.escape(wanted)}(?:[-_./]|$)", name, re.IGNORECASE) is not None
+
+
+def gguf_entry(names: Iterable[str], quantization: str | None, where: str) -> str | None:
+    """The first GGUF file of the model that a repository's user means; None if the repository has other weights.
+
+    Args:
+        names: of all files, also those in folders.
+        quantization: as the user named it; None if the repository should have one model only.
+        where: the repository's name in messages.
+
+    Raises:
+        CheckpointNotFoundError: there is no such model, or it is not clear which.
+    """
+    found = list(names)
+    models = gguf_models(found)
+    if quantization is None:
+        others = [name for name in found if "/" not in name and name.endswith(WEIGHT_SUFFIXES) and not is_gguf(name)]
+        if not models or others:
+            return None
+        fitting = models
+    else:
+        fitting = [name for name in models if names_quantization(name, quantization)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not models:
+        raise CheckpointNotFoundError(
+            f"{where} holds no GGUF model; {quantization!r} is the name of one.", "Remove the part after the colon."
+        )
+    asked = "" if quantization is None else f" {len(fitting)} of them fit {quantization!r}."
+    raise CheckpointNotFoundError(
+        f"{where} holds the GGUF models {_some(models)}.{asked}",
+        "Name one by its quantization, as organisation/name:Q4_K_M.",
+    )
+
+
+def gguf_number(name: str) -> int | None:
+    """The number of a GGUF file within its set, from 1; None if its name has none."""
+    part = _GGUF_PART.fullmatch(name)
+    return None if part is None else int(part["number"])
+
+
 def _is_torch_file(name: str) -> bool:
     stem = next((name.removesuffix(suffix) for suffix in TORCH_SUFFIXES if name.endswith(suffix)), "")
     return bool(_SEGMENT.fullmatch(name)) and bool(stem) and not _NO_MODEL.fullmatch(stem)
 
 
 def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundError:
-    weights = sorted(name for name in found if name.endswith(ALL_WEIGHT_SUFFIXES))
+    weights = sorted(name for name in found if name.endswith(WEIGHT_SUFFIXES))
     what = f"the weights {_some(weights)}" if weights else f"{len(found)} other files"
     return CheckpointNotFoundError(
-        f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)} and a single file of torch.save, "
+        f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and "
+        f"GGUF, "
         f"found {what}.",
         "Use the complete model (safetensors or torch.save files); apply adapters after loading."
         if weights

@@ -25,13 +25,16 @@ from rabbitllm.checkpoints.checkpoint import (
     sampled_fingerprint,
     sidecars_in,
 )
+from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint
 from rabbitllm.checkpoints.hub import HubRepository
 from rabbitllm.checkpoints.index import (
     META_PARAMETERS,
     CheckpointIndex,
     check_inside,
     entry_of,
+    gguf_files,
     index_of,
+    is_gguf,
     is_index,
     is_meta,
     is_rank,
@@ -43,9 +46,11 @@ from rabbitllm.checkpoints.meta_checkpoint import (
     read_meta,
 )
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
+from rabbitllm.formats.gguf import read_gguf
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import PositionalFile
 from rabbitllm.storage.folders import bytes_freed_by_deleting
 
 logger = logging.getLogger(__name__)
@@ -57,7 +62,7 @@ _DAMAGED = (
 
 
 class LocalCheckpoint(Checkpoint):
-    """A folder of shards: safetensors or files of `torch.save`, including Meta's own format.
+    """A folder of shards: safetensors, GGUF, or files of `torch.save`, including Meta's own format.
 
     Args:
         folder: holds an index and its shards, or one file of weights; see `entry_of`.
@@ -65,6 +70,7 @@ class LocalCheckpoint(Checkpoint):
         index: the index that an unfinished split recorded for a folder whose own is gone (a single file is its index).
         known_shards: the source shards of an earlier split. In Meta's own format nothing else records how many there
             were, once some are used up.
+        entry: the GGUF file with which the checkpoint begins, if the folder has several models.
 
     Raises:
         CheckpointNotFoundError: the folder does not exist, or has no weights.
@@ -77,6 +83,7 @@ class LocalCheckpoint(Checkpoint):
         missing_from: HubRepository | None = None,
         index: CheckpointIndex | None = None,
         known_shards: Collection[str] = (),
+        entry: str | None = None,
     ) -> None:
         if not folder.is_dir():
             raise CheckpointNotFoundError(
@@ -88,7 +95,7 @@ class LocalCheckpoint(Checkpoint):
         self._snapshot = hub_cache.snapshot_of(folder)
         self._missing_from = missing_from
         self._fetched: set[str] = set()
-        self._entry: str | None = None
+        self._entry: str | None = entry
         if index is not None:
             self.index = index
             if all(map(is_rank, index.shards)) and (folder / META_PARAMETERS).is_file():
@@ -99,8 +106,11 @@ class LocalCheckpoint(Checkpoint):
             self._check(shard)
 
     def _find_index(self, known_shards: Collection[str]) -> CheckpointIndex:
-        entry = self._entry = entry_in(self.folder)
+        entry = self._entry = self._entry or entry_in(self.folder)
         self._check(entry)
+        if is_gguf(entry):
+            self.gguf = self._read_gguf(entry)
+            return self.gguf.index()
         if is_index(entry):
             return read_index(self.folder / entry)
         if is_meta(entry):
@@ -111,6 +121,20 @@ class LocalCheckpoint(Checkpoint):
             header, shard = self._any_rank()
             return self.meta.index(header, shard)
         return index_of({tensor.name: entry for tensor in self._header(entry).tensors})
+
+    def _read_gguf(self, entry: str) -> GgufCheckpoint:
+        shards = gguf_files(entry)
+        here = [shard for shard in shards if (self.folder / shard).exists()]
+        for shard in here:
+            self._check(shard)
+        if not here:
+            raise CheckpointNotFoundError(f"{self.folder / entry} does not exist.", "Check the path.")
+
+        def read(offset: int, length: int) -> bytes:
+            with PositionalFile(self.folder / shards[-1]) as file:
+                return file.read_at(offset, length)
+
+        return GgufCheckpoint(shards, {shard: read_gguf(self.folder / shard, shard) for shard in here}, read)
 
     def _read_meta(self, ranks: tuple[str, ...]) -> MetaCheckpoint:
         self._check(META_PARAMETERS)
@@ -229,6 +253,8 @@ class LocalCheckpoint(Checkpoint):
 
     @functools.cached_property
     def _derived(self) -> Mapping[str, bytes]:
+        if self.gguf is not None:
+            return self.gguf.derived(self.sidecars())
         if self.meta is None or not any((self.folder / rank).exists() for rank in self.meta.ranks):
             return {}
         return self.meta.derived(*self._any_rank(), self.sidecars(), lambda name: self.folder / name)
@@ -245,17 +271,19 @@ def entry_in(folder: Path) -> str:
     return entry_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
 
 
-def begins_with_any(folder: Path, shards: Collection[str]) -> bool:
+def begins_with_any(folder: Path, shards: Collection[str], entry: str | None = None) -> bool:
     """Whether any of these shards belong to the checkpoint that a folder begins with.
 
     False where the shards are used up and the folder also holds the weights in another format, or another model. No
-    weights are opened.
+    weights are opened. `entry` is the file with which the checkpoint begins, if it was named.
 
     Raises:
         CheckpointNotFoundError: the folder has no checkpoint.
         InvalidIndexError, UnsafePathError: see `read_index`.
     """
-    entry = entry_in(folder)
+    entry = entry or entry_in(folder)
+    if is_gguf(entry):
+        return any(shard in shards and (folder / shard).exists() for shard in gguf_files(entry))
     if is_meta(entry):
         return any(is_rank(shard) and (folder / shard).exists() for shard in shards)
     if not is_index(entry):

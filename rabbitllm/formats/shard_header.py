@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import UnreadableFormatError
+from rabbitllm.formats.gguf import begins_gguf, parse_gguf
 from rabbitllm.formats.safetensors_file import begins_safetensors, header_at
 from rabbitllm.formats.tensor_spec import Header, ReadAt
 from rabbitllm.formats.torch_file import (
@@ -69,8 +70,8 @@ FORMATS = (
     ),
     WeightFormat(
         Weights.GGUF,
-        lambda head: head.startswith(b"GGUF"),
-        remedy="Use the original weights: safetensors or torch.save files.",
+        begins_gguf,
+        lambda read, size, file, scattered: parse_gguf(read, size, file).header,
     ),
     WeightFormat(
         Weights.TORCH_LEGACY,
@@ -142,6 +143,6 @@ def parse_shard_header(read: ReadAt, size: int, file: str, *, scattered: bool = 
     found = next(entry for entry in FORMATS if entry.kind is kind)
     if found.header is None:
         raise UnreadableFormatError(
-            f"{file} is {kind.value}; safetensors and the files of torch.save are read.", found.remedy
+            f"{file} is {kind.value}; safetensors, GGUF and the files of torch.save are read.", found.remedy
         )
     return found.header(read, size, file, scattered)

@@ -9,15 +9,16 @@ mapped, so a file that shrinks meanwhile causes an error and does not end the pr
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from rabbitllm.storage.files import PositionalFile
+from rabbitllm.formats.gguf_types import TensorType
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 ReadAt = Callable[[int, int], bytes]
 """Reads (offset, length), both in bytes; the result is shorter only at the end of the file."""
+
+
+class Readable(Protocol):
+    """Bytes that can be read at any offset: an open file, or something like one."""
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` from `offset` (bytes); return the number of bytes read, fewer only at the end."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,29 @@ class TensorPiece:
     begin: int
 
 
+class Change(enum.Enum):
+    """An elementwise operation after dequantization, in float32; the value is its name in a journal."""
+
+    NONE = ""
+    MINUS_ONE = "minus one"
+    LOG_OF_NEGATIVE = "log of the negative"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """The blocks of a tensor in its file, of which the specification has the dequantized elements.
+
+    Attributes:
+        kind: type of the blocks; a row, the last dimension in the file, is a whole number of them.
+        nbytes: of all blocks.
+        change: operation on each element.
+    """
+
+    kind: TensorType
+    nbytes: int
+    change: Change = Change.NONE
+
+
 class TensorSpec(NamedTuple):
     """One tensor of one file: a run of its bytes in row-major order, or elements at strides.
 
@@ -98,6 +130,8 @@ class TensorSpec(NamedTuple):
         view: the shape of the strides, if it differs: the same elements in the same row-major order with other
             dimensions. None if it is `shape`.
         piece: its part of a larger tensor; None for a tensor of its own.
+        blocks: its form in the file, if that is not `dtype`: the elements are dequantized, then changed, converted to
+            `dtype`, and only then taken at the strides. None for a tensor whose bytes are those of `dtype`.
     """
 
     name: str
@@ -109,6 +143,7 @@ class TensorSpec(NamedTuple):
     strides: tuple[int, ...] | None = None
     view: tuple[int, ...] | None = None
     piece: TensorPiece | None = None
+    blocks: StoredBlocks | None = None
 
     @property
     def elements(self) -> int:
@@ -118,6 +153,8 @@ class TensorSpec(NamedTuple):
     @property
     def extent(self) -> int:
         """Bytes of the file from the first of its elements to the end of the last."""
+        if self.blocks is not None:
+            return self.blocks.nbytes
         if self.strides is None:
             return self.nbytes
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
@@ -127,6 +164,35 @@ class TensorSpec(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """The shape of the strides: the view, or the shape."""
         return self.shape if self.view is None else self.view
+
+    @property
+    def granule(self) -> int:
+        """Number of elements that are read together: of a tensor with blocks, a run of so many elements in row-major
+        order, from a multiple on, is a run of bytes in the file. All elements, if only the whole tensor is."""
+        if self.blocks is None:
+            return 1 if self.strides is None else max(self.elements, 1)
+        inner = self.elements
+        if self.strides is None:
+            inner = 1
+        else:  # outer dimensions that are row-major do not scatter the inner ones
+            for size, stride in zip(self.sizes, self.strides, strict=True):
+                if size > 1 and stride * size != inner:
+                    break
+                inner //= max(size, 1)
+        return math.lcm(max(inner, 1), self.blocks.kind.elements)
+
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        """The bytes of the file, from the start of the file, that elements `first` to `first + count` are read from.
+
+        Args:
+            first, count: elements in row-major order; of a tensor with strides and no blocks the result has no meaning.
+        """
+        if self.blocks is None:
+            bits = DTYPES[self.dtype].bits
+            return self.offset + first * bits // 8, self.offset + (first + count) * bits // 8
+        step, kind = self.granule, self.blocks.kind
+        begin, end = first // step * step, min(-(-(first + count) // step) * step, self.elements)
+        return tuple(self.offset + at // kind.elements * kind.nbytes for at in (begin, end))  # type: ignore[return-value]
 
     @property
     def whole(self) -> TensorSpec:
@@ -194,7 +260,7 @@ class _Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def read_run(file: PositionalFile, spec: TensorSpec, begin: int, buffer: memoryview) -> int:
+def read_run(file: Readable, spec: TensorSpec, begin: int, buffer: memoryview, gap: int = GAP_BYTES) -> int:
     """Fill `buffer` with the tensor's bytes from byte `begin` on in row-major order.
 
     Args:
@@ -202,6 +268,7 @@ def read_run(file: PositionalFile, spec: TensorSpec, begin: int, buffer: memoryv
         spec: the tensor, inside the file; not empty if it has strides.
         begin: bytes; of a tensor with strides a multiple of the element's size, like the length of `buffer`.
         buffer: writable; at most the rest of the tensor.
+        gap: bytes between elements up to which they are read together.
 
     Returns:
         The number of bytes filled; fewer than requested only if the file ended.
@@ -211,10 +278,10 @@ def read_run(file: PositionalFile, spec: TensorSpec, begin: int, buffer: memoryv
     item = DTYPES[spec.dtype].bits // 8
     at, first = 0, begin // item
     for box in _boxes(spec.sizes, first, first + len(buffer) // item):
-        for part in _small_enough(box, spec.strides, item):
+        for part in _small_enough(box, spec.strides, item, gap):
             length = math.prod(part.sizes) * item
             offset = spec.offset + item * sum(map(operator.mul, part.starts, spec.strides))
-            if not _gather(file, offset, part.sizes, spec.strides, item, buffer[at : at + length]):
+            if not _gather(file, offset, part.sizes, spec.strides, item, buffer[at : at + length], gap):
                 return at
             at += length
     return at
@@ -257,12 +324,12 @@ def _in_row(row: int, boxes: Iterator[_Box]) -> Iterator[_Box]:
     return (_Box((row, *box.starts), (1, *box.sizes)) for box in boxes)
 
 
-def _small_enough(box: _Box, strides: tuple[int, ...], item: int) -> Iterator[_Box]:
+def _small_enough(box: _Box, strides: tuple[int, ...], item: int, gap: int) -> Iterator[_Box]:
     """The box, halved repeatedly, in row-major order, until each part can be read at once."""
     waiting = [box]
     while waiting:
         box = waiting.pop()
-        outer, _, extent = _reads(box.sizes, strides, item)
+        outer, _, extent = _reads(box.sizes, strides, item, gap)
         staged = math.prod(box.sizes[number] for number in outer) * extent * item
         longest = next((number for number, size in enumerate(box.sizes) if size > 1), None)
         if staged <= STAGING_BYTES or longest is None:
@@ -276,7 +343,7 @@ def _small_enough(box: _Box, strides: tuple[int, ...], item: int) -> Iterator[_B
             waiting.append(_Box(tuple(starts), tuple(sizes)))
 
 
-def _reads(sizes: tuple[int, ...], strides: tuple[int, ...], item: int) -> tuple[list[int], list[int], int]:
+def _reads(sizes: tuple[int, ...], strides: tuple[int, ...], item: int, gap: int) -> tuple[list[int], list[int], int]:
     """The dimensions with a read per index, those within one read, and the elements of a read.
 
     Dimensions of small strides are read together, as long as the gaps between their elements are small.
@@ -285,7 +352,7 @@ def _reads(sizes: tuple[int, ...], strides: tuple[int, ...], item: int) -> tuple
     extent = 1
     dimensions = sorted((number for number, size in enumerate(sizes) if size > 1), key=strides.__getitem__)
     for number in dimensions:
-        if (strides[number] - extent) * item > GAP_BYTES:
+        if (strides[number] - extent) * item > gap:
             break
         inner.append(number)
         extent += (sizes[number] - 1) * strides[number]
@@ -293,12 +360,18 @@ def _reads(sizes: tuple[int, ...], strides: tuple[int, ...], item: int) -> tuple
 
 
 def _gather(
-    file: PositionalFile, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], item: int, buffer: memoryview
+    file: Readable,
+    first: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    item: int,
+    buffer: memoryview,
+    gap: int,
 ) -> bool:
     """Read a box whose first element is at byte `first` into `buffer` in row-major order; False if the file ended."""
     import torch
 
-    outer, inner, extent = _reads(sizes, strides, item)
+    outer, inner, extent = _reads(sizes, strides, item, gap)
     length = extent * item
     staging = memoryview(bytearray(math.prod(sizes[number] for number in outer) * length))
     steps = itertools.product(*(range(0, sizes[number] * strides[number], strides[number]) for number in outer))

@@ -23,7 +23,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidecar
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.checkpoints.index import ALL_WEIGHT_SUFFIXES, read_index
+from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, read_index
 from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_by_block, naming_for
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import read_json
@@ -393,7 +393,10 @@ def layers_of(names: Iterable[str], family: str | None) -> tuple[dict[str, str],
 def of_spec(spec: TensorSpec, layer: str) -> TensorInfo:
     """A tensor in a shard's header."""
     strides = row_major(spec.shape) if spec.strides is None else spec.strides
-    return TensorInfo(spec.name, spec.dtype, spec.shape, strides, spec.offset, spec.nbytes, layer, spec.file)
+    dtype, nbytes = spec.dtype, spec.nbytes
+    if spec.blocks is not None:
+        dtype, nbytes = spec.blocks.kind.name, spec.blocks.nbytes
+    return TensorInfo(spec.name, dtype, spec.shape, strides, spec.offset, nbytes, layer, spec.file)
 
 
 def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
@@ -414,7 +417,7 @@ def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
 
 
 HEADER_THREADS = 8
-_FILE_SUFFIXES = (*ALL_WEIGHT_SUFFIXES, ".model", ".json")
+_FILE_SUFFIXES = (*WEIGHT_SUFFIXES, ".model", ".json")
 
 
 def look(

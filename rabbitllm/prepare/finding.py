@@ -27,8 +27,8 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.index import META_PARAMETERS, index_of, is_meta
-from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
+from rabbitllm.checkpoints.index import GGUF_SUFFIX, META_PARAMETERS, gguf_models, index_of, is_gguf, is_meta
+from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
 from rabbitllm.errors import (
     CheckpointError,
@@ -51,6 +51,7 @@ from rabbitllm.store.locations import meant, with_near_names
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
+    SPLIT_DIRECTORY,
     Manifest,
     check_split,
     directory_name,
@@ -74,6 +75,8 @@ class Source:
         repository: repository with the weights; None if they are in a folder, or only a finished split exists.
         local: the folder with the weights.
         missing_from: repository from which shards that the folder lacks are fetched.
+        entry: the GGUF file that the user named, in the folder of the weights.
+        base: first part of the split directory's name.
     """
 
     name: str
@@ -83,6 +86,8 @@ class Source:
     repository: HubRepository | None = None
     local: Path | None = None
     missing_from: HubRepository | None = None
+    entry: str | None = None
+    base: str = SPLIT_DIRECTORY
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class ModelSpec:
     folder: Path | None = None
     access: HubAccess = field(default_factory=HubAccess)
     repo_id: str | None = None
-    base: str = "splitted_model"
+    base: str = SPLIT_DIRECTORY
 
 
 def split_options(
@@ -161,7 +166,7 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
     finished = False
     for folder in folders:
         try:
-            return open_folder(source.local, source.missing_from, folder)
+            return open_folder(source.local, source.missing_from, folder, source.entry)
         except (CheckpointNotFoundError, MissingShardError) as error:
             absent.append(error)
             finished = finished or is_finished(folder)
@@ -182,7 +187,9 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
         HubError: they cannot be fetched.
         DiskFullError: the disk of the hub cache is full.
     """
+    entry = source.entry
     if source.repository is not None:
+        entry = source.repository.gguf_entry()
         with system_errors_by_name(source.name):
             folder = download_all(source.repository, HubCheckpoint(source.repository).index)
     elif source.local is not None:
@@ -192,25 +199,28 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
             f"{source.name} has no original checkpoint, which split=False needs.", "Remove split=False."
         )
     lock = folder_lock.shared(folder, FolderKind.SOURCE)
-    return LocalCheckpoint(folder), lock
+    return LocalCheckpoint(folder, entry=entry), lock
 
 
-def open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:
+def open_folder(
+    folder: Path, missing_from: HubRepository | None, split_folder: Path, entry: str | None = None
+) -> LocalCheckpoint:
     """Open the checkpoint in a folder; if its only file is used up, by the journal of its split.
 
-    The folder may have another file, with the same weights in another format or with none of them.
+    The folder may have another file, with the same weights in another format or with none of them. `entry` is the GGUF
+    file that the user named, if any.
     """
     seen = journal.glance(split_folder) if folder.is_dir() else None
     shards = seen.shards if seen is not None else None
     try:
-        if shards is None or begins_with_any(folder, shards):
-            return LocalCheckpoint(folder, missing_from, None, shards or ())
+        if shards is None or begins_with_any(folder, shards, entry):
+            return LocalCheckpoint(folder, missing_from, None, shards or (), entry)
     except CheckpointNotFoundError:
         if shards is None:
             raise
     earlier = journal.replay(split_folder)
     if earlier is None:  # another process has finished it meanwhile
-        return LocalCheckpoint(folder, missing_from)
+        return LocalCheckpoint(folder, missing_from, entry=entry)
     held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
     return LocalCheckpoint(folder, missing_from, index_of(held))
 
@@ -227,7 +237,7 @@ def config_folder(source: Source) -> Iterator[Path]:
     """
     derived: Mapping[str, bytes] = {}
     home = source.config_folder
-    if not source.finished and _may_derive(source) and not names_a_model(home / CONFIG_NAME):
+    if not source.finished and (_is_gguf(source) or (_may_derive(source) and not names_a_model(home / CONFIG_NAME))):
         try:
             checkpoint = open_weights(source, [source.split_folder])
             derived = checkpoint.derived() if checkpoint is not None else {}
@@ -242,6 +252,18 @@ def config_folder(source: Source) -> Iterator[Path]:
         for name in filter(derived.__contains__, (CONFIG_NAME, GENERATION_NAME)):
             durable.write_scratch(Path(folder) / name, derived[name])
         yield Path(folder)
+
+
+def _is_gguf(source: Source) -> bool:
+    """Whether the weights are GGUF files, whose metadata have the config."""
+    if source.repository is not None:
+        return source.repository.gguf_entry() is not None
+    if source.local is None:
+        return False
+    try:
+        return is_gguf(source.entry or entry_in(source.local))
+    except CheckpointNotFoundError:  # its files are used up
+        return False
 
 
 def _may_derive(source: Source) -> bool:
@@ -290,14 +312,29 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
     spec = dataclasses.replace(spec, name=meant(spec.name))
     folder = expand(spec.name)
     with system_errors_by_name(spec.name):
+        if is_gguf(folder.name) and folder.parent.is_dir() and not folder.is_dir():
+            return _find_gguf(folder, spec, only_look=only_look)
         if spec.name and folder.is_dir():  # an empty name would be the current folder
             return _find_local(folder, spec, only_look=only_look)
         return _find_elsewhere(spec, only_look=only_look)
 
 
+def _find_gguf(file: Path, spec: ModelSpec, *, only_look: bool) -> Source:
+    """Find the source for one GGUF file of several in a folder; its split directory is named after it."""
+    [entry] = gguf_models([file.name]) or [file.name]
+    base = f"{spec.base}-{entry.removesuffix(GGUF_SUFFIX)}"
+    return _find_local(file.parent, dataclasses.replace(spec, base=base), only_look=only_look, entry=entry)
+
+
 def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
     """Find the source for a name that is not a local folder."""
     try:
+        name, _, quantization = spec.name.partition(":")
+        if quantization and locations.is_repo_id(name):
+            base = f"{spec.base}-{locations.checked_quantization(quantization)}"
+            named = dataclasses.replace(spec, name=name, base=base)
+            found = _find_repository(named, only_look=only_look, quantization=quantization)
+            return dataclasses.replace(found, name=spec.name)
         if not locations.is_repo_id(spec.name):
             raise CheckpointNotFoundError(
                 f"There is no folder {spec.name!r}, and it is not a repository id.",
@@ -310,8 +347,8 @@ def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
         raise with_near_names(error, spec.name) from error.__cause__
 
 
-def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool) -> Source:
-    manifest = _manifest_of(folder)
+def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | None = None) -> Source:
+    manifest = _manifest_of(folder) if entry is None else None
     if manifest is not None:
         if spec.compression not in (None, manifest.compression):
             raise SplitMismatchError(
@@ -327,11 +364,11 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool) -> Source:
     config = target if not names_a_model(folder / CONFIG_NAME) and (target / CONFIG_NAME).exists() else folder
     if not (finished or only_look or is_legacy(folder)):  # raises for a folder without weights
         try:
-            finished = _finished_while_looking(folder, repository, target)
+            finished = _finished_while_looking(folder, repository, target, entry)
         except (CheckpointNotFoundError, MissingShardError):
             folder_lock.shared(folder, FolderKind.SOURCE).close()  # raises if a split is deleting the shards
             raise
-    return Source(spec.name, target, config, finished, local=folder, missing_from=repository)
+    return Source(spec.name, target, config, finished, None, folder, repository, entry, spec.base)
 
 
 def _manifest_of(folder: Path) -> Manifest | None:
@@ -353,7 +390,7 @@ def _manifest_of(folder: Path) -> Manifest | None:
     return manifest
 
 
-def _finished_while_looking(folder: Path, repository: HubRepository | None, target: Path) -> bool:
+def _finished_while_looking(folder: Path, repository: HubRepository | None, target: Path, entry: str | None) -> bool:
     """Check that a folder holds a checkpoint; return True if another process has finished splitting it meanwhile.
 
     No lock is held, so a shard or the journal may be removed between the test for its existence and the read. Each is
@@ -361,7 +398,7 @@ def _finished_while_looking(folder: Path, repository: HubRepository | None, targ
     """
     for last in (False, False, True):
         try:
-            open_folder(folder, repository, target)
+            open_folder(folder, repository, target, entry)
         except FileNotFoundError:
             if is_finished(target):
                 return True
@@ -372,11 +409,11 @@ def _finished_while_looking(folder: Path, repository: HubRepository | None, targ
     return False
 
 
-def _find_repository(spec: ModelSpec, *, only_look: bool) -> Source:
+def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | None = None) -> Source:
     if _is_offline(spec):
         return _offline_source(spec, only_look=only_look)
     try:
-        repository = open_repository(spec.name, spec.access, Path())
+        repository = open_repository(spec.name, spec.access, Path(), quantization)
     except GatedRepositoryError:
         raise
     except HubError as error:
@@ -384,40 +421,44 @@ def _find_repository(spec: ModelSpec, *, only_look: bool) -> Source:
             raise
         logger.warning("%s Using the existing split in %s.", error.problem, known.split_folder)
         return known
-    target = locations.for_repository(spec.name, repository.commit, spec.folder, spec.compression)
+    target = locations.for_repository(spec.name, repository.commit, spec.folder, spec.compression, spec.base)
     if spec.folder is None:
-        target = _same_weights(target, repository, spec.compression)
+        target = _same_weights(target, repository, spec.compression, spec.base)
         if not only_look:
             locations.remember_commit(spec.name, spec.access.revision, target.parent.name)
     repository.staging = target / STAGING_NAME
     if not is_finished(target) and (legacy := _legacy_in_snapshot(spec, repository.commit)) is not None:
         return legacy
     finished = is_finished(target)
-    if "config.json" not in repository.files and (only_look or is_meta(repository.entry())):
-        return Source(spec.name, target, target, finished, repository=repository)
+    if repository.gguf_entry() is not None or (
+        "config.json" not in repository.files and (only_look or is_meta(repository.entry()))
+    ):
+        return Source(spec.name, target, target, finished, repository=repository, base=spec.base)
     config = target if finished else _fetched_config(repository)
-    return Source(spec.name, target, config, finished, repository=repository)
+    return Source(spec.name, target, config, finished, repository=repository, base=spec.base)
 
 
 def folder_at(source: Source, spec: ModelSpec, compression: str | None) -> Path:
     """Return the split directory of a source at a compression; it may not exist yet."""
     if source.repository is not None:
-        commit, saving_path = source.repository.commit, spec.folder
-        target = locations.for_repository(source.name, commit, saving_path, compression)
-        return target if saving_path is not None else _same_weights(target, source.repository, compression)
+        repository, saving_path = source.repository, spec.folder
+        target = locations.for_repository(repository.repo_id, repository.commit, saving_path, compression, source.base)
+        return target if saving_path is not None else _same_weights(target, repository, compression, source.base)
     if source.local is not None:
-        return locations.for_local(source.local, spec.folder, compression, spec.base)
+        return locations.for_local(source.local, spec.folder, compression, source.base)
     return source.split_folder
 
 
-def _same_weights(target: Path, repository: HubRepository, compression: str | None) -> Path:
+def _same_weights(target: Path, repository: HubRepository, compression: str | None, base: str) -> Path:
     """Return the split directory to use at this commit: its own, or one of another commit with identical weights.
 
     Most commits change a readme, which should not cause a download of 150 GB.
     """
     if _is_begun(target):
         return target
-    for other in filter(_is_begun, locations.of_other_commits(repository.repo_id, repository.commit, compression)):
+    for other in filter(
+        _is_begun, locations.of_other_commits(repository.repo_id, repository.commit, compression, base)
+    ):
         earlier, manifest = _replay(other), read_manifest(other)  # in this order: the manifest replaces the journal
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
         if made_from is not None and not made_from.differs_from(repository.identity_of(made_from.fingerprints)):
@@ -456,7 +497,7 @@ def _finished_without_hub(spec: ModelSpec) -> Source | None:
     commit = locations.remembered_commit(spec.name, spec.access.revision)
     if commit is None and spec.folder is None:
         return None
-    target = locations.for_repository(spec.name, commit or "", spec.folder, spec.compression)
+    target = locations.for_repository(spec.name, commit or "", spec.folder, spec.compression, spec.base)
     if not is_finished(target):
         return None
     found = Source(spec.name, target, target, finished=True)

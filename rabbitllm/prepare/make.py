@@ -17,7 +17,7 @@ from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
-from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, is_index
+from rabbitllm.checkpoints.index import GGUF_SUFFIX, WEIGHT_SUFFIXES, gguf_models, is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.checkpoints.naming import LayerNaming
@@ -243,8 +243,8 @@ def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
             return remote if remote is not None and not shards.keys().isdisjoint(remote.index.shards) else None
         if source.local is None:
             return None
-        if begins_with_any(source.local, shards):
-            return LocalCheckpoint(source.local, known_shards=shards)
+        if begins_with_any(source.local, shards, source.entry):
+            return LocalCheckpoint(source.local, known_shards=shards, entry=source.entry)
     except CheckpointNotFoundError:
         return None
     _refuse_without_evidence(source, manifest, [])
@@ -316,7 +316,7 @@ def ensure_split(
         )
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
-            downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index))
+            downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())
             request = dataclasses.replace(request, checkpoint=downloaded, chosen=chosen)
         try:
             with _sharing(source, executor):
@@ -399,7 +399,7 @@ def _open(source: Source, options: SplitOptions, *, by_executor: bool = False) -
         missing_from = dataclasses.replace(missing_from, uses_cache=False) if missing_from is not None else None
     if repository is None:
         assert source.local is not None
-        return open_folder(source.local, missing_from, source.split_folder)
+        return open_folder(source.local, missing_from, source.split_folder, source.entry)
     if by_executor and not options.shards.takes_one_at_a_time:
         raise OptionError(
             f"--keep-shards keeps the shards of {source.name} in this machine's hub cache, which workers on other "
@@ -447,9 +447,10 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
     if original is None and known.kind != "hub":
         original = original_around(folder, manifest, layers)
     if original is not None:
-        checkpoint: Checkpoint = LocalCheckpoint(original)
+        checkpoint: Checkpoint = LocalCheckpoint(original, entry=next(iter(gguf_models(known.fingerprints)), None))
     elif known.kind == "hub":
-        repository = open_repository(known.name, HubAccess(revision=known.commit), folder / STAGING_NAME)
+        access = HubAccess(revision=known.commit)
+        repository = open_repository(known.name, access, folder / STAGING_NAME, _gguf_model(known.fingerprints))
         checkpoint = HubCheckpoint(repository)
     else:
         raise OptionError(
@@ -467,3 +468,8 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         lock_source(source, options),
     ):
         repair(SplitRequest(checkpoint, folder, family_of(folder), options), manifest, layers)
+
+
+def _gguf_model(shards: Collection[str]) -> str | None:
+    """Return the name, without its ending, of the GGUF model that consists of these files; None for another format."""
+    return next((name.removesuffix(GGUF_SUFFIX) for name in gguf_models(shards)), None)

@@ -21,16 +21,18 @@ from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.progress import BytesFetched, tell
 from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
-from rabbitllm.formats.safetensors_file import LENGTH_BYTES, header_length, parse_header
+from rabbitllm.formats.gguf import MAX_HEADER_BYTES, begins_gguf
+from rabbitllm.formats.safetensors_file import LENGTH_BYTES, header_length
 from rabbitllm.formats.shard_header import parse_shard_header, read_shard_header
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.quant.schemes import StoredForm
+from rabbitllm.quant.stored_blocks import HeldBytes
 from rabbitllm.splitter.disk_budget import DiskUse, ShardTransfer
 from rabbitllm.splitter.mover import ByteStream, FillTarget, Mover
 from rabbitllm.splitter.plan import Gaps, LayerMap, PlannedShard, SplitPlan, moves
 from rabbitllm.splitter.sums import ShardChecksums, TensorSums
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import OpenFiles
+from rabbitllm.storage.files import OpenFiles, PositionalFile
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.store.manifest import is_fitted
 from rabbitllm.telemetry.passes import FETCH
@@ -469,15 +471,23 @@ class Filler:
 def _header_so_far(path: Path, shard: PlannedShard, arrived: Callable[[int], object]) -> Header:
     if not (shard.staged and shard.header_first):
         return read_shard_header(path, shard.name)
-    with path.open("rb") as file:
-        length = header_length(file.read(LENGTH_BYTES), shard.size, shard.name)
-        arrived(LENGTH_BYTES + length)
-        return parse_header(file.read(length), shard.size, shard.name)
+    with PositionalFile(path) as file:
+        end = _header_end(file.read_at(0, LENGTH_BYTES), shard)
+        arrived(end)
+        return parse_shard_header(file.read_at, shard.size, shard.name)
 
 
 def _streamed_header(stream: ByteStream, shard: PlannedShard) -> Header:
     prefix = bytearray(LENGTH_BYTES)
     stream.read_into(memoryview(prefix))
-    raw = bytearray(header_length(bytes(prefix), shard.size, shard.name))
-    stream.read_into(memoryview(raw))
-    return parse_header(bytes(raw), shard.size, shard.name)
+    rest = bytearray(_header_end(bytes(prefix), shard) - LENGTH_BYTES)
+    stream.read_into(memoryview(rest))
+    return parse_shard_header(HeldBytes(memoryview(prefix + rest), 0).read_at, shard.size, shard.name)
+
+
+def _header_end(prefix: bytes, shard: PlannedShard) -> int:
+    """Return the number of bytes from the start of the shard that contain its header; `prefix` are the first eight."""
+    if not begins_gguf(prefix):
+        return LENGTH_BYTES + header_length(prefix, shard.size, shard.name)
+    # a GGUF header has no length; it ends before the first tensor that is used
+    return min([*(spec.offset for spec in shard.tensors), shard.size, MAX_HEADER_BYTES])

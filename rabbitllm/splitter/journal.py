@@ -31,7 +31,8 @@ from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
+from rabbitllm.formats.gguf_types import TENSOR_TYPES
+from rabbitllm.formats.tensor_spec import Change, StoredBlocks, TensorPiece, TensorSpec
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
 from rabbitllm.storage import durable
@@ -244,10 +245,12 @@ def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
 
 
 def _tensor(tensor: TensorSpec) -> list[object]:
-    """Encode a tensor; the fields that few tensors have come last and are omitted if None: strides, view, piece."""
-    piece = tensor.piece
+    """Encode a tensor; the fields that few tensors have come last and are omitted if None: strides, view, piece,
+    blocks."""
+    piece, blocks = tensor.piece, tensor.blocks
     cut = None if piece is None else [piece.of, piece.shape, piece.dim, piece.begin]
-    rest = [tensor.strides, tensor.view, cut]
+    stored = None if blocks is None else [blocks.kind.name, blocks.nbytes, blocks.change.value]
+    rest = [tensor.strides, tensor.view, cut, stored]
     while rest and rest[-1] is None:
         rest.pop()
     return [tensor.name, tensor.dtype, tensor.shape, tensor.offset, tensor.nbytes, *rest]
@@ -255,7 +258,7 @@ def _tensor(tensor: TensorSpec) -> list[object]:
 
 def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
     name, dtype, shape, offset, nbytes, *rest = content
-    strides, view, cut = (*rest, None, None, None)[:3]
+    strides, view, cut, stored = (*rest, None, None, None, None)[:4]
     return TensorSpec(
         name,
         dtype,
@@ -266,6 +269,7 @@ def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
         None if strides is None else tuple(strides),
         None if view is None else tuple(view),
         None if cut is None else TensorPiece(cut[0], tuple(cut[1]), cut[2], cut[3]),
+        None if stored is None else StoredBlocks(TENSOR_TYPES[stored[0]], stored[1], Change(stored[2])),
     )
 
 

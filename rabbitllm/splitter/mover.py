@@ -22,9 +22,9 @@ import numpy.typing as npt
 from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
-from rabbitllm.formats.tensor_spec import read_run
 from rabbitllm.quant.quantize import quantize_blocks, settled
 from rabbitllm.quant.schemes import SCALE_BYTES, SCHEMES, Settling, StoredForm, constants
+from rabbitllm.quant.stored_blocks import HeldBytes, read_tensor
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums
 from rabbitllm.storage import durable
@@ -208,7 +208,7 @@ class Mover:
             try:
                 for batch in _batches(work):
                     self.sums.expect((move.form for move in batch), sources=sums_sources)
-                    arrived(batch[-1].offset + batch[-1].nbytes)
+                    arrived(max(move.span[1] for move in batch))
                     while len(running) >= QUEUED_BATCHES * self._threads:
                         wait(running, return_when=FIRST_COMPLETED)
                         running = _still_running(running)
@@ -233,7 +233,7 @@ class Mover:
                 self.sums.expect(move.form for move in batch)
                 running = _still_running(running)
                 buffer = spare.get()
-                begin, end = batch[0].offset, max(move.offset + move.nbytes for move in batch)
+                begin, end = batch[0].span[0], max(move.span[1] for move in batch)
                 with self._profiler.stage(label, FETCH, end - begin):
                     stream.skip_to(begin)
                     stream.read_into(buffer[: end - begin])
@@ -289,15 +289,15 @@ class Mover:
         spec = move.form.source
         try:
             with self._strided if spec.strides is not None else contextlib.nullcontext():
-                got = read_run(source, spec, move.begin, buffer)
+                got = read_tensor(source, spec, move.begin, buffer)
         except OSError as error:
             raise CorruptShardError(f"{source.path} cannot be read at byte {move.offset:,}: {error}.") from error
         if got == len(buffer):
             return
-        if spec.strides is None:
+        if spec.strides is None and spec.blocks is None:
             at, end = move.offset + got, move.offset + move.nbytes
             raise CorruptShardError(f"{source.path} ends at byte {at:,}; by its header it has at least {end:,}.")
-        raise CorruptShardError(f"{source.path} ends within the strided tensor {spec.name!r}.")
+        raise CorruptShardError(f"{source.path} ends within the tensor {spec.name!r}.")
 
     def _run_from_buffer(
         self,
@@ -311,13 +311,16 @@ class Mover:
         try:
             self._watch()
             for move in batch:
-                at = move.offset - batch[0].offset
-                data = buffer[at : at + move.nbytes]
-                if move.form.scheme is not None and at % TENSOR_ALIGNMENT:  # kernels require aligned values
+                at, end = (offset - batch[0].span[0] for offset in move.span)
+                data = buffer[at:end]
+                if move.form.source.blocks is not None:
+                    held, data = HeldBytes(data, move.span[0]), self._own_buffer()[: move.nbytes]
+                    read_tensor(held, move.form.source, move.begin, data)
+                elif move.form.scheme is not None and at % TENSOR_ALIGNMENT:  # kernels require aligned values
                     own = self._own_buffer()[: move.nbytes]
                     own[:] = data
                     data = own
-                aligned = at % DIRECT_ALIGNMENT == 0
+                aligned = at % DIRECT_ALIGNMENT == 0 or move.form.source.blocks is not None
                 written += self._write(targets[move.layer], move, data, aligned=aligned)
         finally:
             spare.put(buffer)
@@ -402,7 +405,7 @@ def _windows(work: Iterable[Move]) -> Iterator[list[Move]]:
     """Group moves into batches that lie within one chunk of the shard."""
     batch: list[Move] = []
     for move in work:
-        if batch and move.offset + move.nbytes - batch[0].offset > CHUNK_BYTES:
+        if batch and move.span[1] - batch[0].span[0] > CHUNK_BYTES:
             yield batch
             batch = []
         batch.append(move)

@@ -8,6 +8,7 @@ Pure. The peak disk use is in `disk_budget.py`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -169,13 +170,21 @@ class PlannedShard:
 
     @property
     def streams(self) -> bool:
-        """Whether it can be used as it arrives: the header is first, or it is verified at the end from kept bytes."""
-        return self.header_first or can_be_kept(self.tensors, self.size)
+        """Whether it can be used as it arrives: the header is first, or it is verified at the end from kept bytes; and
+        no run of bytes has to be read at once that is longer than a chunk."""
+        return (self.header_first or can_be_kept(self.tensors, self.size)) and all(map(_fits_a_chunk, self.tensors))
 
     @property
     def needs_checksum(self) -> bool:
         """Whether its checksum must be recorded for a later comparison: it is local and has no digest."""
         return not self.staged and not has_digest(self.fingerprint)
+
+
+def _fits_a_chunk(spec: TensorSpec) -> bool:
+    if spec.blocks is None:
+        return True
+    begin, end = spec.span(0, spec.granule)
+    return max(end - begin, spec.granule * DTYPES[spec.dtype].bits // 8) <= CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +357,9 @@ class Move:
         first: index of its first element in this run, in row-major order; of a tensor that is stored unchanged, of its
             first byte.
         elements: number of elements; or bytes.
-        offset: offset of the run in the shard, bytes; of a tensor with strides, the offset it would have without.
-        nbytes: its length, bytes.
+        offset: offset of the run in the shard, bytes; of a tensor with strides or blocks, the offset it would have
+            without.
+        nbytes: its length, bytes, of the tensor's dtype.
     """
 
     layer: str
@@ -363,6 +373,14 @@ class Move:
     def begin(self) -> int:
         """The offset of this run in the tensor, in row-major order, bytes."""
         return self.offset - self.form.source.offset
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes of the shard that contain it, from the start of the shard."""
+        if self.form.source.blocks is None:
+            return self.offset, self.offset + self.nbytes
+        width = DTYPES[self.form.source.dtype].bits // 8
+        return self.form.source.span(self.begin // width, self.nbytes // width)
 
 
 def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:
@@ -386,15 +404,26 @@ def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
     for layer, form in sorted(forms, key=lambda item: item[1].source.offset):
         spec = form.source
         if form.scheme is None:  # plain bytes: elements do not matter, and may be smaller than a byte
-            for at in range(0, max(spec.nbytes, 1), CHUNK_BYTES):
-                length = min(CHUNK_BYTES, spec.nbytes - at)
+            step = CHUNK_BYTES if spec.blocks is None else _step(spec, 1) * DTYPES[spec.dtype].bits // 8
+            for at in range(0, max(spec.nbytes, 1), step):
+                length = min(step, spec.nbytes - at)
                 yield Move(layer, form, at, length, spec.offset + at, length)
             continue
-        width, block = DTYPES[spec.dtype].bits // 8, SCHEMES[form.scheme].block
-        step = CHUNK_BYTES // width // block * block
+        width, step = DTYPES[spec.dtype].bits // 8, _step(spec, SCHEMES[form.scheme].block)
         for first in range(0, spec.elements, step):
             count = min(step, spec.elements - first)
             yield Move(layer, form, first, count, spec.offset + first * width, count * width)
+
+
+def _step(spec: TensorSpec, block: int) -> int:
+    """Return the elements of a run: whole quantization blocks, and whole granules of the shard if they fit a chunk."""
+    width = DTYPES[spec.dtype].bits / 8
+    if spec.blocks is not None:
+        width = max(width, spec.blocks.kind.nbytes / spec.blocks.kind.elements)
+    most = int(CHUNK_BYTES / width)
+    together = math.lcm(block, spec.granule) if spec.blocks is not None else block
+    unit = together if together <= most else block
+    return most // unit * unit
 
 
 # The layer files that a split would make, in the form the engine reads: every tensor and its offset, without data.

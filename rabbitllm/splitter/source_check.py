@@ -21,7 +21,8 @@ from rabbitllm.base import progress
 from rabbitllm.checkpoints.checkpoint import Checkpoint, FileStat, ShardMetadata, file_stat, has_digest
 from rabbitllm.display.split_display import shown_reading
 from rabbitllm.errors import CorruptShardError, SplitMismatchError
-from rabbitllm.formats.tensor_spec import TensorSpec, read_run
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
 from rabbitllm.storage.files import PositionalFile
@@ -86,7 +87,7 @@ def _tensor_crc32(file: PositionalFile, spec: TensorSpec, buffer: memoryview) ->
     crc = 0
     for begin in range(0, spec.nbytes, READ_BYTES):
         part = buffer[: min(READ_BYTES, spec.nbytes - begin)]
-        if read_run(file, spec, begin, part) != len(part):
+        if read_tensor(file, spec, begin, part) != len(part):
             raise CorruptShardError(f"{file.path} ends within {spec.name!r}.")
         crc = zlib.crc32(part, crc)
     return crc

@@ -27,11 +27,11 @@ from urllib.parse import quote, unquote
 
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.index import (
-    ALL_WEIGHT_SUFFIXES,
     INDEX_NAME,
     META_PARAMETERS,
     SINGLE_NAME,
     TORCH_INDEX_NAME,
+    WEIGHT_SUFFIXES,
     shard_names,
 )
 from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, OptionError
@@ -333,7 +333,7 @@ def _refuse_other(folder: Path, sidecars: Mapping[str, bytes]) -> None:
     if not folder.exists():
         return
     names = sorted(path.name for path in folder.iterdir())
-    found = next((name for name in names if name in _ENTRIES or name.endswith(ALL_WEIGHT_SUFFIXES)), None)
+    found = next((name for name in names if name in _ENTRIES or name.endswith(WEIGHT_SUFFIXES)), None)
     if found is None and "config.json" in names and "config.json" in sidecars:
         there = read_json(folder / "config.json").get("model_type")
         found = "config.json" if there != json.loads(sidecars["config.json"]).get("model_type") else None

@@ -20,7 +20,16 @@ from typing import TypeVar
 
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints import hub_cache
-from rabbitllm.checkpoints.index import META_PARAMETERS, WEIGHT_SUFFIXES, is_index, is_meta, is_rank, read_index
+from rabbitllm.checkpoints.index import (
+    META_PARAMETERS,
+    WEIGHT_SUFFIXES,
+    gguf_models,
+    is_gguf,
+    is_index,
+    is_meta,
+    is_rank,
+    read_index,
+)
 from rabbitllm.checkpoints.local import entry_in, is_writable
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.storage import durable
@@ -30,6 +39,7 @@ HOME_VARIABLE = "RABBITLLM_HOME"
 LOCAL_FOLDER = "local"
 """Subfolder of `home()` for checkpoints in folders that are not writable."""
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_QUANTIZATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -46,6 +56,19 @@ def home() -> Path:
 def is_repo_id(name: str) -> bool:
     """Whether a name could be a repository on the hub rather than a path."""
     return _REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+
+
+def checked_quantization(name: str) -> str:
+    """The name of a quantization, such as Q4_K_M, in capitals, as a part of a folder's name.
+
+    Raises:
+        OptionError: it has other characters than letters, digits, `_`, `-` and dots.
+    """
+    if not _QUANTIZATION.fullmatch(name):
+        raise OptionError(
+            f"{name[:80]!r} is not the name of a quantization.", "Use organisation/name:Q4_K_M, for example."
+        )
+    return name.upper()
 
 
 def is_commit(revision: str) -> bool:
@@ -79,15 +102,17 @@ def local_folder_name(checkpoint: Path) -> str:
     return f"{resolved.name}-{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
 
 
-def for_repository(repo_id: str, commit: str, saving_path: Path | None, compression: str | None) -> Path:
+def for_repository(
+    repo_id: str, commit: str, saving_path: Path | None, compression: str | None, base: str = SPLIT_DIRECTORY
+) -> Path:
     """The split directory of a repository at a commit."""
-    name = directory_name(compression)
+    name = directory_name(compression, base)
     return (saving_path or home() / hub_cache.folder_name(repo_id) / commit) / name
 
 
-def of_other_commits(repo_id: str, commit: str, compression: str | None) -> list[Path]:
+def of_other_commits(repo_id: str, commit: str, compression: str | None, base: str = SPLIT_DIRECTORY) -> list[Path]:
     """Split directories of the same repository at other commits, in `home()`."""
-    found = (home() / hub_cache.folder_name(repo_id)).glob(f"*/{directory_name(compression)}")
+    found = (home() / hub_cache.folder_name(repo_id)).glob(f"*/{directory_name(compression, base)}")
     return sorted(path for path in found if path.parent.name != commit)
 
 
@@ -135,11 +160,21 @@ def meant(name: str) -> str:
     path = expand(name)
     if not name or path.is_dir():
         return name
+    if is_gguf(path.name) and (path.is_file() or any(path.parent.glob(f"{SPLIT_DIRECTORY}-{path.stem}*"))):
+        return str(path.parent) if _is_the_only(path) else name
     if path.is_file():
         return str(_folder_of(path))
     if path.suffix in WEIGHT_SUFFIXES and any(path.parent.glob(f"{SPLIT_DIRECTORY}*")):
         return str(path.parent)  # a split has deleted that file
     return name
+
+
+def _is_the_only(file: Path) -> bool:
+    """Whether the checkpoint in the folder of a GGUF file is the one that the file belongs to."""
+    try:
+        return [entry_in(file.parent)] == gguf_models([file.name])
+    except CheckpointNotFoundError:
+        return False
 
 
 def _repository(name: str, rest: str) -> str:

@@ -443,7 +443,7 @@ def test_repository_without_weights(local_hub: LocalHub, tmp_path: Path) -> None
     bare = tmp_path / "hub" / "acme" / "bare"
     bare.mkdir(parents=True)
     (bare / "config.json").write_text("{}")
-    (bare / "model.gguf").touch()
+    (bare / "mmproj-model.gguf").touch()
     with pytest.raises(CheckpointNotFoundError, match=r"looked for model.safetensors.index.json, model.safetensors, "):
         HubCheckpoint(open_repository("acme/bare", HubAccess(), tmp_path))
 

@@ -132,7 +132,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
         (["config.json", "tokenizer.json"], "found 2 other files."),
         (["optimizer.pt", "training_args.bin"], "found the weights optimizer.pt, training_args.bin."),
         (["adapter_model.bin", "config.json"], "found the weights adapter_model.bin."),
-        (["model.gguf"], "found the weights model.gguf."),
+        (["mmproj-F16.gguf"], "found the weights mmproj-F16.gguf."),
         (
             [f"{n}.safetensors" for n in range(7)],
             "found the weights 0.safetensors, 1.safetensors, .*4.safetensors and more.",
@@ -145,7 +145,7 @@ def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], found: st
     with pytest.raises(
         CheckpointNotFoundError,
         match="holds no checkpoint: looked for model.safetensors.index.json, model.safetensors, "
-        rf"pytorch_model.bin.index.json, pytorch_model.bin and a single file of torch.save, {found}",
+        rf"pytorch_model.bin.index.json, pytorch_model.bin, a single file of torch.save, and GGUF, {found}",
     ) as refused:
         LocalCheckpoint(tmp_path)
     remedy = "safetensors or torch.save files" if "weights" in found else "the folder that holds the weights"

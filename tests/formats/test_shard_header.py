@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from rabbitllm.errors import CheckpointError, UnreadableFormatError
+from rabbitllm.formats.gguf_types import TENSOR_TYPES
 from rabbitllm.formats.shard_header import (
     FORMATS,
     HEAD_BYTES,
@@ -25,8 +26,9 @@ from rabbitllm.formats.shard_header import (
     read_shard_header,
     recognise,
 )
-from rabbitllm.formats.tensor_spec import byte_size, read_run, torch_dtype
+from rabbitllm.formats.tensor_spec import byte_size, dtype_name, read_run, torch_dtype
 from rabbitllm.storage.files import PositionalFile
+from tests.attacks.gguf_files import file_of
 from tests.support.torch_files import pickled
 
 TENSORS = {"w": torch.arange(4.0)}
@@ -97,13 +99,23 @@ def _tar(tensors: Tensors) -> bytes:
     return stream.getvalue()
 
 
+def _gguf(tensors: Tensors) -> bytes:
+    listed, data = [], b""
+    for name, one in tensors.items():
+        number = TENSOR_TYPES[dtype_name(one.dtype)].number
+        listed.append((name, tuple(one.shape)[::-1], number, len(data)))
+        data += one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        data += bytes(-len(data) % 32)
+    return file_of(listed, data=data)
+
+
 WRITERS: dict[Weights, Callable[[Tensors], bytes]] = {
     Weights.SAFETENSORS: save,
     Weights.TORCH_ZIP: partial(_saved, zipped=True),
     Weights.TORCH_LEGACY: partial(_saved, zipped=False),
     Weights.TORCH_TAR: _tar,
     Weights.PICKLE: lambda tensors: pickled({"x": 1}, 4),
-    Weights.GGUF: lambda tensors: b"GGUF\x03\0\0\0" + bytes(100),
+    Weights.GGUF: _gguf,
     Weights.UNKNOWN: lambda tensors: b"<!DOCTYPE html>",
 }
 """A sound file of each format; a new entry of the registry needs one here."""

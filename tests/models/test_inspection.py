@@ -180,6 +180,7 @@ REFUSED = [
     ("x.safetensors", b"<html>", CorruptShardError),
     ("x.bin", b"<html>", UnreadableFormatError),
     ("x.gguf", b"GGUF" + bytes(60), UnreadableFormatError),
+    ("y.gguf", b"GGUF" + b"\xff" * 60, UnreadableFormatError),
     ("tokenizer.model", b"IQ== 0\nIg== 1\n", CorruptVocabularyError),
     ("x.model", protobuf_files.HOSTILE["NaN"][0], CorruptVocabularyError),
     ("x.json", b'{"a": 1, "a": 2}', InvalidIndexError),

@@ -55,6 +55,20 @@ def change_bytes(data: bytes, random: Random) -> bytes:
     return bytes(changed)
 
 
+def change_gguf(data: bytes, random: Random) -> bytes:
+    """Numbers of the header, which have no fixed places, or bytes."""
+    if random.random() < 0.3 or len(data) < 32:
+        return change_bytes(data, random)
+    changed = bytearray(data)
+    for _ in range(random.choice((1, 1, 2))):
+        width = random.choice((4, 8, 8))
+        at = random.randint(4, min(len(changed), 400) - width)
+        held = int.from_bytes(changed[at : at + width], "little")
+        number = random.choice((*EDGES, held + random.choice((-1, 1, 32))))
+        changed[at : at + width] = (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+    return bytes(changed)
+
+
 # safetensors
 
 

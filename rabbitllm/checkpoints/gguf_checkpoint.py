@@ -1,0 +1,606 @@
+"""A checkpoint of GGUF files in transformers' terms: names, shapes, strides, and the files that transformers needs.
+
+transformers' own tables and functions make the config, the tokenizer, the names and the operations on each tensor; they
+get a small file with the same metadata and no data (`formats.gguf.outline`). An operation is recognised by its result
+on a tensor of one column whose elements are the numbers of its rows: so the un-permutation of Llama's Q and K, a
+transposition, a norm less one, and the halves of fused experts are found without a table here. They become strides,
+elementwise changes, and tensors of single experts, which a split carries out in pieces.
+
+A set of files is one checkpoint: the first has the metadata. It is therefore used last, so that a split can be resumed
+as long as a file is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.base.forks import own_lock
+from rabbitllm.checkpoints.index import CheckpointIndex, gguf_number
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, TOKENIZER_NAMES
+from rabbitllm.checkpoints.meta_llama import as_json
+from rabbitllm.errors import (
+    CorruptShardError,
+    CorruptVocabularyError,
+    InvalidIndexError,
+    MissingShardError,
+    UnknownArchitectureError,
+    UnreadableFormatError,
+)
+from rabbitllm.formats.bounded import short
+from rabbitllm.formats.gguf import GgufArray, GgufFile, outline, strings
+from rabbitllm.formats.gguf_types import TENSOR_TYPES
+from rabbitllm.formats.tensor_spec import (
+    DTYPES,
+    Change,
+    Header,
+    ReadAt,
+    StoredBlocks,
+    TensorPiece,
+    TensorSpec,
+    byte_size,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {0: "F32", 1: "F16", 32: "BF16"}
+"""`general.file_type` -> the dtype of files that are not quantized (gguf.LlamaFileType)."""
+MAX_PAIR_BYTES = 1 << 28
+"""Limit of the work to find the pairs of a vocabulary without merges: the sum of the squares of the tokens' lengths."""
+MAX_PROBE = 1 << 24
+"""Elements of a tensor that an operation is tried on as a whole, if it cannot be tried on one column."""
+_ORIGINAL = "Use the model's original weights (safetensors), which RabbitLLM splits and compresses itself."
+_STOPS = ("eos", "eot", "eom")
+_BUILDING = own_lock(threading.RLock())
+
+
+# One tensor of a file, and the tensors of the model that it becomes.
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor of the model, or a piece of one, that elements of a tensor in a file become.
+
+    Attributes:
+        name: the checkpoint's name by transformers.
+        shape: its shape; of a piece, that of the piece.
+        first: its first element in the file's tensor.
+        strides, view: as in `TensorSpec`, in elements of the file's tensor.
+        change: operation on each element.
+        piece: its part of a larger tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: int = 0
+    strides: tuple[int, ...] | None = None
+    view: tuple[int, ...] | None = None
+    change: Change = Change.NONE
+    piece: TensorPiece | None = None
+
+    def spec(self, stored: TensorSpec, dtype: str) -> TensorSpec:
+        """The specification of the tensor, read from `stored` and converted to `dtype`."""
+        blocks = stored.blocks
+        kind = blocks.kind if blocks is not None else TENSOR_TYPES[stored.dtype]
+        elements = math.prod(self.shape)
+        offset = stored.offset + self.first // kind.elements * kind.nbytes
+        is_plain = kind.dtype == dtype and self.change is Change.NONE
+        if not DTYPES[stored.dtype].quantizable:  # integers are taken as they are
+            is_plain, dtype = True, stored.dtype
+        held = None if is_plain else StoredBlocks(kind, elements // kind.elements * kind.nbytes, self.change)
+        nbytes = byte_size(dtype, self.shape)
+        return TensorSpec(
+            self.name, dtype, self.shape, stored.file, offset, nbytes, self.strides, self.view, self.piece, held
+        )
+
+
+class GgufCheckpoint:
+    """The content of such a checkpoint, as far as it is known from headers.
+
+    Args:
+        shards: names of all files, used-up ones included, in the order of use.
+        files: the headers of those that exist; the one with the metadata must be among them.
+        read: reads (offset, length) of that one.
+    """
+
+    def __init__(self, shards: Sequence[str], files: Mapping[str, GgufFile], read: ReadAt) -> None:
+        self.shards = tuple(shards)
+        self._first = shards[-1]
+        self._files = files
+        self._read = read
+        if self._first not in files:
+            raise MissingShardError(
+                f"{self._first} is missing; it has the metadata of the model.", "Add the file. Nothing was changed."
+            )
+        self.metadata = files[self._first].metadata
+        for name, file in files.items():
+            self._check_part(name, file)
+        self._warn_of_scaling()
+        self.dtype = _DTYPES.get(self._number("general.file_type", -1), "F32")
+
+    def _check_part(self, name: str, file: GgufFile) -> None:
+        """Refuse a file that is another part than its name says."""
+        count, number = (file.metadata.get(f"split.{key}") for key in ("count", "no"))
+        expected = len(self.shards)
+        number_in_name = gguf_number(name)
+        if expected == 1 and count in (None, 0, 1):
+            return
+        if count != expected or number_in_name is None or number != number_in_name - 1:
+            raise InvalidIndexError(
+                f"{name} says that it is file {short(number)} (from 0) of {short(count)}; its name says another.",
+                "Download the files again, with their names, or join them with llama-gguf-split --merge.",
+            )
+
+    def _warn_of_scaling(self) -> None:
+        """Warn of scaled rotary frequencies, which transformers reads for one architecture only."""
+        kind = self.metadata.get(f"{self.metadata.get('general.architecture')}.rope.scaling.type")
+        if kind not in (None, "none") and self.architecture != "gpt-oss":
+            _warn_of_scaling(self._first, short(kind, 40))
+
+    def _number(self, key: str, default: int) -> int:
+        found = self.metadata.get(key, default)
+        return found if isinstance(found, int) else default
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture."""
+        found = self.metadata.get("general.architecture")
+        if not isinstance(found, str):
+            raise CorruptShardError(
+                f"{self._first} has no general.architecture in its metadata.", "Download or copy the file again."
+            )
+        return found
+
+    def taken_from(self, shard: str, header: Header) -> Header:
+        """The header that a split uses for a file: the tensors of the model, in the order of the file.
+
+        Raises:
+            UnknownArchitectureError, UnreadableFormatError, CorruptShardError: transformers cannot read it.
+        """
+        specs, left_out = [], []
+        for stored in header.tensors:
+            targets = self._model.targets(stored.name, stored.shape)
+            specs += [target.spec(stored, self.dtype) for target in targets]
+            left_out += [] if targets else [stored.name]
+        if left_out:
+            _warn_of(shard, tuple(left_out))
+        return Header(tuple(specs), header.metadata, header.data_start, header.comes_first)
+
+    def index(self) -> CheckpointIndex:
+        """The index of all files that exist."""
+        weight_map: dict[str, str] = {}
+        for shard in self.shards:
+            if shard in self._files:
+                weight_map |= {spec.name: shard for spec in self.taken_from(shard, self._files[shard].header).tensors}
+        return CheckpointIndex(weight_map, self.shards)
+
+    def derived(self, sidecars: Collection[str]) -> dict[str, bytes]:
+        """Config, tokenizer and chat template for transformers: name -> content.
+
+        Args:
+            sidecars: names of existing files; a tokenizer that is there is used if the metadata's cannot be.
+        """
+        files = {CONFIG_NAME: as_json(self._model.config_json(self.dtype))}
+        files[GENERATION_NAME] = as_json(self._generation())
+        if "tokenizer.ggml.model" in self.metadata and not (
+            set(TOKENIZER_NAMES) & set(sidecars) and self._tokenizer_is_unknown()
+        ):
+            files |= self._tokenizer()
+        return files
+
+    def _generation(self) -> dict[str, Any]:
+        """The ids of tokens; also those that end a turn or a message, which llama.cpp stops at too."""
+        ids: dict[str, Any] = {}
+        for key, name in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
+            found = self._number(f"tokenizer.ggml.{key}_token_id", -1)
+            ids |= {name: found} if found >= 0 else {}
+        stops = [self._number(f"tokenizer.ggml.{key}_token_id", -1) for key in _STOPS]
+        if kept := list(dict.fromkeys(stop for stop in stops if stop >= 0)):
+            ids["eos_token_id"] = kept[0] if len(kept) == 1 else kept
+        return ids
+
+    def _tokenizer_is_unknown(self) -> bool:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import select_tokenizer_builder
+
+        try:
+            select_tokenizer_builder(self.architecture, self.metadata.get("tokenizer.ggml.model"))
+        except ValueError:
+            return True
+        return False
+
+    def _tokenizer(self) -> dict[str, bytes]:
+        self._check_vocabulary()
+        from transformers import AutoTokenizer
+
+        with self._outline() as folder, tempfile.TemporaryDirectory(prefix="rabbitllm-tokenizer-") as made:
+            try:
+                AutoTokenizer.from_pretrained(folder, gguf_file=_OUTLINE).save_pretrained(made)
+            except Exception as error:  # a vocabulary of strangers makes transformers raise any error
+                raise CorruptVocabularyError(
+                    f"transformers cannot make a tokenizer of the metadata of {self._first}: {_line(error)}",
+                    "Put the tokenizer.json of the original model into the same folder; it is then used instead.",
+                ) from error
+            files = {path.name: path.read_bytes() for path in sorted(Path(made).iterdir()) if path.is_file()}
+        config = json.loads(files["tokenizer_config.json"])
+        # by this class tokenizer.json is used as it is; others build their own from its vocabulary
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if (longest := self._number(f"{self.architecture}.context_length", 0)) > 0:
+            config["model_max_length"] = longest
+        for name in ("is_local", "local_files_only"):
+            config.pop(name, None)
+        return files | {"tokenizer_config.json": as_json(config)}
+
+    def _check_vocabulary(self) -> None:
+        """Refuse a vocabulary whose pairs would take too long to find."""
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        if "tokenizer.ggml.merges" in self.metadata or tokens is None:
+            return
+        texts = strings(self._read, tokens, self._first) if isinstance(tokens, GgufArray) else iter(_texts(tokens))
+        if (total := sum(len(text) ** 2 for text in texts)) > MAX_PAIR_BYTES:
+            raise CorruptVocabularyError(
+                f"{self._first} has tokens so long that their pairs take {total:,} bytes to look at; at most "
+                f"{MAX_PAIR_BYTES:,} are.",
+                "Put the tokenizer.json of the original model into the same folder.",
+            )
+
+    @contextlib.contextmanager
+    def _outline(self, *, long_arrays: bool = True) -> Iterator[Path]:
+        """Yield a folder with a small file of the same metadata and names of tensors."""
+        names = [spec.name for file in self._files.values() for spec in file.header.tensors]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidIndexError(
+                f"Two files of the model have the tensor {short(twice)}.", "Download the files again."
+            )
+        with tempfile.TemporaryDirectory(prefix="rabbitllm-gguf-") as folder:
+            with (Path(folder) / _OUTLINE).open("wb") as file:
+                file.writelines(outline(self._files[self._first], self._read, names, long_arrays=long_arrays))
+            yield Path(folder)
+
+    @functools.cached_property
+    def _model(self) -> _Model:
+        blocks = self._number(f"{self.architecture}.block_count", 0)
+        tensors = sum(len(file.header.tensors) for file in self._files.values())
+        if blocks > max(tensors, len(self.shards) * 256):
+            raise CorruptShardError(
+                f"{self._first} declares {blocks:,} layers and has {tensors:,} tensors.",
+                "Download or copy the file again.",
+            )
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        count = tokens.count if isinstance(tokens, GgufArray) else len(_texts(tokens)) or None
+        shapes = {spec.name: spec.shape for file in self._files.values() for spec in file.header.tensors}
+        with self._outline(long_arrays=False) as folder:
+            return _read_model(folder, self.architecture, count, shapes, self._first)
+
+
+_OUTLINE = "outline.gguf"
+
+
+def _texts(values: object) -> list[str]:
+    return [value for value in values if isinstance(value, str)] if isinstance(values, tuple) else []
+
+
+@functools.cache
+def _warn_of(shard: str, names: tuple[str, ...]) -> None:
+    """Warn once of tensors that transformers does not use either."""
+    some = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
+    logger.warning("%s: transformers has no parameter for %s, which is left out.", shard, some)
+
+
+@functools.cache
+def _warn_of_scaling(shard: str, kind: str) -> None:
+    """Warn once that transformers does not read the scaling of rotary frequencies."""
+    logger.warning(
+        "%s: transformers ignores its scaled rotary frequencies (%s); answers differ from those of llama.cpp.",
+        shard,
+        kind,
+    )
+
+
+def _line(error: Exception) -> str:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= 400 else text[:397] + "..."
+
+
+# The model by transformers.
+
+
+def _read_model(
+    folder: Path, architecture: str, tokens: int | None, shapes: Mapping[str, tuple[int, ...]], file: str
+) -> _Model:
+    """The model that the metadata in a folder's outline describe.
+
+    Args:
+        folder: it.
+        architecture: llama.cpp's name.
+        tokens: length of the vocabulary.
+        shapes: of the tensors by their names in the files.
+        file: name of the first file, for messages.
+
+    Raises:
+        UnknownArchitectureError: transformers does not read this architecture from GGUF.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.integrations.gguf import GGUF_ARCHS
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, load_gguf_checkpoint
+
+    if architecture in GGUF_ARCHS:
+        raise _unknown(architecture, file, "it has a second loader for this one, which is not used here")
+    try:
+        with _without_warnings("transformers.modeling_gguf_pytorch_utils"):  # of the vocabulary, which is left out
+            known = load_gguf_checkpoint(str(folder / _OUTLINE), return_tensors=False)["config"]
+        if tokens is not None:
+            known.setdefault("vocab_size", tokens)
+        config = CONFIG_MAPPING[known["model_type"]].from_dict(known | _by_shapes(shapes))
+        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=known)
+        return _Model(config, processor, file)
+    except (UnknownArchitectureError, CorruptShardError):
+        raise
+    except Exception as error:  # metadata of strangers make transformers raise any error
+        raise _unknown(architecture, file, _line(error)) from error
+
+
+def _by_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Entries of a config that transformers does not read from all metadata, but the shapes of tensors say."""
+    found = {}
+    for name, shape in shapes.items():
+        if name.endswith(".attn_k_norm.weight") and len(shape) == 1:
+            found["head_dim"] = shape[0]
+        elif name.endswith(".ffn_down_exps.weight") and len(shape) == 3:
+            found["moe_intermediate_size"] = shape[2]
+    return found
+
+
+def _unknown(architecture: str, file: str, why: str) -> UnknownArchitectureError:
+    import transformers
+
+    return UnknownArchitectureError(
+        f"transformers {transformers.__version__} cannot read the architecture {short(architecture)} of {file} from "
+        f"GGUF: {why}",
+        f"{_ORIGINAL} Nothing was changed.",
+    )
+
+
+class _Model:
+    """A model of transformers, its names in GGUF files, and the operations on its tensors."""
+
+    def __init__(self, config: Any, processor: Any, file: str) -> None:
+        self._config = config
+        self._processor = processor
+        self._file = file
+        self._class = _class_of(config)
+        with _BUILDING:
+            self._names, self._experts = self._read_names()
+        self._found: dict[tuple[str, tuple[int, ...]], tuple[Target, ...]] = {}
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        """The content of a config.json."""
+        found: dict[str, Any] = self._config.to_diff_dict()
+        found["architectures"] = [self._class.__name__]
+        found["dtype"] = DTYPES[dtype].torch_name
+        found.pop("_name_or_path", None)
+        return found
+
+    def _read_names(self) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+        """GGUF name -> name of the model; and ending of a fused parameter -> patterns of its experts' names."""
+        import torch
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+        with torch.device("meta"):
+            model = self._class(self._config)
+        names = get_gguf_hf_weights_map(_Named(model, self._config), self._processor)
+        experts = {}
+        for entry in get_model_conversion_mapping(model):
+            operations = [type(operation) for operation in getattr(entry, "operations", ())]
+            if isinstance(entry, WeightConverter) and operations in ([MergeModulelist], [MergeModulelist, Concatenate]):
+                experts[entry.target_patterns[0]] = tuple(entry.source_patterns)
+        return names, experts
+
+    def targets(self, name: str, shape: tuple[int, ...]) -> tuple[Target, ...]:
+        """The tensors of the model that a tensor of a file becomes; none if the model has no use for it.
+
+        Raises:
+            UnreadableFormatError: transformers does something to it that is not known here.
+        """
+        if (name, shape) not in self._found:
+            self._found[name, shape] = tuple(self._targets(name, shape))
+        return self._found[name, shape]
+
+    def _targets(self, name: str, shape: tuple[int, ...]) -> Iterable[Target]:
+        import numpy as np
+
+        for columns in (1, shape[-1] if shape else 1):
+            probed = (*shape[:-1], columns) if len(shape) > 1 else shape
+            if columns > 1 and math.prod(probed) > MAX_PROBE:
+                continue
+            probe = -(1.0 + np.arange(math.prod(probed), dtype=np.float64)).reshape(probed)
+            held: dict[str, Any] = {"tensors": {}, "config": {}}
+            try:
+                with np.errstate(all="ignore"):
+                    done = self._processor.process(
+                        weights=probe, name=name, tensor_key_mapping=self._names, parsed_parameters=held
+                    )
+            except (ValueError, IndexError):
+                continue
+            except KeyError:  # it has no name in the model
+                return ()
+            if done.name is None:
+                made = [(key, value.numpy()) for key, value in held["tensors"].items()]
+                return self._of_own(name, shape, probed, made)
+            if done.name not in self._names:
+                return ()
+            return [self._one(name, shape, probed, self._names[done.name], done.weights)]
+        raise self._refused(name, shape)
+
+    def _refused(self, name: str, shape: tuple[int, ...]) -> UnreadableFormatError:
+        return UnreadableFormatError(
+            f"{self._file}: transformers changes the tensor {name} of shape {shape} in a way that is not known here.",
+            f"{_ORIGINAL} Nothing was changed.",
+        )
+
+    def _of_own(
+        self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], made: Sequence[tuple[str, npt.NDArray[Any]]]
+    ) -> list[Target]:
+        """The targets of a tensor that transformers has put into place itself: experts, or another one."""
+        if len(made) != 1:
+            raise self._refused(name, shape)
+        [(target, values)] = made
+        if len(shape) != 3:
+            return [self._one(name, shape, probed, target, values)]
+        begin = 0
+        if values.shape != probed:  # a half of a fused tensor; the other half is zero
+            rows = shape[1]
+            begin = next((at for at in range(0, values.shape[1], rows) if values[0, at, 0]), 0)
+            if values.shape[1] % rows or not (values[:, begin : begin + rows] == -_numbers(probed)).all():
+                raise self._refused(name, shape)
+        elif not (values == -_numbers(probed)).all():
+            raise self._refused(name, shape)
+        return self._expert_targets(target, shape, values.shape[1], begin)
+
+    def _expert_targets(self, target: str, shape: tuple[int, ...], rows: int, begin: int) -> list[Target]:
+        """One target for each expert by the names in published checkpoints; or one for all, if there are none."""
+        experts, own, columns = shape
+        ending = next((known for known in self._experts if target.endswith(known)), None)
+        if ending is None or len(self._experts[ending]) != rows // own:
+            piece = None if rows == own else TensorPiece(target, (experts, rows, columns), 1, begin)
+            return [Target(target if piece is None else f"{target}.{begin}", shape, piece=piece)]
+        pattern = target.removesuffix(ending) + self._experts[ending][begin // own]
+        return [
+            Target(pattern.replace("*", str(expert)), (own, columns), expert * own * columns)
+            for expert in range(experts)
+        ]
+
+    def _one(
+        self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], target: str, values: npt.NDArray[Any]
+    ) -> Target:
+        """The target of a tensor whose elements are changed one by one, and may be in another order."""
+        found = _order_of(values)
+        if found is None or values.size != math.prod(probed):
+            raise self._refused(name, shape)
+        change, order = found
+        columns = shape[-1] if len(shape) > 1 and probed != shape else 1
+        if len(shape) == 2 and probed != shape and probed[0] > 1 and values.shape == probed[::-1]:
+            return Target(target, shape[::-1], 0, (1, columns), shape[::-1], change)
+        made = (*values.shape[:-1], values.shape[-1] * columns) if values.shape else ()
+        steps = _strides_of(order)
+        if steps is None or (columns > 1 and values.shape[-1] != 1):
+            raise self._refused(name, shape)
+        sizes, strides = steps
+        if len(sizes) <= 1:  # in the order of the file
+            return Target(target, made, change=change)
+        if columns > 1:
+            sizes, strides = (*sizes, columns), (*(stride * columns for stride in strides), 1)
+        return Target(target, made, 0, strides, sizes, change)
+
+
+@contextlib.contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    """Silence a logger meanwhile."""
+    silenced = logging.getLogger(name)
+    with _BUILDING:
+        silenced.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            silenced.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+class _Named:
+    """A module by the names of its parameters, as `get_gguf_hf_weights_map` asks for them.
+
+    Of a module within a module that function finds nothing, and takes a tenth of a second each.
+    """
+
+    def __init__(self, module: Any, config: Any, depth: int = 1) -> None:
+        self.config = config
+        self._module = module
+        self._depth = depth
+
+    def state_dict(self) -> Iterable[str]:
+        return list(self._module.state_dict())
+
+    def named_children(self) -> list[tuple[str, _Named]]:
+        if not self._depth:
+            return []
+        return [(name, _Named(child, self.config, self._depth - 1)) for name, child in self._module.named_children()]
+
+
+def _numbers(shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    import numpy as np
+
+    return (1.0 + np.arange(math.prod(shape), dtype=np.float64)).reshape(shape)
+
+
+def _order_of(values: npt.NDArray[Any]) -> tuple[Change, npt.NDArray[np.int64]] | None:
+    """The elementwise change, and the index of each element in the file, of the result of an operation on a probe."""
+    import numpy as np
+
+    flat = np.asarray(values, np.float64).ravel()
+    if not flat.size or not np.isfinite(flat).all():
+        return None
+    back: dict[Change, Callable[[], npt.NDArray[np.float64]]] = {
+        Change.NONE: lambda: -flat - 1,
+        Change.MINUS_ONE: lambda: -flat - 2,
+        Change.LOG_OF_NEGATIVE: lambda: np.round(np.exp(np.clip(flat, -1, 40))).astype(np.float64) - 1,
+    }
+    for change, undo in back.items():
+        order = undo()
+        if np.array_equal(np.sort(order), np.arange(flat.size)):
+            return change, order.astype(np.int64)
+    return None
+
+
+def _strides_of(order: npt.NDArray[np.int64]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Sizes and strides of a view that has its elements in this order; None if there is no such view."""
+    import numpy as np
+
+    sizes: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    while order.size > 1:
+        step = order[1] - order[0]
+        others = np.flatnonzero(np.diff(order) != step)
+        run = int(others[0]) + 1 if others.size else order.size
+        if step <= 0 or order.size % run:
+            return None
+        rows = order.reshape(-1, run)
+        if not (rows == rows[:, :1] + step * np.arange(run)).all():
+            return None
+        sizes, strides = (run, *sizes), (int(step), *strides)
+        order = rows[:, 0]
+    return sizes, strides
+
+
+def _class_of(config: Any) -> Any:
+    """The class of transformers for a config."""
+    import transformers
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    )
+
+    for name in getattr(config, "architectures", None) or ():
+        if isinstance(found := getattr(transformers, str(name), None), type):
+            return found
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ValueError(f"transformers has no text-generating model of type {config.model_type!r}")

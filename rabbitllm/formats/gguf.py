@@ -1,0 +1,389 @@
+"""The header of a GGUF file: its metadata and the places of its tensors. The data is not read.
+
+Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian): magic, version,
+number of tensors, number of metadata entries, the entries, the tensors' names, shapes, types and offsets, and from the
+next multiple of the alignment on the data. Shapes are written with the fastest dimension first; here they are in
+torch's order.
+
+Nothing is allocated by a number in the file before that number was compared with the size of the file and a limit. Long
+arrays (a vocabulary) are checked, and only their place is kept: `GgufArray`. Independent of models.
+
+Stricter than llama.cpp: a repeated name or key, an array of arrays, tensors that overlap, and an offset that is not
+aligned are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.errors import CorruptShardError, UnreadableFormatError
+from rabbitllm.formats.bounded import short
+from rabbitllm.formats.gguf_types import BY_NUMBER, TensorType
+from rabbitllm.formats.tensor_spec import Header, ReadAt, StoredBlocks, TensorSpec
+from rabbitllm.storage.files import PositionalFile
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+"""Version 1 counted with 32 bits; no file of it is published any more."""
+MAX_HEADER_BYTES = 64 << 20
+"""Limit of everything before the data. A vocabulary of 262,144 tokens with scores takes 8 MB."""
+MAX_ENTRIES = 1 << 16
+"""Limit of metadata entries; models have about 50."""
+MAX_TENSORS = 1 << 18
+"""Limit of tensors in a file; models of a hundred layers have 2,000."""
+MAX_KEY_BYTES = 1 << 12
+MAX_NAME_BYTES = 1 << 10
+MAX_TEXT_BYTES = 1 << 22
+"""Limit of a single text of the metadata, such as a chat template."""
+MAX_STRINGS = 1 << 21
+"""Limit of texts in all arrays: 262,144 tokens and 600,000 merges are usual."""
+MAX_DIMENSIONS = 4
+"""As in ggml."""
+KEPT_ELEMENTS = 4096
+"""Arrays up to this length are values of the metadata; of longer ones only the place is kept."""
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 << 20
+READ_BYTES = 1 << 18
+MAX_KEPT = 1 << 19
+"""Limit of the elements of all arrays that are kept."""
+_LIMIT = 1 << 63
+_ENTRIES_BEGIN = 24
+
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Types of metadata values of a fixed size -> their `struct` format."""
+_STRING, _ARRAY = 8, 9
+_MIN_STRING_BYTES = 8
+
+Value = bool | int | float | str
+"""A single value of the metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArray:
+    """A long array of the metadata, by its place.
+
+    Attributes:
+        element_type: number of the type of its elements.
+        count: number of elements.
+        entry: offset of its entry in the metadata, bytes from the start of the file.
+        offset, nbytes: of the elements, likewise.
+    """
+
+    element_type: int
+    count: int
+    entry: int
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Offset of its end."""
+        return self.offset + self.nbytes
+
+
+Metadata = Mapping[str, "Value | tuple[Value, ...] | GgufArray"]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The checked header of a file.
+
+    Attributes:
+        version: of the format.
+        metadata: key -> value, in the order of the file.
+        header: the tensors in the order of their data, with the names of the file.
+        entries_end: offset of the end of the metadata, where the table of tensors begins.
+    """
+
+    version: int
+    metadata: Metadata
+    header: Header
+    entries_end: int
+
+
+def begins_gguf(head: bytes) -> bool:
+    """Whether a file that begins with `head` is GGUF."""
+    return head.startswith(MAGIC)
+
+
+def read_gguf(path: Path, file: str | None = None) -> GgufFile:
+    """Read and check the header of a local file.
+
+    Raises:
+        CorruptShardError, UnreadableFormatError: see `parse_gguf`.
+    """
+    with PositionalFile(path) as opened:
+        return parse_gguf(opened.read_at, opened.size(), file or path.name)
+
+
+def parse_gguf(read: ReadAt, size: int, file: str) -> GgufFile:
+    """The same for any file that can be read in ranges; nothing behind the header is read.
+
+    Args:
+        read: reads (offset, length), bytes.
+        size: size of the whole file in bytes.
+        file: name for the specs and error messages.
+
+    Raises:
+        CorruptShardError: the header is malformed, or contradicts the size of the file.
+        UnreadableFormatError: another version or byte order, or a tensor of an unknown type.
+    """
+    cursor = _Cursor(read, size, file)
+    if cursor.take(len(MAGIC)) != MAGIC:
+        raise cursor.error("it does not begin with GGUF")
+    version = cursor.number("I")
+    if version not in VERSIONS:
+        raise _other_version(version, file)
+    tensors, entries = cursor.number("Q"), cursor.number("Q")
+    if tensors > MAX_TENSORS or entries > MAX_ENTRIES:
+        raise cursor.error(
+            f"it declares {tensors:,} tensors and {entries:,} metadata entries; at most {MAX_TENSORS:,} and "
+            f"{MAX_ENTRIES:,} are read"
+        )
+    metadata = _metadata(cursor, entries)
+    entries_end = cursor.at
+    table = [_entry(cursor) for _ in range(tensors)]
+    alignment = _alignment(metadata, cursor)
+    data_start = -(-cursor.at // alignment) * alignment
+    header = _header(table, data_start, alignment, size, file)
+    end = max([spec.offset + spec.extent for spec in header.tensors], default=cursor.at)
+    if size > -(-end // alignment) * alignment:
+        raise cursor.error(f"its tensors end at byte {end:,}, and it has {size:,} bytes")
+    return GgufFile(version, metadata, header, entries_end)
+
+
+def strings(read: ReadAt, array: GgufArray, file: str) -> Iterator[str]:
+    """The texts of a long array, again from the file.
+
+    Raises:
+        CorruptShardError: one is not UTF-8.
+    """
+    cursor = _Cursor(read, array.offset + array.nbytes, file, array.offset)
+    for _ in range(array.count):
+        yield cursor.text(array.nbytes)
+
+
+class _Cursor:
+    """Reads a header in order, in pieces of `READ_BYTES`, and never past `size`."""
+
+    def __init__(self, read: ReadAt, size: int, file: str, at: int = 0) -> None:
+        self._read = read
+        self._size = size
+        self.file = file
+        self._begin, self._held = at, b""
+        self.at = at
+        self.strings = self.kept = 0
+
+    def error(self, what: str) -> CorruptShardError:
+        return CorruptShardError(f"{self.file} is not a sound GGUF file: {what}.", "Download or copy the file again.")
+
+    def require(self, length: int) -> None:
+        """Refuse a length that the file, or a header, cannot have."""
+        if length > self._size - self.at:
+            raise self.error(f"at byte {self.at:,} it declares {length:,} bytes, and it has {self._size:,} in all")
+        if self.at + length > MAX_HEADER_BYTES:
+            raise self.error(f"its header has more than {MAX_HEADER_BYTES:,} bytes")
+
+    def take(self, length: int) -> bytes:
+        """The next bytes."""
+        self.require(length)
+        start = self.at - self._begin
+        if start < 0 or start + length > len(self._held):
+            wanted = max(length, min(READ_BYTES, self._size - self.at))
+            self._begin, self._held, start = self.at, self._read(self.at, wanted), 0
+            if len(self._held) < length:
+                raise self.error(f"it ends at byte {self.at + len(self._held):,}, within its header")
+        self.at += length
+        return self._held[start : start + length]
+
+    def skip(self, length: int) -> None:
+        """Skip bytes, without reading them."""
+        self.require(length)
+        self.at += length
+
+    def number(self, form: str) -> int:
+        """The next number; `form` is a format of `struct` for integers."""
+        (found,) = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
+        return int(found)
+
+    def text(self, most: int) -> str:
+        """The next text of at most `most` bytes."""
+        length = self.number("Q")
+        if length > most:
+            raise self.error(f"it has a text of {length:,} bytes; at most {most:,} are read")
+        raw = self.take(length)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.error(f"the text {short(raw, 60)} is not UTF-8") from None
+
+
+def _other_version(version: int, file: str) -> UnreadableFormatError:
+    if version & 0xFFFF == 0:
+        return UnreadableFormatError(
+            f"{file} is a GGUF file of a big-endian machine; only little-endian ones are read.",
+            "Convert it with gguf-convert-endian of the package gguf.",
+        )
+    return UnreadableFormatError(
+        f"{file} is GGUF of version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} are read.",
+        "Write the file again with a current llama.cpp.",
+    )
+
+
+def _metadata(cursor: _Cursor, entries: int) -> Metadata:
+    found: dict[str, Value | tuple[Value, ...] | GgufArray] = {}
+    for _ in range(entries):
+        begin = cursor.at
+        key = cursor.text(MAX_KEY_BYTES)
+        if not key or not key.isprintable():
+            raise cursor.error(f"the key {short(key, 60)} is not printable text")
+        if key in found:
+            raise cursor.error(f"the key {short(key, 60)} is there twice")
+        found[key] = _value(cursor, cursor.number("I"), key, begin)
+    return found
+
+
+def _value(cursor: _Cursor, kind: int, key: str, entry: int) -> Value | tuple[Value, ...] | GgufArray:
+    if kind != _ARRAY:
+        return _single(cursor, kind, key)
+    element, count = cursor.number("I"), cursor.number("Q")
+    if element == _STRING:
+        cursor.strings += count
+        if cursor.strings > MAX_STRINGS:
+            raise cursor.error(f"its arrays have more than {MAX_STRINGS:,} texts")
+        cursor.require(count * _MIN_STRING_BYTES)
+    elif element in _FORMATS:
+        cursor.require(count * struct.calcsize(f"<{_FORMATS[element]}"))
+    else:
+        raise cursor.error(f"{short(key, 60)} is an array of type {element}; texts, numbers and booleans are read")
+    begin = cursor.at
+    if count <= KEPT_ELEMENTS and cursor.kept + count <= MAX_KEPT:
+        cursor.kept += count
+        return tuple(_single(cursor, element, key) for _ in range(count))
+    if element == _STRING:
+        for _ in range(count):
+            cursor.skip(cursor.number("Q"))
+    else:
+        cursor.skip(count * struct.calcsize(f"<{_FORMATS[element]}"))
+    return GgufArray(element, count, entry, begin, cursor.at - begin)
+
+
+def _single(cursor: _Cursor, kind: int, key: str) -> Value:
+    if kind == _STRING:
+        return cursor.text(MAX_TEXT_BYTES)
+    if kind not in _FORMATS:
+        raise cursor.error(f"{short(key, 60)} has the type {kind}, which does not exist")
+    raw = cursor.take(struct.calcsize(f"<{_FORMATS[kind]}"))
+    if _FORMATS[kind] == "?":
+        return raw != b"\0"
+    (found,) = struct.unpack(f"<{_FORMATS[kind]}", raw)
+    return found if isinstance(found, float) else int(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One row of the table of tensors; the offset is from the start of the data."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: TensorType
+    offset: int
+
+
+def _entry(cursor: _Cursor) -> _Entry:
+    name = cursor.text(MAX_NAME_BYTES)
+    if not name or not name.isprintable():
+        raise cursor.error(f"the tensor name {short(name, 60)} is not printable text")
+    dimensions = cursor.number("I")
+    if dimensions > MAX_DIMENSIONS:
+        raise cursor.error(f"{short(name, 60)} has {dimensions:,} dimensions; at most {MAX_DIMENSIONS} are read")
+    shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
+    number, offset = cursor.number("I"), cursor.number("Q")
+    kind = BY_NUMBER.get(number)
+    if kind is None:
+        raise UnreadableFormatError(
+            f"In {cursor.file} the tensor {short(name, 60)} has the ggml type {number}, which is not read here.",
+            "Use a file of a usual type such as Q4_K_M or Q8_0, or the model's original weights.",
+        )
+    if math.prod(shape) >= _LIMIT or (shape and shape[-1] % kind.elements):
+        raise cursor.error(f"{short(name, 60)} has the shape {shape}, which blocks of {kind.elements} cannot have")
+    if not shape and kind.elements != 1:
+        raise cursor.error(f"{short(name, 60)} is a single value of {kind.name}, which has blocks of {kind.elements}")
+    return _Entry(name, shape, kind, offset)
+
+
+def _alignment(metadata: Metadata, cursor: _Cursor) -> int:
+    found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    valid = isinstance(found, int) and not isinstance(found, bool) and 0 < found <= MAX_ALIGNMENT
+    if not (valid and found & (found - 1) == 0):  # type: ignore[operator]
+        raise cursor.error(f"its alignment is {short(found, 60)}; expected a power of two")
+    assert isinstance(found, int)
+    return found
+
+
+def _header(table: Iterable[_Entry], data_start: int, alignment: int, size: int, file: str) -> Header:
+    specs, seen = [], set[str]()
+    error = _Cursor(lambda offset, length: b"", size, file).error
+    for entry in table:
+        if entry.name in seen:
+            raise error(f"the tensor {short(entry.name, 60)} is there twice")
+        seen.add(entry.name)
+        if entry.offset % alignment:
+            raise error(f"{short(entry.name, 60)} begins at byte {entry.offset:,} of the data, not at {alignment:,}")
+        specs.append(_spec(entry, data_start, file))
+    specs.sort(key=lambda spec: (spec.offset, spec.extent))
+    at = data_start
+    for spec in specs:
+        if spec.offset < at:
+            raise error(f"{short(spec.name, 60)} overlaps another tensor")
+        at = spec.offset + spec.extent
+        if at > size:
+            raise error(f"{short(spec.name, 60)} ends at byte {at:,}, and the file has {size:,}")
+    return Header(tuple(specs), {}, data_start)
+
+
+def _spec(entry: _Entry, data_start: int, file: str) -> TensorSpec:
+    """The tensor as dequantized to float32, or as it is if its type is plain."""
+    elements, kind = math.prod(entry.shape), entry.kind
+    nbytes, offset = elements // kind.elements * kind.nbytes, data_start + entry.offset
+    if kind.dtype is not None:
+        return TensorSpec(entry.name, kind.dtype, entry.shape, file, offset, nbytes)
+    return TensorSpec(entry.name, "F32", entry.shape, file, offset, elements * 4, blocks=StoredBlocks(kind, nbytes))
+
+
+# A small file with the metadata and the names of the tensors, from which other readers make a config and a tokenizer.
+
+
+def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: bool = True) -> Iterator[bytes]:
+    """The content of a GGUF file with the metadata of `file`, and tensors of these names without their data.
+
+    Args:
+        file: the checked header.
+        read: reads (offset, length) of the same file.
+        names: of the tensors of all files of the checkpoint. Each becomes one float32, zero.
+        long_arrays: whether it has the arrays that are `GgufArray` here.
+    """
+    listed, at = list(names), 0
+    left_out = [value for value in file.metadata.values() if isinstance(value, GgufArray)] if not long_arrays else []
+    entries = len(file.metadata) - len(left_out)
+    alignment = file.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    assert isinstance(alignment, int)
+    begins = [*(value.end for value in left_out), file.entries_end]
+    ends = [*(value.entry for value in left_out), file.entries_end]
+    pieces = [MAGIC + struct.pack("<IQQ", file.version, len(listed), entries)]
+    cut = zip([_ENTRIES_BEGIN, *begins[:-1]], ends, strict=True)
+    parts = (read(begin, end - begin) for begin, end in cut)
+    raw = (
+        struct.pack("<Q", len(name.encode()))
+        + name.encode()
+        + struct.pack("<IQIQ", 1, 1, 0, number * max(alignment, 4))
+        for number, name in enumerate(listed)
+    )
+    for piece in (*pieces, *parts, *raw):
+        at += len(piece)
+        yield piece
+    yield bytes(-at % alignment + len(listed) * max(alignment, 4))

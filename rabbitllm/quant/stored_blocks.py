@@ -1,0 +1,127 @@
+"""Reads tensors of any specification in row-major order; those that a file has as blocks are dequantized.
+
+A tensor is read in pieces. The blocks that contain a piece are read and dequantized, a bounded number at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rabbitllm.formats.tensor_spec import (
+    DTYPES,
+    GAP_BYTES,
+    STAGING_BYTES,
+    Change,
+    Readable,
+    StoredBlocks,
+    TensorSpec,
+    read_run,
+    torch_dtype,
+)
+from rabbitllm.quant.gguf_blocks import dequantize
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_ELEMENTS = 1 << 18
+"""Elements that are dequantized at a time; the float32 values and their parts take some megabytes."""
+
+
+class HeldBytes:
+    """A part of a file in memory, by the offsets of the file.
+
+    Args:
+        data: the bytes.
+        begin: offset of the first one in the file.
+    """
+
+    def __init__(self, data: memoryview, begin: int) -> None:
+        self._data = data
+        self._begin = begin
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """See `Readable`."""
+        found = self._data[offset - self._begin :][: len(buffer)]
+        buffer[: len(found)] = found
+        return len(found)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """The bytes of a range, fewer only at the end."""
+        return bytes(self._data[offset - self._begin :][:length])
+
+
+def read_tensor(file: Readable, spec: TensorSpec, begin: int, buffer: memoryview) -> int:
+    """Fill `buffer` with the tensor's bytes from byte `begin` on in row-major order, of the specification's dtype.
+
+    Args:
+        file: the file that holds it.
+        spec: the tensor; not empty if it has strides.
+        begin: bytes; of a tensor with strides or blocks a multiple of the element's size, like the length of `buffer`.
+        buffer: writable; at most the rest of the tensor.
+
+    Returns:
+        The number of bytes filled; fewer than requested only if the file ended.
+    """
+    if spec.blocks is None:
+        return read_run(file, spec, begin, buffer)
+    dense = spec._replace(offset=0, blocks=None)
+    together = spec.granule * DTYPES[spec.dtype].bits // 8 <= STAGING_BYTES  # rows of a head are dequantized once
+    gap = STAGING_BYTES if together else GAP_BYTES
+    return read_run(_Dequantized(file, spec, spec.blocks), dense, begin, buffer, gap)
+
+
+class _Dequantized:
+    """The elements of a tensor in the order of its file, as if they were stored as its dtype from offset 0 on."""
+
+    def __init__(self, file: Readable, spec: TensorSpec, blocks: StoredBlocks) -> None:
+        self._file = file
+        self._spec = spec
+        self._blocks = blocks
+        self._width = DTYPES[spec.dtype].bits // 8
+        self._dtype = torch_dtype(spec.dtype)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """See `Readable`."""
+        import torch
+
+        first, count, kind = offset // self._width, len(buffer) // self._width, self._blocks.kind
+        if not count:
+            return 0
+        into = torch.frombuffer(buffer, dtype=torch.uint8)
+        step = PIECE_ELEMENTS // kind.elements * kind.elements
+        at = first // kind.elements * kind.elements
+        while at < first + count:
+            end = min(at + step, -(-(first + count) // kind.elements) * kind.elements)
+            begins, length = at // kind.elements * kind.nbytes, (end - at) // kind.elements * kind.nbytes
+            raw = bytearray(length)
+            if self._file.read_into(memoryview(raw), self._spec.offset + begins) != length:
+                return max(at - first, 0) * self._width
+            values = changed(dequantized(self._blocks, raw), self._blocks.change).to(self._dtype)
+            wanted = values[max(first - at, 0) : first + count - at].view(torch.uint8)
+            to = max(at - first, 0) * self._width
+            into[to : to + wanted.numel()] = wanted
+            at = end
+        return len(buffer)
+
+
+def dequantized(blocks: StoredBlocks, raw: bytearray) -> torch.Tensor:
+    """The values of some blocks: float32, of one dimension."""
+    import torch
+
+    kind = blocks.kind
+    if kind.dtype is not None:
+        return torch.frombuffer(raw, dtype=torch_dtype(kind.dtype)).float()
+    count = len(raw) // kind.nbytes
+    return dequantize(kind.name, torch.frombuffer(raw, dtype=torch.uint8), (count * kind.elements,), torch.float32)
+
+
+def changed(values: torch.Tensor, change: Change) -> torch.Tensor:
+    """The same values after an elementwise operation, as numpy computes it in float32."""
+    import numpy as np
+    import torch
+
+    if change is Change.MINUS_ONE:
+        return values - 1
+    if change is Change.LOG_OF_NEGATIVE:
+        return torch.from_numpy(np.log(-values.numpy()))
+    return values
