@@ -10,12 +10,15 @@ import contextlib
 import functools
 import gc
 import logging
+import mmap
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -44,6 +47,11 @@ class Device(Protocol):
     torch_device: torch.device
     shares_host_memory: bool
     """Whether a host buffer is a device buffer, so that nothing needs copying."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it computes in bfloat16 itself."""
+        ...
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory on a page boundary, uint8 (nbytes,), pinned if the device copies from it.
@@ -97,6 +105,10 @@ class Device(Protocol):
         """Return memory that the allocator keeps unused, after an allocation has failed."""
         ...
 
+    def as_current(self) -> AbstractContextManager[Any]:
+        """A context in which it is torch's current device, where kernels of other libraries (Triton) are launched."""
+        ...
+
 
 def aligned_host(nbytes: int) -> torch.Tensor:
     """Host memory on a page boundary, uint8 (nbytes,)."""
@@ -113,6 +125,7 @@ class CpuDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
     shares_host_memory = True
+    has_bf16 = True
 
     def __init__(self) -> None:
         self._buffers: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
@@ -153,6 +166,9 @@ class CpuDevice:
     def empty_cache(self) -> None:
         pass
 
+    def as_current(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
 
 class CudaDevice:
     """One GPU. Copies run on a stream of their own, so that they overlap with computation.
@@ -170,16 +186,23 @@ class CudaDevice:
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
+    @property
+    def has_bf16(self) -> bool:
+        return capability_suits_bf16(torch.cuda.get_device_capability(self.torch_device))
+
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         # allocated here and then pinned: torch's allocator of pinned memory would round each buffer up to a power of
         # two, and keep it for the life of the process
-        buffer = aligned_host(nbytes)
+        memory = page_aligned(max(nbytes, 1))
+        buffer = _as_tensor(memory, nbytes)
         if self._pin and nbytes:
             with torch.cuda.device(self.torch_device):
                 code = int(_cudart().cudaHostRegister(buffer.data_ptr(), nbytes, _FOR_EVERY_GPU))
             if code:
                 self._forget_error()
                 raise RuntimeError(f"the CUDA driver cannot pin {nbytes:,} more bytes, error {code}")
+            if sys.platform == "linux":  # copies pinned pages at a fork, such as a notebook's `!command`
+                cast(mmap.mmap, memory.obj).madvise(mmap.MADV_DONTFORK)
         return buffer
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
@@ -233,8 +256,11 @@ class CudaDevice:
         return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.torch_device)
 
     def empty_cache(self) -> None:
-        with torch.cuda.device(self.torch_device):
+        with self.as_current():
             torch.cuda.empty_cache()
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.torch_device)
 
 
 def _cudart() -> Any:
@@ -331,18 +357,6 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
         said = subject or f"device={name!r}"
         raise DeviceError(f"{said} does not exist: {has}.", "Use an existing device, or device='cpu' or 'auto'.")
     return CudaDevice(int(match[1]), pin_memory)
-
-
-def default_device() -> str:
-    """The default device to run a model and to quantize it: the first GPU, else the CPU."""
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
-def suits_bf16(device: Device) -> bool:
-    """Whether a device computes in bfloat16 itself."""
-    if device.torch_device.type != "cuda":
-        return True
-    return capability_suits_bf16(torch.cuda.get_device_capability(device.torch_device))
 
 
 def capability_suits_bf16(capability: tuple[int, int]) -> bool:

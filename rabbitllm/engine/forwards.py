@@ -1,4 +1,6 @@
-"""Forwards that replace those of a model's modules: Llama 4's experts, and bfloat16 products of linear layers."""
+"""Forwards that replace those of a model: Llama 4's experts, bfloat16 products of linear layers; and hooks that keep
+float16 finite.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,55 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.integrations import sdpa_attention
 
 from rabbitllm.quant import bfloat_products
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from transformers import PreTrainedModel
+
+_repeating: set[torch.device] = set()
+
+
+def repeat_keys_on(device: torch.device) -> None:
+    """Make transformers' `sdpa` repeat keys and values for all query heads on a device, instead of `enable_gqa`.
+
+    For GPUs before compute capability 8.0. They have no flash attention, and torch's memory-efficient attention takes
+    no grouped keys, so with `enable_gqa` torch makes the whole attention matrix: about 2.6 GB for 64 heads and 2,048
+    tokens (transformers issue 48633, pytorch issue 191085).
+    """
+    if not _repeating and hasattr(sdpa_attention, "use_gqa_in_sdpa"):
+        ordinary = sdpa_attention.use_gqa_in_sdpa
+
+        def use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, *others: Any) -> bool:
+            return key.device not in _repeating and bool(ordinary(attention_mask, key, *others))
+
+        sdpa_attention.use_gqa_in_sdpa = use_gqa
+    _repeating.add(device)
+
+
+LARGEST_HALF = torch.finfo(torch.float16).max
+
+
+def keep_finite(layers: Iterable[nn.Module]) -> None:
+    """Clamp the hidden states that decoder layers return, and those that their norms get, to the range of float16.
+
+    For a model that was trained in bfloat16: hidden states of Qwen2.5-72B are beyond float16 (exllamav2 issue 627), and
+    a norm turns an infinite value into NaN.
+    """
+
+    def clamp(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float16:
+            return value.clamp(-LARGEST_HALF, LARGEST_HALF)
+        return (clamp(value[0]), *value[1:]) if type(value) is tuple and value else value
+
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, output: clamp(output))
+        for module in layer.modules():
+            if "Norm" in type(module).__name__:
+                module.register_forward_pre_hook(lambda module, args: clamp(args))
 
 
 def route_llama4(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.expert_source import ExpertSource, packed_by
 from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.first_use import ReadAhead, check_rows_before, wait_before
-from rabbitllm.engine.forwards import RowProducts
+from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
     PartChooser,
@@ -122,6 +122,11 @@ def load_model(
             check_unused(model, weights, store)
         except IncompleteSplitError as error:
             logger.warning("%s The config and the weights may belong to different models.", error.problem)
+    for device in chosen:
+        if not device.has_bf16:
+            repeat_keys_on(device.torch_device)
+    if plan.is_narrowed:
+        keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
     published.say_how(plan.quantizer, folder, model.dtype, chosen)
     if options.fast_bfloat16:
@@ -208,6 +213,8 @@ def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Calla
     return lambda path: owners.get(enclosing(path, owners) or "", home)
 
 
+TRIED = (1, 6, 16)
+"""Rows of input in a trial: bitsandbytes has a kernel for each of these."""
 MAX_ROWS = 4096
 """Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
 
@@ -225,21 +232,33 @@ def _fused(
     Resident units were dequantized once and stay so, which serves any number of inputs at once.
     """
     packs = {name: fused_packs(device) for name, device in devices.items() if not device.shares_host_memory}
+    places = {placed.unit: placed.device for placed in placement.experts}
+    fused = fused_units(sources, placement, packs, weights, store)
+    return fused, [packed_by(source, packs.get(places[source.name])) for source in experts]
+
+
+def fused_units(
+    sources: Mapping[str, UnitSource],
+    placement: Placement,
+    packs: Mapping[str, Packs],
+    weights: WeightMap,
+    store: WeightFiles,
+) -> Mapping[str, UnitSource]:
+    """The units, where those that are dequantized for each use are multiplied from their codes on these devices."""
     dequantized_once = (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE)
     units = {
         placed.unit: source_of(sources[placed.unit].unit, weights, store, packs[placed.device])
         for placed in placement.units
         if placed.device in packs and placed.tier not in dequantized_once
     }
-    places = {placed.unit: placed.device for placed in placement.experts}
-    return {**sources, **units}, [packed_by(source, packs.get(places[source.name])) for source in experts]
+    return {**sources, **units}
 
 
 def fused_packs(device: Device) -> Packs:
-    """The choice whether a device multiplies one input from 4bit codes, as bitsandbytes does, or dequantizes first.
+    """The choice whether a device multiplies by bitsandbytes' 4bit products, or dequantizes each matrix first.
 
     A product from codes moves a ninth of the bytes. A trial for each shape and dtype, with random codes and inputs,
-    verifies the kernel's result on this device.
+    verifies the results of its kernels on this device.
     """
     trial = functools.cache(functools.partial(_is_right, device))
 
@@ -265,10 +284,11 @@ def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)
     absmax = torch.rand(rows * columns // NF4_BLOCK, generator=generator)
-    table, inputs = torch.linspace(-1, 1, 16), torch.randn(1, columns, generator=generator).to(dtype)
+    table, inputs = torch.linspace(-1, 1, 16), torch.randn(max(TRIED), columns, generator=generator).to(dtype)
     try:
         matrix, x = FusedMatrix(form, payload.to(place), absmax.to(place), table.to(place)), inputs.to(place)
-        if is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantized(dtype))):
+        expected = torch.nn.functional.linear(x, matrix.dequantized(dtype))
+        if all(is_near(matrix.linear(x[:count], None), expected[:count]) for count in TRIED):
             return True
         logger.warning("bitsandbytes multiplies 4bit codes incorrectly on %s; layers are dequantized.", device.name)
     except Exception as error:

@@ -21,7 +21,7 @@ from rabbitllm.base.collection import uncollected
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import published, skeleton
-from rabbitllm.engine.devices import Device, budget_of, host_room, suits_bf16
+from rabbitllm.engine.devices import Device, budget_of, host_room
 from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
 from rabbitllm.engine.expert_source import ExpertSource
@@ -180,6 +180,7 @@ class LoadPlan:
         experts: the modules whose experts are streamed individually.
         placement: the tier and device of each.
         quantizer: transformers' own, of weights that are published quantized; None for plain ones.
+        is_narrowed: whether it computes in float16 although it is a bfloat16 model.
     """
 
     model: PreTrainedModel
@@ -188,6 +189,7 @@ class LoadPlan:
     experts: tuple[ExpertSource, ...]
     placement: Placement
     quantizer: HfQuantizer | None = None
+    is_narrowed: bool = False
 
 
 @uncollected()
@@ -203,6 +205,7 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
     skeleton.check_counts(config, len(store.tensors), store.label)
     quantizer = published.quantizer_for(home, config, devices)
     dtype = _choose_dtype(options.dtype, config, store, devices)
+    is_narrowed = options.dtype is None and dtype == torch.float16 and _own_dtype(config, store) == torch.bfloat16
     if quantizer is not None:
         dtype = quantizer.update_dtype(dtype)
     attention = _attention(options.attn_implementation, config, devices, dtype)
@@ -227,7 +230,7 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
             f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
             "Raise max_memory.",
         )
-    return LoadPlan(model, weights, sources, tuple(experts), placement, quantizer)
+    return LoadPlan(model, weights, sources, tuple(experts), placement, quantizer, is_narrowed)
 
 
 def check(config_folder: Path, options: RunOptions, devices: Sequence[Device]) -> None:
@@ -334,8 +337,8 @@ def _choose_dtype(
     named = _named_dtype(wanted)
     if named is not None:
         return named
-    dtype = _config_dtype(config) or _stored_dtype(store)
-    if dtype == torch.bfloat16 and not all(suits_bf16(device) for device in devices):
+    dtype = _own_dtype(config, store)
+    if dtype == torch.bfloat16 and not all(device.has_bf16 for device in devices):
         logger.warning("This GPU has no bfloat16; the model computes in float16. Pass dtype='float32' if it overflows.")
         return torch.float16
     return dtype
@@ -352,6 +355,10 @@ def _named_dtype(name: str | None) -> torch.dtype | None:
 
 def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
     return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+
+
+def _own_dtype(config: PretrainedConfig, store: WeightFiles) -> torch.dtype:
+    return _config_dtype(config) or _stored_dtype(store)
 
 
 def _stored_dtype(store: WeightFiles) -> torch.dtype:
@@ -379,7 +386,7 @@ def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device],
     own = skeleton.model_class(config)
     kinds = getattr(own, "_compatible_flash_implementations", None) or ["flash_attention_2"]
     supported = getattr(own, "_supports_flash_attn", False) and "flash_attention_2" in kinds
-    return "flash_attention_2" if supported and suits_bf16(devices[0]) and is_flash_attn_2_available() else None
+    return "flash_attention_2" if supported and devices[0].has_bf16 and is_flash_attn_2_available() else None
 
 
 def place_units(

@@ -37,7 +37,8 @@ class Tier(enum.Enum):
     MAPPED = "mapped rows"
     """An embedding that is used in its mapped file: ready, and only the rows that are looked up take memory."""
     PINNED = "page-locked RAM"
-    """In pinned host memory, in stored form; copied to the device for each pass."""
+    """In pinned host memory (in ordinary one if the driver pins no more), in stored form; copied to the device for each
+    pass."""
     STREAMED = "streamed"
     """In the layer file; read for each pass, and copied to a device with memory of its own."""
     ROUTED = "by routing"

@@ -291,11 +291,11 @@ def _release(device: Device, buffers: list[torch.Tensor], guard: ForkGuard) -> N
 def keep_units(
     placement: Placement, sources: Mapping[str, UnitSource], devices: Mapping[str, Device], store: WeightFiles
 ) -> tuple[Placement, dict[str, HostBuffers]]:
-    """Read the units of `Tier.PINNED` into pinned memory.
+    """Read the units of `Tier.PINNED` into pinned memory, or into ordinary memory if the driver pins no more.
 
     Returns:
-        The placement, where units that could not be pinned are streamed, and device name -> its pinned memory, for each
-        device with memory of its own.
+        The placement, where units that no memory was left for are streamed, and device name -> its pinned memory, for
+        each device with memory of its own.
 
     Raises:
         OSError: a layer file cannot be read.
@@ -305,14 +305,27 @@ def keep_units(
     wanted = [placed for placed in placement.units if placed.tier is Tier.PINNED]
     # read once, so the page cache is better left to files that are read again and again
     reader = SpanReader(store, ReadMode(drop=True), store.checks)
+    pins = True
     for at, placed in enumerate(wanted):
         source = sources[placed.unit]
         try:
-            buffer = memories[placed.device].take(source.buffer_bytes)
+            try:
+                buffer = (memories[placed.device].take if pins else aligned_host)(source.buffer_bytes)
+            except RuntimeError as error:  # a limit of the driver (WSL2) or of the user; memory itself is not short
+                pins = False
+                logger.warning(
+                    "No more than %s of host memory can be pinned (%s); %d layers of %s are kept in ordinary memory, "
+                    "from which copies are slower.",
+                    size(sum(done.stored for done in wanted[:at])),
+                    error,
+                    len(wanted) - at,
+                    size(sum(left.stored for left in wanted[at:])),
+                )
+                buffer = aligned_host(source.buffer_bytes)
         except REFUSALS as error:
             refused = wanted[at:]
             logger.warning(
-                "No more than %s of host memory can be pinned (%s); %d layers of %s that were to be "
+                "There is no host memory for more than %s of layers (%s); %d layers of %s that were to be "
                 "kept there are read from the disk for each pass.",
                 size(sum(done.stored for done in wanted[:at])),
                 error,

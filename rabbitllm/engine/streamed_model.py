@@ -24,7 +24,7 @@ from rabbitllm.engine.processor import read_processor
 from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
-from rabbitllm.errors import CopyError
+from rabbitllm.errors import CopyError, RabbitLLMError
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -113,15 +113,31 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         if shared is not None and shared.is_member():
             computed = shared.come_in(args, kwargs)
             if computed is not None:
-                return computed
+                return self._finite(computed)
             with self.streamer.passing(), torch.no_grad():
-                return super().__call__(*args, **kwargs)
+                return self._finite(super().__call__(*args, **kwargs))
         if self._all_resident:
             with self.streamer.memory_explained():
-                return self._pass(*args, **kwargs)
+                return self._finite(self._pass(*args, **kwargs))
         with self.streamer.passing(), torch.no_grad():
-            output = self._pass(*args, **kwargs)
+            output = self._finite(self._pass(*args, **kwargs))
         return untrainable(output, training=self.training)
+
+    def _finite(self, output: Any) -> Any:
+        """The output, unless its last logits show that float16 has overflowed.
+
+        Raises:
+            RabbitLLMError: they do. Tokens would be garbage, and to sample from NaN ends a process's use of CUDA.
+        """
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, torch.Tensor) or logits.dtype != torch.float16 or logits.dim() != 3:
+            return output
+        if not bool((logits[:, -1] < torch.inf).all()):  # -inf is legal: a token that is never chosen
+            raise RabbitLLMError(
+                "The logits are not finite: a value in the model is beyond the range of float16.",
+                "Load the model with dtype='float32', or dtype='bfloat16' on a GPU that has it.",
+            )
+        return output
 
     @contextlib.contextmanager
     def joint_pass(self, entry: PassInput) -> Iterator[None]:

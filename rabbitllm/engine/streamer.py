@@ -195,6 +195,7 @@ class Streamer:
         self._brought_memos: dict[str, Memo] = {name: {} for name in executors}
         self.tables: dict[str, TableRows] = {}
         self._letting_go: dict[str, Callable[[], None]] = {}
+        self._current: list[AbstractContextManager[Any]] = []
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.executors[placed.device])
         self._watch_calls(sources, placement)
@@ -317,8 +318,19 @@ class Streamer:
         for executor in self.executors.values():
             executor.loader.reset()
 
+    def _make_current(self, device: Device) -> None:
+        context = device.as_current()
+        context.__enter__()
+        self._current.append(context)
+
+    def _unmake_current(self) -> None:
+        if self._current:
+            self._current.pop().__exit__(None, None, None)
+
     def _let_go(self) -> None:
         """Free all bound weights, and those that were made because they were read."""
+        while self._current:  # after a KeyboardInterrupt
+            self._unmake_current()
         for name in list(self._letting_go):
             self._letting_go[name]()  # kept until it is over: it may be interrupted too
             self._letting_go.pop(name, None)
@@ -336,6 +348,9 @@ class Streamer:
         if tier is Tier.ELSEWHERE:
             self._unbinding(source, device, elsewhere=True)()
             return
+        if not device.shares_host_memory:
+            unit.module.register_forward_pre_hook(lambda module, args: self._make_current(device))
+            unit.module.register_forward_hook(lambda module, args, output: self._unmake_current(), always_call=True)
         if len(self.executors) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(executor.boundary, with_kwargs=True)
         if tier in READY or (tier is Tier.PACKED and source.is_view):  # multiplied in stored form

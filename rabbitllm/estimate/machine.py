@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
+from rabbitllm.engine.devices import Device, resolve_devices
 from rabbitllm.estimate.cost_model import PROMPT_TOKENS
 from rabbitllm.estimate.measure import (
     DIRECT,
@@ -269,7 +269,7 @@ def measurements(machine: Machine) -> Iterator[tuple[Callable[[], float | None],
         measure = partial(machine.measured, ("read", way), partial(sample.rate, way))
         yield measure, f"reading the disk of layer files, {words}"
     for device in machine.devices:
-        plain = "bfloat16" if suits_bf16(device) else "float16"
+        plain = "bfloat16" if device.has_bf16 else "float16"
         coded = dict.fromkeys(scheme.codes for scheme in SCHEMES.values()) if device.shares_host_memory else ()
         for form in (plain, *coded):
             codes = " codes" if form in SCHEMES else ""
@@ -281,7 +281,7 @@ def measurements(machine: Machine) -> Iterator[tuple[Callable[[], float | None],
 def _product(machine: Machine, device: Device, form: str) -> float:
     if form in SCHEMES:
         check_compression(form)
-    dtype = torch.bfloat16 if suits_bf16(device) else torch.float16
+    dtype = torch.bfloat16 if device.has_bf16 else torch.float16
 
     def measure() -> float:
         return working_set(form, TYPICAL_SHAPES, dtype, device, SET_BYTES, mapped=True).rate(1)

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.forks import own_lock
 from rabbitllm.checkpoints import hub_cache
-from rabbitllm.checkpoints.index import META_PARAMETERS, is_index, is_meta, read_index
-from rabbitllm.checkpoints.local import check_place, entry_in
+from rabbitllm.checkpoints.index import META_PARAMETERS, is_gguf, is_index, is_meta, read_index
+from rabbitllm.checkpoints.local import LocalCheckpoint, check_place, entry_in
 from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
 from rabbitllm.errors import (
     CheckpointError,
@@ -42,7 +42,8 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.safetensors_file import view_bytes
 from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, read_run, torch_dtype
+from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, torch_dtype
+from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage.files import CAN_MAP_PRIVATELY, OpenFiles, PositionalFile, identity_of
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore
@@ -91,11 +92,11 @@ class ShardFile:
 
     def viewable(self, spec: TensorSpec) -> bool:
         """Whether the tensor is made as a view of the mapped file, at the file's own strides."""
-        return self._mappable and spec.offset % max(1, DTYPES[spec.dtype].bits // 8) == 0
+        return self._mappable and spec.blocks is None and spec.offset % max(1, DTYPES[spec.dtype].bits // 8) == 0
 
     def has_rows(self, spec: TensorSpec) -> bool:
         """Whether some rows of the tensor can be read as a tensor of their own."""
-        return spec.strides is None and spec.nbytes > 0
+        return spec.strides is None and spec.blocks is None and spec.nbytes > 0
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """An ordinary tensor on the CPU, writable; writing to it never changes the file.
@@ -171,7 +172,7 @@ class ShardFile:
 
     def _read_into(self, spec: TensorSpec, buffer: memoryview) -> None:
         with self._open() as file:
-            if read_run(file, spec, 0, buffer) != len(buffer) or file.identity() != self._file.identity:
+            if read_tensor(file, spec, 0, buffer) != len(buffer) or file.identity() != self._file.identity:
                 raise _changed(self.path)
         if self._checks is not None:
             self._checks.read(self._name, spec.offset, buffer)
@@ -393,6 +394,8 @@ def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
     entry = entry_in(folder)
     if is_meta(entry):
         return _open_meta(folder, mapped)
+    if is_gguf(entry):
+        return _open_gguf(folder, mapped)
     snapshot = hub_cache.snapshot_of(folder)
     check_place(folder / entry, folder, snapshot)
     index = read_index(folder / entry) if is_index(entry) else None
@@ -427,6 +430,22 @@ def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
         plain = first.piece is None and first.view is None
         described = first._replace(strides=None, view=None) if first.piece is None else first.whole
         places[name] = (first, files[first.file]) if plain else (described, joined)
+    return LazyCheckpoint(folder, files, places)
+
+
+@uncollected()
+def _open_gguf(folder: Path, mapped: bool) -> LazyCheckpoint:
+    """Open GGUF files, under the names of transformers; blocks are dequantized when a tensor is used."""
+    checkpoint = LocalCheckpoint(folder)
+    files: dict[str, ShardFile] = {}
+    places: dict[str, tuple[TensorSpec, ShardFile | JoinedFiles]] = {}
+    with contextlib.ExitStack() as failed:
+        for shard in sorted(checkpoint.index.shards):
+            files[shard] = ShardFile(checkpoint.acquire(shard), shard, mapped=mapped)
+            failed.callback(files[shard].close)
+            for spec in checkpoint.taken_from(shard, files[shard].header).tensors:
+                places[spec.name] = spec, files[shard]
+        failed.pop_all()
     return LazyCheckpoint(folder, files, places)
 
 

@@ -30,6 +30,7 @@ from rabbitllm.checkpoints.index import (
     WEIGHT_SUFFIXES,
     CheckpointIndex,
     index_of,
+    is_gguf,
     read_index,
     shard_names,
 )
@@ -93,7 +94,12 @@ def input_of(name: str, access: HubAccess, work: Path) -> Input:
         OptionError: `name` is an index instead of its folder.
     """
     path = expand(name)
-    if name and not path.is_dir() and (path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir())):
+    if (
+        name
+        and not path.is_dir()
+        and not is_gguf(path.name)
+        and (path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir()))
+    ):
         if path.name.endswith(".index.json"):
             raise OptionError(f"{path} is an index file; expected a checkpoint.", f"Use its folder: {path.parent}.")
         return _File(name, path, work / directory_name(None))

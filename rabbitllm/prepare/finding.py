@@ -322,8 +322,12 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
 def _find_gguf(file: Path, spec: ModelSpec, *, only_look: bool) -> Source:
     """Find the source for one GGUF file of several in a folder; its split directory is named after it."""
     [entry] = gguf_models([file.name]) or [file.name]
-    base = f"{spec.base}-{entry.removesuffix(GGUF_SUFFIX)}"
-    return _find_local(file.parent, dataclasses.replace(spec, base=base), only_look=only_look, entry=entry)
+    return _find_local(file.parent, _with_base(spec, entry.removesuffix(GGUF_SUFFIX)), only_look=only_look, entry=entry)
+
+
+def _with_base(spec: ModelSpec, model: str) -> ModelSpec:
+    """Return the spec with a split directory for one of several models; a folder of the user's own is for one alone."""
+    return spec if spec.folder is not None else dataclasses.replace(spec, base=f"{spec.base}-{model}")
 
 
 def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
@@ -331,8 +335,8 @@ def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
     try:
         name, _, quantization = spec.name.partition(":")
         if quantization and locations.is_repo_id(name):
-            base = f"{spec.base}-{locations.checked_quantization(quantization)}"
-            named = dataclasses.replace(spec, name=name, base=base)
+            named = _with_base(spec, locations.checked_quantization(quantization))
+            named = dataclasses.replace(named, name=name)
             found = _find_repository(named, only_look=only_look, quantization=quantization)
             return dataclasses.replace(found, name=spec.name)
         if not locations.is_repo_id(spec.name):

@@ -10,8 +10,9 @@ On a Xeon with AVX-512, one thread, 5632 x 2048 at 4bit, milliseconds of the pro
 by code, 64 rows 22 and 36, 256 rows 88 and 163; dequantized and multiplied by torch 22, 45 and 92. Below 6 rows code by
 code is faster, and above 256 torch is.
 
-On a device for which bitsandbytes has a kernel, one input is multiplied from the codes; more inputs with the matrix,
-which is dequantized for each product.
+On a device for which bitsandbytes has kernels, `matmul_4bit` multiplies: from the codes, or with the dequantized matrix
+if its own tables of rows and architectures say so. So that this matrix needs little memory, many inputs are multiplied
+with some rows of the matrix at a time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
 """Elements that are dequantized at a time: 4 MiB of bfloat16."""
+FUSED_ELEMENTS = 1 << 26
+"""Elements of a matrix that bitsandbytes may dequantize at a time: 128 MiB of float16."""
+FEW_INPUTS = 4
+"""Rows of input that it always multiplies from the codes (0.50, backends/cuda/ops.py)."""
 SEGMENT = 64
 """Codes that the kernel without panels sums before their scale is applied."""
 
@@ -96,14 +101,20 @@ class FusedMatrix(QuantizedMatrix):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same."""
-        import torch
-
-        if x.numel() != x.shape[-1]:
-            return torch.nn.functional.linear(x, self.dequantized(x.dtype), bias)
-        product = multiply_4bit(self.form, self.payload, self.absmax, self.table, x.reshape(1, -1).contiguous())
-        if bias is not None:
-            product = product + bias
-        return product.view(*x.shape[:-1], self.form.shape[0])
+        rows, columns = self.form.shape
+        flat = x.reshape(-1, columns).contiguous()
+        step = rows if len(flat) <= FEW_INPUTS else max(FUSED_ELEMENTS // columns, 1)
+        if step >= rows:
+            out = multiply_4bit(self.form, self.payload, self.absmax, self.table, flat, bias)
+        else:
+            out = x.new_empty(len(flat), rows)
+            codes, scales = self.payload.view(rows, -1), self.absmax.view(rows, -1)
+            for begin in range(0, rows, step):
+                end = min(begin + step, rows)
+                few = replace(self.form, shape=(end - begin, columns))
+                given = codes[begin:end].reshape(-1, 1), scales[begin:end].reshape(-1), self.table, flat
+                out[:, begin:end] = multiply_4bit(few, *given, None if bias is None else bias[begin:end])
+        return out.view(*x.shape[:-1], rows)
 
 
 @dataclass(frozen=True, slots=True)

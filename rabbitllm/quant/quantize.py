@@ -290,6 +290,9 @@ def scales_at(
 
 # Dequantization, and products by bitsandbytes.
 
+RUN_ELEMENTS = 1 << 24
+"""Elements that are cast at a time: a multiple of the block."""
+
 
 def operands(
     form: Quantized, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]
@@ -335,8 +338,17 @@ def dequantize(
     if form.scheme in BLOCK_TYPES:
         return gguf_blocks.dequantize(form.scheme, payload, form.shape, dtype)
     if form.scheme == "4bit":
-        whole = replace(form, shape=_in_whole_blocks(form.shape))
-        result: torch.Tensor = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
+        elements = math.prod(form.shape)
+        if form.dtype == str(dtype).removeprefix("torch.") or elements <= RUN_ELEMENTS:
+            whole = replace(form, shape=_in_whole_blocks(form.shape))
+            result: torch.Tensor = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
+        else:  # in runs: the matrix would be in memory in both dtypes
+            result = absmax.new_empty(elements, dtype=dtype)
+            codes, scales = payload.view(-1), absmax.view(-1)
+            for begin in range(0, elements, RUN_ELEMENTS):
+                end = min(begin + RUN_ELEMENTS, elements)
+                run = codes[begin // 2 : -(-end // 2)], scales[begin // NF4_BLOCK : -(-end // NF4_BLOCK)]
+                result[begin:end] = dequantize(replace(form, shape=(end - begin,)), *run, table, dtype)
     else:
         state = functional().QuantState(absmax=absmax, code=table, blocksize=INT8_BLOCK, dtype=dtype)
         result = functional().dequantize_blockwise(payload, state)
@@ -356,22 +368,28 @@ def _in_whole_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def multiply_4bit(
-    form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, x: torch.Tensor
+    form: Quantized,
+    payload: torch.Tensor,
+    absmax: torch.Tensor,
+    table: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x @ W.T` by bitsandbytes, from the codes if it has a kernel for the device; else it dequantizes.
+    """`x @ W.T + bias` by bitsandbytes, from the codes if it has a kernel for device and shape; else it dequantizes.
 
     `matmul_4bit` is called instead of `gemv_4bit`, which on some CPUs expects the codes in another order.
 
     Args:
         form: (N, K) at 4bit, K a multiple of 64.
         payload, absmax, table: as for `dequantize`.
-        x: (1, K), contiguous, of a floating dtype.
+        x: (T, K), contiguous, of a floating dtype.
+        bias: (N,), of the same; None for none.
 
     Returns:
-        (1, N), of x's dtype; rounded differently from a product with the dequantized matrix.
+        (T, N), of x's dtype; rounded differently from a product with the dequantized matrix.
     """
     state = _nf4_quant_state(form, absmax, table)
-    product: torch.Tensor = bitsandbytes().matmul_4bit(x, payload.view(-1, 1).t(), quant_state=state)
+    product: torch.Tensor = bitsandbytes().matmul_4bit(x, payload.view(-1, 1).t(), quant_state=state, bias=bias)
     return product
 
 

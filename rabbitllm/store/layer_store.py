@@ -269,6 +269,12 @@ class UnsplitStore(MappedWeights):
 
 
 def _in_one_run(spec: TensorSpec) -> TensorSpec:
+    if spec.blocks is not None:
+        raise UnreadableFormatError(
+            f"The tensor {spec.name!r} in {spec.file} has blocks of {spec.blocks.kind.name}, or is changed when it is "
+            "read; split=False reads only plain tensors.",
+            "Remove split=False: a split dequantizes the tensors.",
+        )
     if spec.strides is not None or spec.piece is not None:
         raise UnreadableFormatError(
             f"The tensor {spec.name!r} in {spec.file} is strided, or a piece of a larger one; split=False reads only "

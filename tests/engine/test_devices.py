@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import devices, load_plan
-from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices, suits_bf16
+from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices
 from rabbitllm.errors import DeviceError
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
@@ -254,6 +256,22 @@ def test_host_buffers_are_locked_where_they_are_and_no_byte_more(driver: Driver,
     assert driver.locked == {}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="smaps is Linux's")
+@pytest.mark.parametrize("pins", [True, False])
+def test_locked_memory_is_not_copied_by_a_fork(driver: Driver, pins: bool) -> None:
+    """proc_pid_smaps(5): "dc" is "do not copy area on fork"."""
+    buffer = CudaDevice(1, pin_memory=pins).host_buffer(80_000)
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= buffer.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()
+    assert "rd" in flags
+    assert ("dc" in flags) == pins
+
+
 def test_memory_that_cannot_be_locked_is_an_error_that_no_kernel_is_blamed_for(driver: Driver) -> None:
     device = CudaDevice(0)
     kept = device.host_buffer(60_000)
@@ -305,8 +323,8 @@ def test_bfloat16_by_compute_capability(
     gpus: object, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], suits: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert suits_bf16(CudaDevice(0)) == suits
-    assert suits_bf16(CpuDevice())
+    assert CudaDevice(0).has_bf16 == suits
+    assert CpuDevice().has_bf16
 
 
 def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so_once(

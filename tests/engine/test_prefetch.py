@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from rabbitllm.engine import skeleton
+from rabbitllm.engine import prefetch, skeleton
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.placement import SLOTS, STAGING, Budget, PlacedUnit, Placement, Tier
 from rabbitllm.engine.prefetch import (
@@ -758,10 +758,16 @@ def test_each_device_gets_its_units(opened: Opened) -> None:
             assert all(torch.equal(part(tensor.parts[0]), wanted[key]) for key, tensor in source.stored.items())
 
 
-@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, MemoryError, OSError])
-def test_what_is_refused_is_streamed_and_said(
-    opened: Opened, error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, OSError])
+@pytest.mark.parametrize("enough", [True, False])
+def test_what_is_refused_is_in_ordinary_memory_or_streamed_and_said(
+    opened: Opened,
+    error: type[Exception],
+    enough: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """In ordinary memory if only pinning is refused."""
     gpu = FakeGpu(0)
     take, asked = gpu.host_buffer, []
 
@@ -771,14 +777,26 @@ def test_what_is_refused_is_streamed_and_said(
             raise error("enough")
         return take(nbytes)
 
+    def none(nbytes: int) -> torch.Tensor:
+        raise MemoryError("none")
+
     monkeypatch.setattr(gpu, "host_buffer", some)
+    if not enough:
+        monkeypatch.setattr(prefetch, "aligned_host", none)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         after, kept = keep_units(placed(opened, LAYERS[:5], [gpu.name]), opened.sources, {gpu.name: gpu}, opened.store)
     assert len(asked) == 3  # no more requests after the first refusal
-    assert list(kept[gpu.name].units) == LAYERS[:2]
-    assert after == placed(opened, LAYERS[:2], [gpu.name])
-    (record,) = caplog.records
-    assert "can be pinned (enough); 3 layers of" in record.getMessage()
+    assert len(gpu.locked) == 2
+    ordinary = enough and error is RuntimeError
+    assert list(kept[gpu.name].units) == LAYERS[: 5 if ordinary else 2]
+    assert after == placed(opened, LAYERS[: 5 if ordinary else 2], [gpu.name])
+    said = [record.getMessage() for record in caplog.records]
+    assert ("can be pinned (enough); 3 layers of" in said[0]) == (error is RuntimeError)
+    assert ("3 layers of" in said[-1] and "are read from the disk" in said[-1]) != ordinary
+    for unit, buffer in kept[gpu.name].units.items():
+        source, wanted = opened.sources[unit], load_file(opened.file(unit))
+        part = source.part_of(buffer)
+        assert all(torch.equal(part(tensor.parts[0]), wanted[key]) for key, tensor in source.stored.items())
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_leaves_nothing_locked(opened: Opened) -> None:

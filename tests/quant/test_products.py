@@ -8,13 +8,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import bfloat_products, kernels, product_kernels, products, vectors
+from rabbitllm.quant import bfloat_products, kernels, product_kernels, products, quantize, vectors
 from rabbitllm.quant.kernels import CODES, PAIRS, PANELS
 from rabbitllm.quant.library import functional as functions
 from rabbitllm.quant.product_kernels import KERNELS
@@ -33,6 +34,7 @@ from rabbitllm.quant.quantize import dequantize
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.quant.vectors import table_of
+from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.rounding import assert_products
 
 SCHEMES = ("4bit", "8bit")
@@ -495,17 +497,27 @@ def test_one_input_is_multiplied_from_the_codes(
         assert torch.equal(product.view(-1), found.linear(x, bias).view(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [0, 2, 7])
-def test_more_inputs_have_the_bits_of_the_matrix(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_inputs_are_multiplied_by_bitsandbytes_with_few_rows_of_the_matrix_at_a_time(
+    count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = matrix("4bit", 37, 128)
-    x, bias = inputs(count, 128, torch.bfloat16), inputs(1, 37, torch.bfloat16)[0]
+    x, bias = inputs(count, 128, dtype), inputs(1, 37, dtype)[0]
+    multiply, shapes = products.multiply_4bit, []
 
-    def refuse(*_: object) -> torch.Tensor:
-        raise AssertionError("codes were multiplied")
+    def noted(form: Quantized, *given: Any) -> torch.Tensor:
+        shapes.append(form.shape)
+        return multiply(form, *given)
 
-    monkeypatch.setattr(products, "multiply_4bit", refuse)
-    found = FusedMatrix(*parts)
-    assert torch.equal(found.linear(x, bias), torch.nn.functional.linear(x, found.dequantized(x.dtype), bias))
+    monkeypatch.setattr(products, "multiply_4bit", noted)
+    monkeypatch.setattr(products, "dequantize", lambda *_: pytest.fail("the matrix was made"))
+    monkeypatch.setattr(products, "FUSED_ELEMENTS", 10 * 128)
+    found = FusedMatrix(*parts).linear(x.view(1, count, 128), bias)
+    exact = x.double() @ meant(parts).T + bias.double()
+    assert found.shape == (1, count, 37)
+    assert count == 0 or error(found[0], exact) < 8 * torch.finfo(dtype).eps
+    assert shapes == ([(10, 128)] * 3 + [(7, 128)] if count > products.FEW_INPUTS else [(37, 128)])
 
 
 def test_inputs_that_are_views_of_others() -> None:
@@ -529,3 +541,17 @@ def test_inputs_that_are_views_of_others() -> None:
 )
 def test_which_matrices_the_kernel_takes(scheme: str, shape: tuple[int, ...], can: bool) -> None:
     assert can_multiply(Quantized(scheme, shape, "bfloat16")) == can
+
+
+@pytest.mark.parametrize("columns", [64, 96, 33])
+def test_a_matrix_that_is_cast_is_not_in_memory_in_both_dtypes(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, *parts = matrix("4bit", 200, columns, dtype=torch.bfloat16)
+    whole = dequantize(form, *parts, torch.bfloat16).half()
+    monkeypatch.setattr(quantize, "RUN_ELEMENTS", 1 << 10)
+    gpu = FakeGpu(0, capacity=1 << 30)
+    with watched():
+        there = [part.to(gpu.torch_device) for part in parts]
+        before = gpu.peak = gpu.used
+        found = dequantize(form, *there, torch.float16)
+    assert torch.equal(found, whole)
+    assert gpu.peak - before <= found.nbytes + 5 * (1 << 10)

@@ -34,6 +34,14 @@ GARBAGE = 0xFF
 """Every byte of a buffer whose bytes have not arrived: not a number in every floating type."""
 
 
+class _Current(threading.local):
+    device = torch.device("cpu", 1)
+
+
+current = _Current()
+"""The current device of this thread."""
+
+
 class Race(RuntimeError):
     """Two things that a GPU may do at once would touch the same bytes."""
 
@@ -121,6 +129,7 @@ class FakeGpu:
         lockable: bytes of host memory that it pins, and no more.
         capacity: bytes of all tensors on it, then memory runs out; None if it never does. The computation of a thread
             counts inside `watched()` only.
+        has_bf16: False as on a T4.
 
     Attributes:
         used: bytes of the tensors on it, if it has a capacity.
@@ -129,7 +138,15 @@ class FakeGpu:
 
     shares_host_memory = False
 
-    def __init__(self, index: int, memory: int = 1 << 30, lockable: int = 1 << 40, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        memory: int = 1 << 30,
+        lockable: int = 1 << 40,
+        capacity: int | None = None,
+        has_bf16: bool = True,
+    ) -> None:
+        self.has_bf16 = has_bf16
         self.name = f"fake:{index}"
         self.torch_device = torch.device("cpu", index + 1)
         self.memory = memory
@@ -172,6 +189,14 @@ class FakeGpu:
 
     def empty_cache(self) -> None:
         pass
+
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[None]:
+        before, current.device = current.device, self.torch_device
+        try:
+            yield
+        finally:
+            current.device = before
 
     @property
     def allocated(self) -> int:

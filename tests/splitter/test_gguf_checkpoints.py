@@ -1,0 +1,186 @@
+"""GGUF files go every way that safetensors files go, and the layer files are the same to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import rabbitllm
+from rabbitllm.cli.main import app
+from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, MissingShardError, UnreadableFormatError
+from rabbitllm.store.layer_store import verify
+from tests.support.crashes import KILLED, CrashServer
+from tests.support.gguf_files import write_gguf
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.scenes import sample
+from tests.support.splitting import Call, contents, layer_files, names_in, split, steps_of
+
+REPO = "acme/tiny"
+FILES = 3
+
+
+def as_safetensors(folder: Path) -> Path:
+    """The same model as transformers loads it from GGUF."""
+    file = write_gguf(folder / "whole.gguf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+    (folder / "saved").mkdir()
+    save_file({name: one.contiguous() for name, one in model.state_dict().items()}, folder / "saved/model.safetensors")
+    (folder / "saved" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder / "saved"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, dict[str, bytes]]:
+    """The layer files that the same weights give as safetensors, by compression."""
+    saved = as_safetensors(tmp_path_factory.mktemp("saved"))
+    return {c: layer_files(split(saved, compression=c, sequential=False)) for c in (None, "8bit", "4bit")}
+
+
+@pytest.mark.parametrize(("files", "compression"), [(1, None), (FILES, "8bit")])
+def test_a_folder_is_split_and_each_file_deleted(
+    tmp_path: Path, expected: dict[str | None, dict[str, bytes]], files: int, compression: str | None
+) -> None:
+    write_gguf(tmp_path / "model.gguf", files=files)
+    made = split(tmp_path, compression=compression)
+    assert layer_files(made) == expected[compression]
+    assert not names_in(tmp_path, "*.gguf")
+    assert not verify(made).damaged
+
+
+@pytest.mark.parametrize(("files", "transfer"), [(1, "file"), (FILES, "stream")])
+def test_a_repository_is_split_with_and_without_files(
+    tmp_path: Path,
+    hub_environment: HubEnvironment,
+    expected: dict[str | None, dict[str, bytes]],
+    transfer: str,
+    files: int,
+) -> None:
+    (tmp_path / "hub" / REPO).mkdir(parents=True)
+    write_gguf(tmp_path / "hub" / REPO / "tiny-Q4_K_M.gguf", files=files)
+    write_gguf(tmp_path / "hub" / REPO / "tiny-Q8_0.gguf", seed=1)
+    made = split(f"{REPO}:q4_k_m", shard_transfer=transfer)
+    assert layer_files(made) == expected[None]
+    assert made.name == "splitted_model-Q4_K_M"
+    assert not names_in(hub_environment.cache, "**/*.gguf")
+    with pytest.raises(CheckpointNotFoundError, match=r"holds the GGUF models tiny-Q4_K_M.*tiny-Q8_0\.gguf"):
+        split(REPO)
+    with pytest.raises(CheckpointNotFoundError, match="0 of them fit 'Q5_K_M'"):
+        split(f"{REPO}:Q5_K_M")
+
+
+def test_shards_that_are_kept_are_fetched_into_the_hub_cache(
+    tmp_path: Path, hub_environment: HubEnvironment, expected: dict[str | None, dict[str, bytes]]
+) -> None:
+    (tmp_path / "hub" / REPO / "Q4_K_M").mkdir(parents=True)
+    write_gguf(tmp_path / "hub" / REPO / "Q4_K_M" / "tiny.gguf", files=FILES)
+    made = split(REPO, sequential=False)
+    assert layer_files(made) == expected[None]
+    assert len(list(hub_environment.cache.rglob("*.gguf"))) == FILES
+
+
+def test_a_file_of_several_is_named(tmp_path: Path, expected: dict[str | None, dict[str, bytes]]) -> None:
+    first, second = write_gguf(tmp_path / "a.gguf"), write_gguf(tmp_path / "b.gguf", seed=1)
+    with pytest.raises(CheckpointNotFoundError, match=r"holds 2 models as GGUF: a\.gguf, b\.gguf"):
+        split(tmp_path)
+    made = split(first)
+    assert layer_files(made) == expected[None]
+    assert made == tmp_path / "splitted_model-a"
+    assert names_in(tmp_path, "*.gguf") == ["b.gguf"]
+    assert split(first) == made  # its file is deleted
+    assert layer_files(split(second)) != expected[None]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["local", "file", "stream"])
+def test_a_call_that_is_killed_anywhere_goes_on(
+    tmp_path: Path,
+    hub_environment: HubEnvironment,
+    crash_server: CrashServer,
+    expected: dict[str | None, dict[str, bytes]],
+    way: str,
+) -> None:
+    original, model = tmp_path / "hub" / REPO, tmp_path / "local" / "model"
+    original.mkdir(parents=True)
+    write_gguf(original / "model.gguf", files=FILES)
+    home: dict[str, Any] = {"hub_url": hub_environment.url, "hub_home": str(hub_environment.home)}
+    home["shard_transfer"] = way
+    call = Call(str(model), compression="4bit") if way == "local" else Call(REPO, compression="4bit", **home)
+
+    def reset() -> None:
+        shutil.rmtree(model if way == "local" else hub_environment.home, ignore_errors=True)
+        if way == "local":
+            shutil.copytree(original, model)
+
+    reset()
+    steps = steps_of(call)
+    for death in sample(steps, 3):
+        reset()
+        assert crash_server.run(call, death) == KILLED
+        made = call.make()
+        assert layer_files(made) == expected["4bit"]
+        assert names_in(made, "*.part") == names_in(made, "*.journal") == []
+
+
+def test_the_file_with_the_metadata_is_used_last(tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "model.gguf", files=FILES)
+    first.rename(tmp_path / "away")
+    before = contents(tmp_path)
+    with pytest.raises(MissingShardError, match="it has the metadata of the model"):
+        split(tmp_path)
+    assert contents(tmp_path) == before
+    (tmp_path / "away").rename(first)
+    (tmp_path / "model-00002-of-00003.gguf").rename(tmp_path / "away")
+    with pytest.raises(MissingShardError, match=r"lacks 1 of the shards in its index: model-00002-of-00003\.gguf"):
+        split(tmp_path)
+    shutil.copy(tmp_path / "model-00003-of-00003.gguf", tmp_path / "model-00002-of-00003.gguf")
+    with pytest.raises(InvalidIndexError, match="its name says another"):
+        split(tmp_path)
+
+
+def test_convert_writes_the_same_weights_as_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    file = write_gguf(tmp_path / "source" / "model.gguf", files=FILES)
+    write_gguf(tmp_path / "source" / "other.gguf", seed=1)
+    ran = CliRunner().invoke(app, ["convert", str(file), "-o", str(tmp_path / "made")])
+    assert ran.exit_code == 0, ran.output
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    whole = write_gguf(tmp_path / "model.gguf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=whole.name, dtype=torch.float32)
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    assert (tmp_path / "made" / "tokenizer.json").exists()
+
+
+def test_inspect_and_plan(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf")
+    ran = CliRunner().invoke(app, ["inspect", str(file), "--json"])
+    assert ran.exit_code == 0, ran.output
+    assert {"Q4_K", "F32"} <= {*json.loads(ran.stdout)["dtypes"]}
+    ran = CliRunner().invoke(app, ["plan", str(file), "--json"])
+    assert ran.exit_code == 0, ran.output
+
+
+def test_the_whole_file_is_needed_in_one_piece_without_a_split(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf")
+    with pytest.raises(UnreadableFormatError, match="has blocks"):
+        rabbitllm.AutoModel.from_pretrained(file, device="cpu", split=False)
+
+
+def test_lazy_loading_dequantizes_a_tensor_when_it_is_used(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", "qwen3moe", files=FILES)
+    (tmp_path / "whole").mkdir()
+    whole = write_gguf(tmp_path / "whole" / "model.gguf", "qwen3moe")
+    model = rabbitllm.AutoModel.from_pretrained(whole, device="cpu")
+    with rabbitllm.lazy_load(file.parent) as weights:
+        for name in ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"):
+            assert torch.equal(torch.clone(weights[name]), model.state_dict()[name])
+        expert = torch.cat([weights[f"model.layers.1.mlp.experts.3.{part}_proj.weight"] for part in ("gate", "up")])
+        assert torch.equal(expert, model.model.layers[1].mlp.experts.gate_up_proj[3])
