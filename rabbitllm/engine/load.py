@@ -105,7 +105,8 @@ def load_model(
     profiler.in_place = _in_place(model, sources, placement)
     mapped = _mapped_units(sources, placement, by_name)
     embedding = input_embedding(model)  # in its stored form a pass touches a few rows of it
-    read = {s.unit.name: s.spans for s in mapped if not (s.is_view and can_bring_rows(s, embedding))}
+    by_rows = [embedding] if embedding is not None else []
+    read = {s.unit.name: s.spans for s in mapped if not (s.is_view and can_bring_rows(s, by_rows))}
     ahead = ReadAhead(read, store, store.checks)
     with torch.no_grad():
         pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
