@@ -53,7 +53,9 @@ CATALOGUE: Mapping[str, Benchmark] = {
         "seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB; 27 plans and runs"
     ),
     "decode.products": Benchmark(
-        "products with 4-bit and 8-bit codes, compared with torch's", (), "140 runs of a few seconds"
+        "products with 4-bit and 8-bit codes and blocks of GGUF, compared with torch's and dequantizing",
+        (),
+        "560 runs of a few seconds",
     ),
     "decode.vram": Benchmark(
         "seconds a token with less GPU memory than the model has",

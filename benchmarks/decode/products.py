@@ -4,6 +4,9 @@ torch's (which torchao calls on a CPU too): `aten._weight_int4pack_mm_for_cpu`, 
 for each 64 of a row, packed beforehand, and `aten._weight_int8pack_mm`, int8 with a scale for each row; and bfloat16
 itself. All take turns, over as many matrices as do not fit a cache.
 
+Blocks of GGUF files are multiplied from their codes too, and the usual way: dequantized by the package `gguf` for each
+product.
+
     python -m benchmarks decode.products [--turns 7] [--megabytes 256] [--results FILE]
 """
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 ROWS, COLUMNS, GROUP = 5632, 2048, 64
 """A feed-forward matrix of TinyLlama, and elements that share a scale."""
 INPUTS = (1, 4, 16, 64)
+BLOCKS = ("Q4_K", "Q4_0", "Q8_0", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS")
+"""Types of blocks; the smallest run has the first alone."""
 TOLERANCE = 0.02
 """Of the norm, from the product with the matrix that the codes mean: inputs and scales are bfloat16."""
 _RESULTS = command_line.RESULTS / "torch-products"
@@ -44,7 +49,7 @@ class Timing:
     is_right: bool
 
 
-def ways(rows: int, columns: int, seed: int) -> dict[str, tuple[int, Multiply, torch.Tensor]]:
+def ways(rows: int, columns: int, seed: int, blocks: Sequence[str]) -> dict[str, tuple[int, Multiply, torch.Tensor]]:
     """Way -> bytes of its codes, the product, and the matrix that they mean, float32."""
     import torch
 
@@ -69,8 +74,34 @@ def ways(rows: int, columns: int, seed: int) -> dict[str, tuple[int, Multiply, t
                 functools.partial(ours.linear, bias=None),
                 ours.dequantized(torch.float32),
             )
+    for scheme in blocks:
+        found |= _blocks(scheme, rows, columns, seed)
     found["torch, int4"] = (matrix.numel() // 2, *_int4(matrix))
     found["torch, int8"] = (matrix.numel(), *_int8(matrix))
+    return found
+
+
+def _blocks(scheme: str, rows: int, columns: int, seed: int) -> dict[str, tuple[int, Multiply, torch.Tensor]]:
+    """Of blocks with random codes: from the codes, and dequantized by the `gguf` package."""
+    import gguf
+    import torch
+
+    from rabbitllm.quant.gguf_blocks import sample
+    from rabbitllm.quant.products import Matrix, multiplies
+    from rabbitllm.quant.schemes import Quantized
+
+    form, nothing = Quantized(scheme, (rows, columns), None), torch.empty(0)
+    codes = sample(scheme, rows * columns, torch.Generator().manual_seed(seed))
+    kind, raw = gguf.GGMLQuantizationType[scheme], codes.view(rows, -1).numpy()
+
+    def by_gguf(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, torch.from_numpy(gguf.dequantize(raw, kind)).to(x.dtype))
+
+    ours = Matrix(form, codes, nothing, nothing)
+    meant = ours.dequantized(torch.float32)
+    found: dict[str, tuple[int, Multiply, torch.Tensor]] = {f"gguf, {scheme}": (len(codes), by_gguf, meant)}
+    if multiplies(form):
+        found[f"ours, {scheme}"] = len(codes), functools.partial(ours.linear, bias=None), meant
     return found
 
 
@@ -98,11 +129,11 @@ def _int8(matrix: torch.Tensor) -> tuple[Multiply, torch.Tensor]:
     return lambda x: torch.ops.aten._weight_int8pack_mm(x, codes, scales), meant
 
 
-def measure(rows: int, columns: int, nbytes: int, turns: int) -> list[Timing]:
+def measure(rows: int, columns: int, nbytes: int, turns: int, blocks: Sequence[str] = BLOCKS) -> list[Timing]:
     """Take turns; each way has as many matrices as `nbytes` of bfloat16 are."""
     import torch
 
-    made = [ways(rows, columns, seed) for seed in range(max(nbytes // (2 * rows * columns), 1))]
+    made = [ways(rows, columns, seed, blocks) for seed in range(max(nbytes // (2 * rows * columns), 1))]
     found = []
     for count in INPUTS:
         x = torch.randn(count, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -129,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=_RESULTS, help="file to write, without suffix")
     options = command_line.parsed(parser, arguments, megabytes=0)
     rows, columns = (ROWS, COLUMNS) if options.megabytes else (64, 256)
-    timings = measure(rows, columns, options.megabytes * 1000**2, options.turns)
+    blocks = BLOCKS if options.megabytes else BLOCKS[:1]
+    timings = measure(rows, columns, options.megabytes * 1000**2, options.turns, blocks)
     headings = ("inputs", "way", "milliseconds", "GB/s of codes", "right")
     lines = [
         (

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 from rabbitllm.errors import IncompleteSplitError, OptionError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES, TensorType
 from rabbitllm.formats.safetensors_file import TensorToWrite
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.formats.tensor_spec import DTYPES, Change, TensorSpec, byte_size
 from rabbitllm.quant.library import bitsandbytes, int8_code, nf4_map
 
 if TYPE_CHECKING:
@@ -218,9 +218,12 @@ def _is_worth_it(dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:
-    """The scheme of a tensor in a model that is split at `compression`; None if it is not compressed."""
+    """The scheme of a tensor in a model that is split at `compression`; None if it is not compressed.
+
+    Blocks of GGUF files that compression does not touch are stored as they are, if that is possible.
+    """
     if compression is None or not is_compressible(spec):
-        return None
+        return spec.blocks.kind.name if spec.blocks is not None and row_blocks(spec) is not None else None
     scheme = SCHEMES[compression]
     return scheme.smaller if spec.elements < scheme.min_elements else compression
 
@@ -276,6 +279,29 @@ class StoredForm:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum([byte_size(part.dtype, part.shape) for part in self.parts])
+
+
+def row_blocks(spec: TensorSpec) -> TensorSpec | None:
+    """The blocks of a tensor of a GGUF file as a tensor of bytes; None if its rows are not rows of the file.
+
+    Returns:
+        A specification of U8, whose shape has the bytes of a row in place of its elements, with the same rows in the
+        same order.
+    """
+    stored = spec.blocks
+    if stored is None or stored.kind.dtype is not None or stored.change is not Change.NONE or len(spec.shape) < 2:
+        return None
+    columns, kind = spec.shape[-1], stored.kind
+    if spec.sizes[-1] != columns or columns % kind.elements:
+        return None
+    row = kind.row_bytes(columns)
+    shape, view = (*spec.shape[:-1], row), None if spec.view is None else (*spec.view[:-1], row)
+    strides = spec.strides
+    if strides is not None:
+        if strides[-1] != 1 or any(stride % columns for stride in strides[:-1]):
+            return None
+        strides = (*(stride // columns * row for stride in strides[:-1]), 1)
+    return TensorSpec(spec.name, "U8", shape, spec.file, spec.offset, math.prod(shape), strides, view)
 
 
 def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
@@ -341,7 +367,7 @@ def constants(form: StoredForm) -> Mapping[str, bytes]:
 
 
 def code_values(scheme: str) -> torch.Tensor:
-    """The values of a scheme's codes, without scale, a new tensor: float32 (16,) or (256,), rising; none for blocks."""
+    """The values of a scheme's codes, without scale: float32 (16,) or (256,), rising, a new tensor; none for blocks."""
     import torch
 
     values = bytearray(STORED[scheme].values())

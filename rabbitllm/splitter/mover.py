@@ -22,8 +22,9 @@ import numpy.typing as npt
 from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
+from rabbitllm.formats.tensor_spec import Readable
 from rabbitllm.quant.quantize import quantize_blocks, settled
-from rabbitllm.quant.schemes import SCALE_BYTES, SCHEMES, Settling, StoredForm, constants
+from rabbitllm.quant.schemes import SCALE_BYTES, SCHEMES, STORED, Settling, StoredForm, constants, row_blocks
 from rabbitllm.quant.stored_blocks import HeldBytes, read_tensor
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums
@@ -277,13 +278,27 @@ class Mover:
         written = 0
         for move in batch:
             buffer = self._own_buffer()[: move.nbytes]
-            with self._profiler.stage(move.layer, READ, move.nbytes):
-                self._read(source, buffer, move)
-            if move.form.scheme is not None:
+            if not is_kept(move.form) or self.sums.sums_source(move.form):
+                with self._profiler.stage(move.layer, READ, move.nbytes):
+                    self._read(source, buffer, move)
+            if move.form.scheme is not None and self.sums.sums_source(move.form):
                 self.sums.add_source(move.form, move.begin, buffer)
+            if is_kept(move.form):
+                buffer = self._kept(source, move)
             written += self._write(targets[move.layer], move, buffer, aligned=True)
         if label is not None:
             tell(_done(label, batch, written))
+
+    def _kept(self, source: Readable, move: Move) -> memoryview:
+        """The blocks of a run, as they are; in this thread's own buffer."""
+        spec, columns = move.form.source, move.form.source.shape[-1]
+        rows = row_blocks(spec)
+        assert rows is not None
+        first, count = move.first // columns, move.elements // columns
+        buffer = self._own_buffer()[: count * rows.shape[-1]]
+        if move.nbytes and read_tensor(source, rows, first * rows.shape[-1], buffer) != len(buffer):
+            raise CorruptShardError(f"{spec.file} ends within the tensor {spec.name!r}.")
+        return buffer
 
     def _read(self, source: PositionalFile, buffer: memoryview, move: Move) -> None:
         spec = move.form.source
@@ -314,8 +329,10 @@ class Mover:
                 at, end = (offset - batch[0].span[0] for offset in move.span)
                 data = buffer[at:end]
                 if move.form.source.blocks is not None:
-                    held, data = HeldBytes(data, move.span[0]), self._own_buffer()[: move.nbytes]
-                    read_tensor(held, move.form.source, move.begin, data)
+                    held = HeldBytes(data, move.span[0])
+                    data = self._kept(held, move) if is_kept(move.form) else self._own_buffer()[: move.nbytes]
+                    if not is_kept(move.form):
+                        read_tensor(held, move.form.source, move.begin, data)
                 elif move.form.scheme is not None and at % TENSOR_ALIGNMENT:  # kernels require aligned values
                     own = self._own_buffer()[: move.nbytes]
                     own[:] = data
@@ -334,7 +351,13 @@ class Mover:
                 self._put(target, form, 0, move.first, data, aligned=aligned)
             return move.nbytes
         made = 0
-        if move.nbytes:
+        if is_kept(form):
+            made = len(data)
+            with self._profiler.stage(move.layer, WRITE, made):
+                self._put(
+                    target, form, 0, move.first // STORED[form.scheme].block * STORED[form.scheme].block_bytes, data
+                )
+        elif move.nbytes:
             with self._profiler.stage(move.layer, QUANTIZE, move.nbytes):
                 codes, scales = quantize_blocks(
                     form.scheme, data, form.source.dtype, self._quantize_on, fitted=self._fitted
@@ -372,6 +395,11 @@ class Mover:
             self._local.buffer = page_aligned(CHUNK_BYTES)
         buffer: memoryview = self._local.buffer
         return buffer
+
+
+def is_kept(form: StoredForm) -> bool:
+    """Return whether a tensor's blocks are stored as they are."""
+    return form.scheme is not None and STORED[form.scheme].block_bytes > 0
 
 
 def _done(shard: str, batch: list[Move], written: int) -> BytesDone:

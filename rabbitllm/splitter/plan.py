@@ -21,7 +21,7 @@ from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.quant.schemes import DOUBLE, SCHEMES, Quantized, StoredForm, form_in, stored_form
+from rabbitllm.quant.schemes import DOUBLE, STORED, Quantized, StoredForm, form_in, stored_form
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
 from rabbitllm.store.layer_store import StoredTensor
@@ -409,7 +409,9 @@ def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
                 length = min(step, spec.nbytes - at)
                 yield Move(layer, form, at, length, spec.offset + at, length)
             continue
-        width, step = DTYPES[spec.dtype].bits // 8, _step(spec, SCHEMES[form.scheme].block)
+        entry = STORED[form.scheme]
+        block = spec.shape[-1] if entry.block_bytes else entry.block  # blocks that are kept move by whole rows
+        width, step = DTYPES[spec.dtype].bits // 8, _step(spec, block)
         for first in range(0, spec.elements, step):
             count = min(step, spec.elements - first)
             yield Move(layer, form, first, count, spec.offset + first * width, count * width)
@@ -486,6 +488,8 @@ def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
     )
     if form.scheme is None:
         return StoredTensor(form.source.name, parts, None)
-    dtype = None if form.scheme == "8bit" else DTYPES[form.source.dtype].torch_name  # 8bit does not store it
+    dtype = (
+        None if form.scheme == "8bit" or STORED[form.scheme].block_bytes else DTYPES[form.source.dtype].torch_name
+    )  # 8bit does not store it
     mean = 0.0 if form.scheme == DOUBLE else None  # the scales do not exist yet
     return StoredTensor(form.source.name, parts, Quantized(form.scheme, form.source.shape, dtype, mean))

@@ -101,6 +101,10 @@ class Sums:
         noted.place = place
         noted.pieces.append((begin, len(data), run_sums(data, (place or 0) + begin)))
 
+    def sums_source(self, form: StoredForm) -> bool:
+        """Return whether `expect` requested the checksum of a tensor before quantization."""
+        return form.source.name in self._sources
+
     def add_source(self, form: StoredForm, begin: int, data: memoryview) -> None:
         """Add a run of a tensor before quantization, at `begin` bytes into it, if `expect` requested it."""
         pieces = self._sources.get(form.source.name)

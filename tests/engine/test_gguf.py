@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,17 @@ import torch
 import transformers
 
 import rabbitllm
+from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.errors import IncompleteCheckpointError, UnknownArchitectureError
+from rabbitllm.formats.gguf_types import BLOCK_TYPES
+from rabbitllm.quant import vectors
+from rabbitllm.store.checkpoint_folder import PlainReader
+from rabbitllm.store.layer_store import LayerStore, verify
 from tests.support.gguf_files import FAMILIES, VOCABULARY, write_gguf
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.rounding import assert_as_near
+from tests.support.splitting import contents, split
 
 IDS = torch.arange(3, 40)[None] % VOCABULARY
 FAST = ("llama", "gemma3", "qwen3moe")
@@ -36,7 +46,7 @@ def logits(model: Any) -> torch.Tensor:
 )
 def test_logits_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", family)
-    model = rabbitllm.AutoModel.from_pretrained(file, device="cpu")
+    model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", exact=True)
     own_sizes = {"config": model.config} if family in NARROW else {}
     theirs = plain(file, **own_sizes)
     assert torch.equal(logits(model), logits(theirs))
@@ -54,6 +64,62 @@ def test_a_file_without_blocks_keeps_its_dtype(types: str, dtype: torch.dtype, t
     model = rabbitllm.AutoModel.from_pretrained(file, device="cpu")
     assert model.dtype is dtype
     assert torch.equal(logits(model), logits(plain(file, dtype)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3moe"])
+def test_blocks_are_stored_as_they_are_and_mean_the_weights_of_transformers(family: str, tmp_path: Path) -> None:
+    """The rows of a Llama's queries and keys are in another order in the file; experts are one tensor there."""
+    file = write_gguf(tmp_path / "model.gguf", family)
+    directory = split(file, sequential=False)
+    store = LayerStore(directory)
+    forms = {name: one.quantized.scheme for name, one in store.tensors.items() if one.quantized}
+    assert set(forms.values()) >= {"Q4_K", "Q6_K"}
+    assert all(scheme in BLOCK_TYPES for scheme in forms.values())
+    assert any(".q_proj." in name for name in forms)
+    assert sum(store.tensors[name].nbytes for name in forms) < file.stat().st_size
+    assert not verify(directory).damaged
+    own_sizes = {"config": transformers.AutoConfig.from_pretrained(directory)} if family in NARROW else {}
+    theirs = plain(file, **own_sizes).state_dict()
+    with contextlib.closing(PlainReader(store)) as reader:
+        for name in forms.keys() & theirs.keys():
+            assert torch.equal(reader.read(store.tensors[name], torch.float32), theirs[name]), name
+
+
+def test_every_route_makes_the_same_layer_files(
+    local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path
+) -> None:
+    """Kept, deleted, in three files, and as it arrives."""
+    made = []
+    for number, files in enumerate((1, 1, 3)):
+        (tmp_path / str(number)).mkdir()
+        file = write_gguf(tmp_path / str(number) / "model.gguf", "llama", files=files)
+        made.append(layers_of(split(file, sequential=number > 0)))
+    repository = tmp_path / "hub" / "acme" / "blocks"
+    repository.mkdir(parents=True)
+    write_gguf(repository / "model.gguf", "llama")
+    made.append(layers_of(split("acme/blocks", tmp_path / "out", shard_transfer="stream")))
+    assert made[0]
+    assert all(one == made[0] for one in made[1:])
+
+
+def layers_of(directory: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(directory).items() if name.endswith(".safetensors")}
+
+
+def test_compression_and_conversion_take_the_numbers_of_blocks(tmp_path: Path) -> None:
+    """At 8bit nothing but tensors that compression leaves alone is stored as blocks."""
+    file = write_gguf(tmp_path / "model.gguf", "llama")
+    store = LayerStore(split(file, compression="8bit"))
+    assert {one.quantized.scheme for one in store.tensors.values() if one.quantized} == {"8bit"}
+
+
+@pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+def test_logits_by_codes_are_as_near_as_those_of_transformers(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", "llama", types="Q8_0")
+    model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", dtype="bfloat16")
+    assert any(isinstance(one, QuantizedWeight) for one in model.model.layers[0].self_attn.parameters())
+    exact = plain(file, torch.float32).double()
+    assert_as_near(logits(model), logits(plain(file, torch.bfloat16)), logits(exact))
 
 
 def test_an_architecture_that_transformers_lacks_is_refused_by_name(tmp_path: Path) -> None:
