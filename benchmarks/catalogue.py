@@ -57,6 +57,11 @@ CATALOGUE: Mapping[str, Benchmark] = {
         (),
         "560 runs of a few seconds",
     ),
+    "decode.tables": Benchmark(
+        "bytes read, memory and seconds a token of a model whose table does not fit",
+        (),
+        "10 GB; 64 passes of one token",
+    ),
     "decode.vram": Benchmark(
         "seconds a token with less GPU memory than the model has",
         ("an NVIDIA GPU", PEERS),

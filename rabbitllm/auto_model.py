@@ -232,7 +232,7 @@ def load(request: LoadRequest) -> Any:
             split_display.shown(options.show_progress),
             prepare.acceptance(source, options, devices, too_little=_too_little(request.hosts)) as accept,
         ):
-            profile = prepare.ensure_split(source, split_options, prepare.quantize_on(devices), accept=accept)
+            profile = prepare.ensure_split(source, split_options, accept=accept)
         if profile.enabled and profile.stages:
             print(profile.report())
     with prepare.read_lock(source.split_folder) as lock:

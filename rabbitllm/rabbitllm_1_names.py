@@ -136,16 +136,8 @@ def split_and_save_layers(
         accept = None
         if shards.deletes_original:
             accept = stack.enter_context(prepare.acceptance(source, RunOptions(device="cpu")))
-        prepare.ensure_split(source, options, _quantize_on(compression), _naming(layer_names), accept=accept)
+        prepare.ensure_split(source, options, naming=_naming(layer_names), accept=accept)
     return str(source.split_folder)
-
-
-def _quantize_on(compression: str | None) -> str:
-    if compression is None:
-        return "cpu"
-    from rabbitllm.engine.devices import default_device
-
-    return default_device()
 
 
 def _naming(layer_names: Mapping[str, str] | LayerNaming | None) -> LayerNaming | None:

@@ -199,8 +199,7 @@ class Scene:
         (self.work / "question.txt").write_text("What is 12 + 7?\n")
         for name in ("questions.jsonl", "in.jsonl"):
             (self.work / name).write_text('{"prompt": "What is 12 + 7?", "max_new_tokens": 4}\n' * 3)
-        for name in ("photo.jpg", "first.png", "second.png"):
-            picture().save(self.work / name)
+        picture().save(self.work / "photo.jpg")
         names = ("tok_embeddings", "norm", "output", *(f"layers.{n}.attention.wq" for n in range(6)))
         torch.save({f"{name}.weight": torch.ones(8, 8) for name in names}, self.work / FILE)
         self.values = {"root": str(ROOT), "port": str(free_port()), "address": f"127.0.0.1:{free_port()}"}

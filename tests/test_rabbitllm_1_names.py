@@ -171,6 +171,15 @@ def test_split_and_save_layers(checkpoint: Path, compression: str | None) -> Non
     assert_same(run(load(Path(where), 0)), expected)
 
 
+def test_a_gpu_does_not_change_the_bits_of_layer_files(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes quantizes otherwise there. It is imported before it could see the GPU that is none."""
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    where = Path(split_and_save_layers(checkpoint, compression="4bit"))
+    assert " on cpu" in json.dumps(json.loads((where / "split.json").read_text()))
+
+
 def test_another_name_and_place(tmp_path: Path, checkpoint: Path) -> None:
     where = split_and_save_layers(str(checkpoint), tmp_path / "place", "mine", compression="8bit")
     assert Path(where) == tmp_path / "place" / "mine.8bit"

@@ -48,7 +48,7 @@ from rabbitllm.batch_jobs.items import (
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.request import BatchStats, Delta, Event, Failed, FinishReason
+from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, Delta, Event, Failed, FinishReason
 from rabbitllm.generation.request import Limits as BatchLimits
 from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
 from rabbitllm.server.api_error import BROKEN, APIError, bad
@@ -188,7 +188,7 @@ def generated(
     watch(lambda: batch.facts)
     following = _prepared(builder, items)
     one = next(following, None)
-    open_requests = 0
+    open_requests = open_bytes = 0
     try:
         while True:
             begin: list[_OpenGeneration] = []
@@ -196,9 +196,12 @@ def generated(
             while one is not None and len(refused) < MAX_REFUSED:
                 if isinstance(one, BatchAnswer):
                     refused.append(one)
-                elif not open_requests or open_requests + len(one.requests) <= most:
+                elif not open_requests or (
+                    open_requests + len(one.requests) <= most and open_bytes + one.media_bytes <= MEDIA_BYTES
+                ):
                     begin.append(_OpenGeneration(one, done))
                     open_requests += len(one.requests)
+                    open_bytes += one.media_bytes
                 else:
                     break
                 one = next(following, None)
@@ -206,6 +209,7 @@ def generated(
             if refused:
                 yield refused
             open_requests -= sum(len(each.answers) for each in begin if each.is_refused)
+            open_bytes -= sum(each.wanted.media_bytes for each in begin if each.is_refused)
             if not open_requests:
                 if one is None:
                     return
@@ -214,6 +218,7 @@ def generated(
             while not done.empty():
                 over.append(done.get())
             open_requests -= sum(len(each.answers) for each in over)
+            open_bytes -= sum(each.wanted.media_bytes for each in over)
             made, failed = _answered(over, batch)
             if made:
                 yield made

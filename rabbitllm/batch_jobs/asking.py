@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
-from rabbitllm.errors import MissingPackageError
+from rabbitllm.errors import MediaError, MissingPackageError
+from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import (
     Delta,
     Finished,
     FinishReason,
+    Prompt,
     Request,
     Sampling,
     TokenLogprob,
@@ -31,7 +33,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.server.api_error import BROKEN, APIError, bad
 from rabbitllm.server.settings import ModelLimits, Settings
-from rabbitllm.server.templates import Template
+from rabbitllm.server.templates import BAD_MEDIA, Template
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -79,6 +81,12 @@ class PreparedItem:
     keeps_tokens: bool = False
     text_of: Callable[[Delta], str] = lambda delta: delta.text
 
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of its pictures and sounds, which all of its requests share."""
+        media = self.requests[0].media if self.requests else None
+        return media.nbytes if media is not None else 0
+
 
 class RequestBuilder:
     """Makes requests from items.
@@ -90,7 +98,7 @@ class RequestBuilder:
 
     def __init__(self, model: StreamedModel, name: str) -> None:
         self.tokenizer = model.tokenizer
-        self.template = Template(self.tokenizer)
+        self.template = Template(self.tokenizer, model)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.context: int | None = context_of(model)
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
@@ -128,24 +136,24 @@ class RequestBuilder:
     def _own(self, item: Item, asked: Generate) -> PreparedItem:
         stop = asked.stop
         if isinstance(asked.given, str) or isinstance(asked.given[0], int):
-            ids = self.ids_of(asked.given)
+            prompt = Prompt(self.ids_of(asked.given))
         else:
-            ids = tuple(self.template.ids(asked.given, (), {}))
+            prompt = self.template.prompt(_with_media(asked.given), (), {})
             stop = (*stop, *self.template.stops)
         most = asked.max_new_tokens
         if self.context is not None:
-            if len(ids) >= self.context:
+            if len(prompt.ids) >= self.context:
                 raise bad(
-                    f"The prompt has {len(ids):,} tokens, and the model's context only {self.context:,}.",
+                    f"The prompt has {len(prompt.ids):,} tokens, and the model's context only {self.context:,}.",
                     code="context_length_exceeded",
                 )
-            most = min(most, self.context - len(ids))
+            most = min(most, self.context - len(prompt.ids))
         requests = []
         for number in range(asked.n):
             seed = None if asked.seed is None else (asked.seed + number) & _SEEDS
             samples = asked.temperature != 0
             sampling = Sampling(asked.temperature, asked.top_p if samples else None, seed)
-            requests.append(Request(ids, most, sampling, stop))
+            requests.append(Request(prompt.ids, most, sampling, stop, media=prompt.media))
         return PreparedItem(item, tuple(requests), lambda answered: _own_line(item, answered))
 
     def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
@@ -183,6 +191,28 @@ class RequestBuilder:
             return call_line(item, 200, envelope.whole(made, [one.finished for one in answered]))
 
         return PreparedItem(item, checked.requests, answer, checked.likeliest is not None, choices.text_of)
+
+
+def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages whose pictures and sounds are read.
+
+    Raises:
+        APIError: one of them cannot be read.
+    """
+    found = []
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if not isinstance(content, str):
+            parts = []
+            for at, part in enumerate(content):
+                where = f"messages.{number}.content.{at}"
+                try:
+                    parts.append(openai_part(part, where) or {"type": "text", "text": part["text"]})
+                except MediaError as error:
+                    raise bad(error.problem, where, BAD_MEDIA) from error
+            content = text_of_parts(parts)
+        found.append({**message, "content": content})
+    return found
 
 
 def _with_defaults(asked: BatchCall, index: int) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from rabbitllm.batch_jobs.items import (
     ScoreItem,
     asked_of,
     key_of,
+    spoken,
 )
 from rabbitllm.errors import InputError, MissingPackageError, OptionError
 from rabbitllm.formats.bounded import decode_message
@@ -187,6 +188,8 @@ BEGINNING = 256
 """Lines whose first characters, this many, are equal count as having the same beginning."""
 CHARACTERS_OF_A_TOKEN = 3
 """Less than the average of most languages, so that the estimate of tokens tends to be high."""
+MEDIA_TOKENS = 1024
+"""Estimate of the tokens of a picture or a sound."""
 ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
 """Kinds of lines."""
 
@@ -231,8 +234,8 @@ def sized(asked: Asked) -> tuple[str, int]:
             return asked.given, len(asked.given) // CHARACTERS_OF_A_TOKEN + asked.max_new_tokens
         if asked.given and isinstance(asked.given[0], int):
             return str(asked.given[:BEGINNING]), len(asked.given) + asked.max_new_tokens
-        said = "".join(str(message.get("content")) for message in asked.given if not isinstance(message, int))
-        return said, len(said) // CHARACTERS_OF_A_TOKEN + asked.max_new_tokens
+        said, media = spoken(asked.given)
+        return said, len(said) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS + asked.max_new_tokens
     if isinstance(asked, ScoreItem | Choose):
         texts = asked.continuations if isinstance(asked, ScoreItem) else asked.choices
         return asked.context, (len(asked.context) + max(map(len, texts))) // CHARACTERS_OF_A_TOKEN
@@ -240,9 +243,11 @@ def sized(asked: Asked) -> tuple[str, int]:
         longest = max(asked.texts, key=len)
         return "", len(longest) // (CHARACTERS_OF_A_TOKEN if isinstance(longest, str) else 1)
     if isinstance(asked, BatchCall):
-        said = str(asked.body.get("messages") or asked.body.get("prompt") or asked.body.get("input") or "")
+        said, media = spoken(asked.body.get("messages") or ())
+        said = said or str(asked.body.get("prompt") or asked.body.get("input") or "")
         most = asked.body.get("max_completion_tokens") or asked.body.get("max_tokens") or asked.defaults.max_new_tokens
-        return said, len(said) // CHARACTERS_OF_A_TOKEN + (most if isinstance(most, int) else 0)
+        tokens = len(said) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS
+        return said, tokens + (most if isinstance(most, int) else 0)
     return "", 0
 
 

@@ -15,7 +15,7 @@ such as whether a prompt fits the model's context, come later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,7 +54,8 @@ class Generate:
     """Continue a text, or answer a conversation.
 
     Attributes:
-        given: the text; token ids; or messages, each a mapping with `role` and `content`, for the chat template.
+        given: the text; token ids; or messages, each a mapping with `role` and `content` (a text, or a list of parts in
+            OpenAI's form), for the chat template.
         max_new_tokens: limit of generated tokens.
         temperature, top_p, seed: see `Defaults`; the seed is that of this line.
         stop: texts at which an answer ends; the answer excludes them.
@@ -212,6 +213,8 @@ class JobLimits:
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
+PARTS = ("text", "image_url", "input_audio")
+"""Kinds of parts of a message."""
 MAX_ANSWERS = 128
 """Limit of answers to one line."""
 MAX_KEY_CHARACTERS = 1_000
@@ -334,9 +337,33 @@ def _messages(given: Any) -> tuple[Mapping[str, Any], ...]:
     for number, one in enumerate(given):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
             raise LineError(f"messages.{number} is not a message; expected an object with role and content")
-        if not isinstance(one.get("content"), str):
-            raise LineError(f"messages.{number}.content is {_kind(one.get('content'))}; expected a text")
+        content = one.get("content")
+        if isinstance(content, list | tuple):
+            _check_parts(content, f"messages.{number}.content")
+        elif not isinstance(content, str):
+            raise LineError(f"messages.{number}.content is {_kind(content)}; expected a text, or a list of parts")
     return tuple(dict(one) for one in given)
+
+
+def _check_parts(parts: Sequence[Any], where: str) -> None:
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in PARTS or (kind == "text" and not isinstance(part.get("text"), str)):
+            raise LineError(f"{where}.{number} is no part of a message; expected the type {' or '.join(PARTS)}")
+
+
+def spoken(messages: Any) -> tuple[str, int]:
+    """The texts of messages of any form, and the number of their pictures and sounds."""
+    if not isinstance(messages, list | tuple):
+        return str(messages), 0
+    texts, media = [], 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else message
+        for part in content if isinstance(content, list | tuple) else [content]:
+            is_media = isinstance(part, Mapping) and part.get("type") in PARTS[1:]
+            media += is_media
+            texts.append("" if is_media else str(part.get("text") if isinstance(part, Mapping) else part))
+    return "".join(texts), media
 
 
 def _tokens(given: Any, kind: str) -> tuple[int, ...]:

@@ -21,9 +21,10 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatFileError
@@ -40,11 +41,13 @@ class Exchange:
         question: text of the user.
         answer: text of the model.
         stopped: whether the answer was stopped before its end.
+        pictures: pictures that came with the question.
     """
 
     question: str
     answer: str
     stopped: bool = False
+    pictures: tuple[MediaFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +78,29 @@ class Conversation:
         """The system prompt alone."""
         return replace(self, exchanges=())
 
-    def messages(self, question: str | None = None) -> list[dict[str, str]]:
-        """Messages for a chat template: dicts with `role` and `content`.
+    def messages(self, question: str | None = None, pictures: Sequence[MediaFile] = ()) -> list[dict[str, Any]]:
+        """Messages for a chat template: dicts with `role` and `content`, a text or parts with pictures.
 
         Args:
             question: a question without an answer, appended as the last message; None for none.
+            pictures: pictures that come with this question.
         """
-        found = [{"role": SYSTEM, "content": self.system}] if self.system is not None else []
+        found: list[dict[str, Any]] = [{"role": SYSTEM, "content": self.system}] if self.system is not None else []
         for exchange in self.exchanges:
-            found += [{"role": USER, "content": exchange.question}, {"role": ASSISTANT, "content": exchange.answer}]
-        return found if question is None else [*found, {"role": USER, "content": question}]
+            asked = _with_pictures(exchange.question, exchange.pictures)
+            found += [{"role": USER, "content": asked}, {"role": ASSISTANT, "content": exchange.answer}]
+        return found if question is None else [*found, {"role": USER, "content": _with_pictures(question, pictures)}]
 
+
+def _with_pictures(question: str, pictures: Sequence[MediaFile]) -> str | list[dict[str, Any]]:
+    """The content of a message; pictures come before its text."""
+    if not pictures:
+        return question
+    return [*({"type": "image", "file": picture} for picture in pictures), {"type": "text", "text": question}]
+
+
+if TYPE_CHECKING:
+    from rabbitllm.generation.media import MediaFile
 
 FORMAT = "rabbitllm chat"
 VERSION = 1
@@ -108,7 +123,13 @@ class SavedChat:
 
 
 def encode(saved: SavedChat) -> bytes:
-    """The bytes of a file, UTF-8."""
+    """The bytes of a file, UTF-8.
+
+    Raises:
+        ChatFileError: the conversation has pictures, which a file cannot hold.
+    """
+    if any(exchange.pictures for exchange in saved.conversation.exchanges):
+        raise ChatFileError("A conversation with pictures cannot be saved.", "/drop or /reset removes them.")
     messages: list[dict[str, Any]] = [*saved.conversation.messages()]
     answers = [message for message in messages if message["role"] == ASSISTANT]
     for message, exchange in zip(answers, saved.conversation.exchanges, strict=True):

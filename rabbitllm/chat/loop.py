@@ -24,6 +24,8 @@ from rich.text import Text
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_chat, write_chat
 from rabbitllm.errors import ChatError, RabbitLLMError
+from rabbitllm.formats.media_file import read_picture
+from rabbitllm.generation.media import MediaFile, media_file
 from rabbitllm.generation.request import Answer, AnswerWork, FinishReason
 from rabbitllm.generation.session import Session
 from rabbitllm.generation.streams import print_text
@@ -31,6 +33,7 @@ from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, UPLOAD
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "/system": ("[TEXT]", "set the system prompt; without TEXT show it; - removes it"),
+    "/image": ("FILE", "send a picture with the next message"),
     "/save": ("FILE", "write the conversation as JSON"),
     "/load": ("FILE", "continue a saved conversation"),
     "/drop": ("[N]", "remove the oldest exchange, or the N oldest"),
@@ -238,6 +241,7 @@ class ChatLoop:
         self._model = model
         self._answers: list[Answer] = []
         self._failed = False
+        self._pictures: tuple[MediaFile, ...] = ()
         self.conversation = conversation
 
     def run(self, in_place: dict[str, int] | None = None) -> bool:
@@ -300,14 +304,16 @@ class ChatLoop:
                     begin()
                     self._put(text)
 
-            answer = self._session.answer(self.conversation.messages(question), write, stopped=stopped, at_unit=at_unit)
+            pictures, self._pictures = self._pictures, ()
+            messages = self.conversation.messages(question, pictures)
+            answer = self._session.answer(messages, write, stopped=stopped, at_unit=at_unit)
         self._put("\n" if answer.text or not self._surface.interactive else "")
         self._answers.append(answer)
         is_stopped = answer.finish is FinishReason.CANCELLED
         if is_stopped and not answer.text:
             self._note("stopped before the first token; the question was removed")
             return
-        self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, is_stopped))
+        self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, is_stopped, pictures))
         if is_stopped:
             self._note("stopped; the partial answer stays in the conversation")
         elif answer.finish is FinishReason.LENGTH and self._is_full(answer):
@@ -351,6 +357,8 @@ class ChatLoop:
                 path = _path(command.argument)
                 write_chat(path, SavedChat(self._model, self.conversation))
                 self._note(f"wrote {counted(len(self.conversation.exchanges), 'exchange')} to {harmless(str(path))}")
+            case "/image":
+                self._attach(_path(command.argument))
             case "/load":
                 self._load(_path(command.argument))
 
@@ -366,6 +374,12 @@ class ChatLoop:
             self._note("removed the system prompt" if text == "-" else "set the system prompt")
         else:
             self._note(harmless(self.conversation.system or "", 2000) or "there is no system prompt")
+
+    def _attach(self, path: Path) -> None:
+        picture = media_file("image", path)
+        read_picture(picture.data, picture.name)  # says now if it is damaged
+        self._pictures = (*self._pictures, picture)
+        self._note(f"{harmless(str(path))} goes with the next message")
 
     def _load(self, path: Path) -> None:
         saved = read_chat(path)

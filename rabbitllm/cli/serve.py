@@ -78,6 +78,10 @@ def serve_command(
         float, typer.Option(help="Seconds that running requests get to finish at shutdown.", min=0)
     ] = 30.0,
     max_body: Annotated[str, typer.Option(help="Maximum size of a request body.")] = "4MiB",
+    media_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder whose pictures file: URLs may name; by default none.", show_default=False),
+    ] = None,
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
@@ -128,6 +132,7 @@ def serve_command(
         body_bytes=body_bytes,
         seconds=timeout,
         max_new_tokens=max_new_tokens,
+        media_folder=None if media_dir is None else expand(str(media_dir)),
     )
     if serve_model(request, limits, settings, listening, console, grace):
         sys.stderr.flush()

@@ -359,11 +359,6 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
     return CudaDevice(int(match[1]), pin_memory)
 
 
-def default_device() -> str:
-    """The default device to run a model and to quantize it: the first GPU, else the CPU."""
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
 def capability_suits_bf16(capability: tuple[int, int]) -> bool:
     """Whether a GPU computes in bfloat16 itself; those before compute capability 8.0 (T4, V100) emulate it."""
     return capability >= (8, 0)

@@ -105,7 +105,8 @@ def load_model(
     profiler.in_place = _in_place(model, sources, placement)
     mapped = _mapped_units(sources, placement, by_name)
     embedding = input_embedding(model)  # in its stored form a pass touches a few rows of it
-    read = {s.unit.name: s.spans for s in mapped if not (s.is_view and can_bring_rows(s, embedding))}
+    by_rows = [embedding] if embedding is not None else []
+    read = {s.unit.name: s.spans for s in mapped if not (s.is_view and can_bring_rows(s, by_rows))}
     ahead = ReadAhead(read, store, store.checks)
     with torch.no_grad():
         pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
@@ -231,14 +232,26 @@ def _fused(
     Resident units were dequantized once and stay so, which serves any number of inputs at once.
     """
     packs = {name: fused_packs(device) for name, device in devices.items() if not device.shares_host_memory}
+    places = {placed.unit: placed.device for placed in placement.experts}
+    fused = fused_units(sources, placement, packs, weights, store)
+    return fused, [packed_by(source, packs.get(places[source.name])) for source in experts]
+
+
+def fused_units(
+    sources: Mapping[str, UnitSource],
+    placement: Placement,
+    packs: Mapping[str, Packs],
+    weights: WeightMap,
+    store: WeightFiles,
+) -> Mapping[str, UnitSource]:
+    """The units, where those that are dequantized for each use are multiplied from their codes on these devices."""
     dequantized_once = (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE)
     units = {
         placed.unit: source_of(sources[placed.unit].unit, weights, store, packs[placed.device])
         for placed in placement.units
         if placed.device in packs and placed.tier not in dequantized_once
     }
-    places = {placed.unit: placed.device for placed in placement.experts}
-    return {**sources, **units}, [packed_by(source, packs.get(places[source.name])) for source in experts]
+    return {**sources, **units}
 
 
 def fused_packs(device: Device) -> Packs:

@@ -41,7 +41,7 @@ from rabbitllm.engine.placement import (
     place,
     ready_once,
 )
-from rabbitllm.engine.units import UnitSource, find_units, input_embedding, source_of
+from rabbitllm.engine.units import UnitSource, find_tables, find_units, input_embedding, source_of
 from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
 from rabbitllm.errors import (
@@ -93,20 +93,22 @@ def unit_costs(
     shared = _shared(sources.values())
     for expert in experts:
         routed[expert.unit] = routed.get(expert.unit, 0) + expert.stored_bytes
-    embedding = input_embedding(model)
+    embedding, tables = input_embedding(model), find_tables(model)
     costs = []
     for name, source in sources.items():
         module = source.unit.module
         # a small module may hand out its own weights as its output (a learned query), so they must outlive its forward
         streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
         stays = source.unit.holds_units or not streamable or not source.jobs
-        rows = can_bring_rows(source, embedding)
+        rows = can_bring_rows(source, tables)
         sizes = source.stored_bytes, source.ready_bytes, source.is_view
         own = routed.get(name, 0), source.scale_bytes
         tied = tuple(
             SharedTensor(job.recipe.key, *source.bytes_of(job)) for job in source.jobs if job.recipe.key in shared
         )
-        costs.append(UnitCost(name, *sizes, source.unit.is_layer, stays, rows, *own, tied))
+        costs.append(
+            UnitCost(name, *sizes, source.unit.is_layer, stays, rows, *own, tied, rows and module is not embedding)
+        )
     return costs
 
 

@@ -33,7 +33,7 @@ class Tier(enum.Enum):
     PACKED = "packed"
     """On the device, in stored form; dequantized or fused for each use."""
     ROWS = "rows"
-    """An embedding of which only the rows of the input tokens are read."""
+    """An embedding of which only the rows that a pass looks up are read."""
     MAPPED = "mapped rows"
     """An embedding that is used in its mapped file: ready, and only the rows that are looked up take memory."""
     PINNED = "page-locked RAM"
@@ -77,10 +77,11 @@ class UnitCost:
         is_view: whether it is used in its stored form.
         is_layer: whether it is a decoder layer.
         must_stay: whether it has to be resident: it contains other units, or cannot be streamed for another reason.
-        by_rows: whether it is an input embedding that can be read row by row.
+        by_rows: whether it is an embedding that can be read row by row.
         routed: bytes of its experts in the layer file, which are streamed individually and not part of `stored`.
         scales: bytes of dequantized scales, if the unit is multiplied from its codes.
         shared: its tensors that other units share.
+        is_table: whether it is read by rows and not the input embedding, so that it is never used in its mapped file.
     """
 
     name: str
@@ -93,6 +94,7 @@ class UnitCost:
     routed: int = 0
     scales: int = 0
     shared: tuple[SharedTensor, ...] = ()
+    is_table: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,8 +546,8 @@ def _slots(costs: Sequence[UnitCost]) -> int:
 
 
 def _is_mapped(cost: UnitCost, budget: Budget) -> bool:
-    """Whether it is an embedding that is used in its mapped file, where only the rows that are read take memory."""
-    return cost.by_rows and cost.is_view and budget.is_host
+    """Whether it is the input embedding and used in its mapped file, where only rows that are read take memory."""
+    return cost.by_rows and cost.is_view and budget.is_host and not cost.is_table
 
 
 def _kept(cost: UnitCost, budget: Budget) -> Tier:

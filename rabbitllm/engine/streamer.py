@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
 from rabbitllm.engine.devices import Device, memory_explained
-from rabbitllm.engine.embedding_rows import EmbeddingRows
+from rabbitllm.engine.embedding_rows import TableRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
@@ -193,7 +193,7 @@ class Streamer:
         self._has_turn = False
         self._brought: dict[str, dict[str, torch.Tensor]] = {}
         self._brought_memos: dict[str, Memo] = {name: {} for name in executors}
-        self.embedding_rows: EmbeddingRows | None = None
+        self.tables: dict[str, TableRows] = {}
         self._letting_go: dict[str, Callable[[], None]] = {}
         self._current: list[AbstractContextManager[Any]] = []
         for placed in placement.units:
@@ -336,8 +336,6 @@ class Streamer:
             self._letting_go.pop(name, None)
         for executor in self.executors.values():
             executor.loader.give_back_taken()  # one that was interrupted before it noted its slot
-        if self.embedding_rows is not None:
-            self.embedding_rows.let_go()
         self._forget_what_was_read()
 
     def _forget_what_was_read(self) -> None:
@@ -364,15 +362,14 @@ class Streamer:
                     lambda module, args, output: self._stop(unit.name, device), always_call=True
                 )
             return
+        if tier is Tier.ROWS:
+            rows = TableRows(source, self._store, device.torch_device)
+            self.tables[unit.name] = rows
+            self._unbinding(source, device, look_up=rows)()
+            return
         unbind = self._unbinding(source, device)
         unbind()
-        if tier is Tier.ROWS:
-            checks = self._store.checks
-            rows = EmbeddingRows(source, self._mapped, device.torch_device, unbind, checks)
-            self.embedding_rows = rows
-            unit.module.register_forward_pre_hook(rows.before, with_kwargs=True)
-            unit.module.register_forward_hook(rows.let_go, always_call=True)
-        elif tier is Tier.PACKED:
+        if tier is Tier.PACKED:
             part = self._packed[unit.name] = self._part(source, device)
             self._hook(source, device, lambda: part, unbind)
         else:
@@ -442,13 +439,15 @@ class Streamer:
         """A clock that stops while a unit waits for experts."""
         return time.perf_counter() - sum(pool.waited for pool in self.pools.values())
 
-    def _unbinding(self, source: UnitSource, device: Device, *, elsewhere: bool = False) -> Callable[[], None]:
+    def _unbinding(
+        self, source: UnitSource, device: Device, *, elsewhere: bool = False, look_up: TableRows | None = None
+    ) -> Callable[[], None]:
         """A function that replaces the weights of a unit by placeholders."""
 
         def bring(place: Place) -> torch.Tensor:
             return self._bring(source, device, place, elsewhere=elsewhere)
 
-        absent = [(place, place.placeholder(device.torch_device, bring)) for place in source.places]
+        absent = [(place, place.placeholder(device.torch_device, bring, look_up)) for place in source.places]
 
         def unbind() -> None:
             for place, placeholder in absent:

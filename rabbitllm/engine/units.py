@@ -1,7 +1,8 @@
 """Units: the modules whose weights are bound and unbound together, and how their stored bytes become parameters.
 
 A unit is a decoder layer (the outermost layer of a stack), or any other module that owns parameters itself: the
-embedding, the norm, the head; torch's own attention is one unit as a whole. Binding writes into the module's own
+embedding, the norm, the head; torch's own attention is one unit as a whole. A table that only some of whose rows are
+used is a unit of its own, also inside a layer. Binding writes into the module's own
 parameter table, which takes less than a microsecond for each tensor; every public way takes 50 to 200 times longer.
 
 All this is decided once, when the model is built; a pass only reads the bytes and makes the parameters.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,15 +68,23 @@ class Place:
         needs = tensor.is_floating_point() and tensor.dtype.itemsize > 1
         return nn.Parameter(tensor, requires_grad=needs)
 
-    def placeholder(self, device: torch.device, bring: Callable[[Place], torch.Tensor]) -> AbsentWeight:
+    def placeholder(
+        self,
+        device: torch.device,
+        bring: Callable[[Place], torch.Tensor],
+        look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> AbsentWeight:
         """A placeholder of the weight's device, dtype and shape, without memory and values.
 
         Args:
             device: the device of the weight.
             bring: called for the weight, in the form of `bindable`, when its values are read.
+            look_up: of a table: distinct rising ids -> their rows.
         """
-        is_parameter, marks = self._is_parameter, self.marks
-        return AbsentWeight(lambda: bring(self), self.shape, self.dtype, device, is_parameter=is_parameter, marks=marks)
+        made = AbsentWeight(lambda: bring(self), self.shape, self.dtype, device, is_parameter=self._is_parameter)
+        made.__dict__.update(self.marks)
+        made.look_up = look_up
+        return made
 
     @property
     def _is_parameter(self) -> bool:
@@ -106,6 +115,7 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     kinds = set(model._no_split_modules or ())
+    apart = {id(table) for table in find_tables(model)}
     units: list[Unit] = []
     lists: set[str] = set()
     inside = ""
@@ -120,11 +130,33 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
         # torch's own attention reads its output matrix, and uses another kernel if that is not a plain tensor
         is_whole = is_layer or isinstance(module, nn.MultiheadAttention)
         inside = f"{name}." if is_whole else ""
-        places = tuple(_places(module, name, recurse=is_whole))
+        places = tuple(_places(module, name, recurse=is_whole, but=apart - {id(module)}))
         if places:
             holds = not is_whole and any(True for child in module.children() if _owns_weights(child))
             units.append(Unit(name, module, places, is_layer, holds))
+        if is_whole:
+            for within, table in module.named_modules():
+                if id(table) in apart and table is not module:
+                    path = f"{name}.{within}"
+                    units.append(Unit(path, table, tuple(_places(table, path, recurse=False)), False, False))
     return units
+
+
+def find_tables(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules of whose weight a pass uses a few rows: the input embedding, and larger embeddings.
+
+    These are per-layer embeddings (Gemma 3n and 4) and n-gram tables (Qwen4-Exp). Smaller ones, such as positions, are
+    not worth it.
+    """
+    first = input_embedding(model)
+    if not isinstance(first, nn.Embedding):
+        return [first] if first is not None else []
+    least = first.weight.numel()
+    found: list[nn.Module] = [first]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module is not first and module.weight.numel() > least:
+            found.append(module)
+    return found
 
 
 def input_embedding(model: PreTrainedModel) -> nn.Module | None:
@@ -140,9 +172,12 @@ def _owns_weights(module: nn.Module) -> bool:
     return any(True for _ in _places(module, "", recurse=True))
 
 
-def _places(module: nn.Module, path: str, *, recurse: bool) -> Iterator[Place]:
+def _places(module: nn.Module, path: str, *, recurse: bool, but: Container[int] = ()) -> Iterator[Place]:
+    """The places of a module, and with `recurse` of those in it, except modules of these ids."""
     owners = module.named_modules() if recurse else [("", module)]
     for inner, owner in owners:
+        if id(owner) in but:
+            continue
         prefix = ".".join(part for part in (path, inner) if part)
         tables: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)
         for table in tables:

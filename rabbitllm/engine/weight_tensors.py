@@ -144,6 +144,8 @@ class AbsentWeight(WeightStandIn):
 
     _is_hf_initialized = True  # transformers checks it before it initialises
     _bring: Callable[[], torch.Tensor]
+    look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Of a table: distinct rising ids, int64 (n,) on the CPU -> their rows (n, width) on the weight's device."""
     _why = "it is read from the disk when its layer computes"
     _by_memory = _BY_MEMORY | _ADDRESSES
 
@@ -188,7 +190,9 @@ class AbsentWeight(WeightStandIn):
 
     def again(self) -> AbsentWeight:
         """Another object for the same weight, not a parameter, as from `detach`."""
-        return AbsentWeight(self._bring, self.shape, self.dtype, self.device, is_parameter=False)
+        made = AbsentWeight(self._bring, self.shape, self.dtype, self.device, is_parameter=False)
+        made.look_up = self.look_up
+        return made
 
 
 def _clone(*args: Any, **others: Any) -> None:
@@ -200,7 +204,18 @@ def _new_tensor(form: torch.Tensor, data: Any, **others: Any) -> torch.Tensor:
     return torch.empty(0, dtype=form.dtype, device=form.device).new_tensor(_whole(data), **others)
 
 
+def _embedding(input: Any, weight: Any, max_norm: Any = None, **others: Any) -> torch.Tensor | None:
+    """The answer to `torch.nn.functional.embedding`, by the rows of a table that it needs."""
+    look_up = weight.look_up if isinstance(weight, AbsentWeight) else None
+    if look_up is None or max_norm is not None or isinstance(input, WeightStandIn):
+        return None
+    distinct, renumbered = torch.unique(input.cpu(), return_inverse=True)
+    with torch.no_grad():
+        return torch.nn.functional.embedding(renumbered.to(weight.device), look_up(distinct.long()))
+
+
 AbsentWeight._answers = {
+    torch.nn.functional.embedding: _embedding,
     torch.clone: _clone,
     torch.Tensor.clone: _clone,
     torch.Tensor.new_tensor: _new_tensor,

@@ -187,7 +187,7 @@ def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
         source = plan.sources[placed.unit]
         streamed = placed.stored if placed.tier is Tier.STREAMED else 0
         uploaded = placed.stored if placed.device not in hosts and placed.tier in _COPIED else 0
-        hooked = placed.tier in HOOKED
+        hooked = placed.tier in HOOKED and not (placed.tier is Tier.PACKED and source.is_view)
         modules = sum(1 for _ in source.unit.module.modules()) if source.unit.is_layer else 0
         products = tuple(_products(source, picked))
         kind = (placed.device, products, hooked, modules, len(tuple(source.places)), source.stored_bytes)

@@ -32,7 +32,7 @@ from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.cost_model import BITSANDBYTES
-from rabbitllm.quant.products import Matrix
+from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, code_values
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
@@ -163,7 +163,7 @@ def working_set(
         row_bytes = _nbytes(form, 1, columns)
         few = max(min(rows, min(MATRIX_BYTES, set_bytes()) // row_bytes), 1)
         for _ in range(max(round(nbytes * share / total / (few * row_bytes)), 1)):
-            weights.append(_weight(form, few, columns, dtype, memory))
+            weights.append(_weight(form, few, columns, dtype, memory, fused=not device.shares_host_memory))
             made += _nbytes(form, few, columns)
     return WorkingSet(weights, made, device, dtype)
 
@@ -181,7 +181,9 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
     return elements * dtype.itemsize
 
 
-def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memory) -> torch.Tensor | nn.Linear:
+def _weight(
+    form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memory, *, fused: bool
+) -> torch.Tensor | nn.Linear:
     if form.startswith(BITSANDBYTES):
         return bitsandbytes_module(form, rows, columns, memory)
     if form not in STORED:
@@ -192,10 +194,9 @@ def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memo
         blocks, nothing = _filled(memory, _nbytes(form, rows, columns)), torch.empty(0)
         return QuantizedWeight(Matrix(Quantized(form, (rows, columns), None), blocks, nothing, nothing), dtype)
     payload = _filled(memory, elements // SCHEMES[form].codes_a_byte).view(-1, 1)
-    absmax = torch.ones(-(-elements // SCHEMES[form].block))
-    return QuantizedWeight(
-        Matrix(Quantized(form, (rows, columns), "float32"), payload, absmax, code_values(form)), dtype
-    )
+    absmax = torch.ones(-(-elements // SCHEMES[form].block), device=payload.device)
+    kind, table = FusedMatrix if fused else Matrix, code_values(form).to(payload.device)
+    return QuantizedWeight(kind(Quantized(form, (rows, columns), "float32"), payload, absmax, table), dtype)
 
 
 def bitsandbytes_module(form: str, rows: int, columns: int, memory: Memory) -> nn.Linear:

@@ -386,10 +386,9 @@ def _said_rate(bandwidth: int | str) -> Rate:
 
 def _measure(scan: SourceScan, said: Rate | None) -> Rates:
     """Measure the rates that the estimates are based on, as far as they are needed and memory allows it."""
-    from rabbitllm.engine.devices import default_device
     from rabbitllm.estimate.measure import can_measure
 
-    device, threads = default_device(), scan.options.threads
+    device, threads = "cpu", scan.options.threads  # a GPU's kernels give other bits: see `ensure_split`
     waiting = [shard for c, plan in scan.feasible.items() for shard in plan.shards if shard.name not in scan.used(c)]
     staged = list(dict.fromkeys(shard.name for shard in waiting if shard.staged))
     here = list(dict.fromkeys(shard.name for shard in waiting if not shard.staged))

@@ -158,6 +158,7 @@ class Member(greenlet):  # type: ignore[misc]
     Attributes:
         error: the error that ended it, if any.
         waits: the call at which it waits; None while it runs and after it has ended.
+        is_in_pass: whether it computes a call of the model, and so meets others.
         positions: what its pictures add to the positions behind them, which modules with `POSITIONS` remember.
     """
 
@@ -174,6 +175,7 @@ class Member(greenlet):  # type: ignore[misc]
         self.meets_inside = meets_inside
         self.waits: MemberCall | None = None
         self.error: BaseException | None = None
+        self.is_in_pass = False
         self.positions: list[Any] = []
 
     def _run(self, answer: Any = None) -> None:
@@ -318,15 +320,23 @@ class JointPasses:
             self._products.close()
         self._model.shared_passes = None
 
-    def add(self, work: Callable[[], None], behind_head: Callable[[bool], None] = lambda goes_on: None) -> Member:
+    def add(
+        self,
+        work: Callable[[], None],
+        behind_head: Callable[[bool], None] = lambda goes_on: None,
+        *,
+        reads_media: bool = False,
+    ) -> Member:
         """Start a member; it stops before its first pass.
 
         Args:
             work, behind_head: see `Member`.
+            reads_media: whether it may use weights before its first pass, to read pictures or sounds.
         """
         member = Member(work, behind_head)
         self.members.append(member)
-        self._go_on(member, None)
+        with self._model.streamer.passing() if reads_media else contextlib.nullcontext(), torch.no_grad():
+            self._go_on(member, None)
         return member
 
     def take_out(self, member: Member) -> None:
@@ -351,7 +361,10 @@ class JointPasses:
             if len(carriers) == 1 and not others:
                 carriers[0]()
             else:
-                others += [Member(carrier, meets_inside=len(carriers) == 1) for carrier in carriers]
+                carrying = [Member(carrier, meets_inside=len(carriers) == 1) for carrier in carriers]
+                for member in carrying:
+                    member.is_in_pass = True
+                others += carrying
             # forwards that take turns are left in any order
             with self._packed.attending() if self._packed and len(carriers) > 1 else contextlib.nullcontext():
                 for member in others:
@@ -392,7 +405,12 @@ class JointPasses:
         Returns:
             The output of the forward if it was packed; else None.
         """
-        return self._wait(MemberCall(None, args, kwargs))
+        member = getcurrent()
+        assert isinstance(member, Member)
+        member.is_in_pass = False
+        output = self._wait(MemberCall(None, args, kwargs))
+        member.is_in_pass = output is None
+        return output
 
     def _wait(self, call: MemberCall) -> Any:
         member = getcurrent()
@@ -413,6 +431,8 @@ class JointPasses:
             # experts are loaded by the rows routed to them, and so for the rows of all members
             brings = point.is_unit or point.rowwise is RowKind.EXPERTS
             if not isinstance(member, Member) or not (brings or member.meets_inside):
+                return ordinary(*args, **kwargs)
+            if not member.is_in_pass:  # `generate` of some models reads pictures before it calls the model
                 return ordinary(*args, **kwargs)
             answer = self._wait(MemberCall(point, args, kwargs))
             if isinstance(answer, MemberCall):

@@ -60,13 +60,18 @@ class MediaFile:
     name: str
 
 
-def media_file(kind: Kind, path: Path) -> MediaFile:
+def media_file(kind: Kind, path: Path, name: str | None = None) -> MediaFile:
     """A file of the user.
+
+    Args:
+        kind: "image" or "audio".
+        path: path of the file.
+        name: what messages call it; None for its path.
 
     Raises:
         MediaError: it cannot be read, is no regular file, or is too large.
     """
-    shown = harmless(str(path))
+    shown = harmless(name or str(path))
     try:  # without waiting: opening a pipe would block until a writer opens it too
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
@@ -110,13 +115,53 @@ def media_of_url(kind: Kind, url: str, folder: Path | None, name: str) -> MediaF
     if scheme == "data":
         return MediaFile(kind, _of_data_url(kind, url, name), name)
     if scheme == "file":
-        return MediaFile(kind, media_file(kind, _allowed(url, folder, name)).data, name)
+        return media_file(kind, _allowed(url, folder, name), name)
     if scheme in ("http", "https"):
         raise MediaError(
             f"{name} is an address of the web; nothing is fetched from there.",
             "Send the content itself in a data: URL with base64.",
         )
     raise MediaError(f"{name} is no data: URL; it begins with {harmless(url[:16])!r}.", "Use data:image/png;base64,…")
+
+
+def openai_part(part: Mapping[str, Any], where: str, folder: Path | None = None) -> dict[str, Any] | None:
+    """A part of a message in OpenAI's form as one of this module; None if it is neither a picture nor a sound.
+
+        {"type": "image_url", "image_url": {"url": …, "detail": "auto"}}
+        {"type": "input_audio", "input_audio": {"data": …, "format": "wav"}}
+
+    (https://platform.openai.com/docs/api-reference/chat/create)
+
+    Args:
+        part: the part.
+        where: what messages call it.
+        folder: see `media_of_url`.
+
+    Raises:
+        MediaError: it is malformed, or its file cannot be read.
+    """
+    kind, given = part.get("type"), part.get(str(part.get("type")))
+    if kind == "image_url":
+        url = given if isinstance(given, str) else given.get("url") if isinstance(given, Mapping) else None
+        detail = given.get("detail") if isinstance(given, Mapping) else None
+        if not isinstance(url, str):
+            raise MediaError(f"{where} has no url; expected image_url with a url.", "Add the url.")
+        if detail not in (None, "auto", "high"):
+            raise MediaError(f"{where} has the detail {harmless(str(detail), 20)}; expected auto.", "Omit it.")
+        return {"type": "image", "file": media_of_url("image", url, folder, where)}
+    if kind == "input_audio":
+        data = given.get("data") if isinstance(given, Mapping) else None
+        if not isinstance(given, Mapping) or not isinstance(data, str) or given.get("format") != "wav":
+            raise MediaError(f"{where} is no sound in WAV; expected input_audio with data and format wav.", "Use WAV.")
+        return {"type": "audio", "file": media_of_url("audio", f"data:audio/wav;base64,{data}", None, where)}
+    return None
+
+
+def text_of_parts(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+    """The content of a message: one text if all of its parts are texts, else the parts."""
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return list(parts)
 
 
 def _of_data_url(kind: Kind, url: str, name: str) -> bytes:

@@ -24,6 +24,10 @@ MAX_TOKENS = 512
 """Default number of tokens to generate."""
 
 
+MEDIA_BYTES = 1 << 30
+"""Limit of the tensors of pictures and sounds of all requests that wait or run; a single request may have more."""
+
+
 class FinishReason(StrEnum):
     """Why a generation ended."""
 

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import own_lock
+from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, BusyError, ClosedError
 from rabbitllm.generation.cache_manager import CacheManager, CachePlace
 from rabbitllm.generation.joint_pass import JointPasses
-from rabbitllm.generation.request import BatchStats, FinishReason, Limits
+from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
 from rabbitllm.generation.sequence import Sequence, SequenceLength
 
 if TYPE_CHECKING:
@@ -171,8 +172,21 @@ class Scheduler:
                     f"Try again in {after:.0f} s.",
                     after,
                 )
+            self._check_media(sequence)
             self._waiting.append(sequence)
             self._change.notify_all()
+
+    def _check_media(self, sequence: Sequence) -> None:
+        new = sequence.request.media
+        held = {id(one.request.media): one.request.media for one in (*self.running, *self._waiting)}
+        others = sum(media.nbytes for media in held.values() if media is not None and media is not new)
+        if new is not None and others and others + new.nbytes > MEDIA_BYTES:
+            after = retry_after(len(self._waiting), self._limits.running, self._lately)
+            raise BusyError(
+                f"The pictures of the requests before this one take {size(others)}.",
+                f"Try again in {after:.0f} s.",
+                after,
+            )
 
     def wake(self) -> None:
         """Wake the batch's thread because the state of a request has changed."""

@@ -159,7 +159,8 @@ class Sequence:
             passes: the passes to take part in.
             chunk: tokens of the prompt to prefill in one pass; None for all.
         """
-        self.member = passes.add(lambda: self._generate(chunk), self._swap_random_state)
+        reads_media = self.request.media is not None
+        self.member = passes.add(lambda: self._generate(chunk), self._swap_random_state, reads_media=reads_media)
 
     def stop(self, passes: JointPasses) -> None:
         """Leave the passes, between two of them."""

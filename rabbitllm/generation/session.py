@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError
 from rabbitllm.generation.kv_cache import KeptCache, common_prefix, keeps
+from rabbitllm.generation.media import has_media, media_prompt
 from rabbitllm.generation.request import (
     Answer,
     AnswerWork,
     FinishReason,
+    Prompt,
     PromptMedia,
     Sampling,
     check_generates,
@@ -226,7 +229,7 @@ class Session:
 
     def answer(
         self,
-        messages: list[dict[str, str]],
+        messages: list[dict[str, Any]],
         write: Callable[[str], object],
         *,
         stopped: Callable[[], bool] = lambda: False,
@@ -235,24 +238,29 @@ class Session:
         """Generate an answer.
 
         Args:
-            messages: the conversation; its last message is a question.
+            messages: the conversation; its last message is a question. With pictures (see `media`) no cache is kept.
             write: called with each piece of the text.
             stopped: called before each unit of the model; True ends the answer, as a KeyboardInterrupt does.
             at_unit: called before each unit of the first pass, with the number of units done and the number of all.
 
         Raises:
             ChatError: no room is left in the context, or the chat template refuses the messages.
+            MediaError: a picture cannot be used.
         """
-        ids = prompt_ids(self._tokenizer, messages)
+        prompt = self._prompt(messages)
+        ids, media = list(prompt.ids), prompt.media
+        kept = self.kept if media is None else None  # other pictures may have the same ids
         arguments = generate_arguments(self._model, self._ends, self._sampling, self._room(len(ids)))
         arguments |= {"use_cache": True, "return_dict_in_generate": False}
-        if not self._sound:
+        if not self._sound or media is not None:
             self.forget()
-        held = self._go_back(ids)
+        held = self._go_back(ids) if kept is not None else 0
         stops = () if has_template(self._tokenizer) else (PLAIN_END,)
-        stream = TextStream(self._tokenizer, write, stops=stops, prompt_done=lambda: self._mark(ids))
-        if self.kept is not None:
-            arguments |= {"past_key_values": self.kept.cache, "cache_implementation": None}
+        stream = TextStream(
+            self._tokenizer, write, stops=stops, prompt_done=lambda: self._mark(ids) if kept is not None else None
+        )
+        if kept is not None:
+            arguments |= {"past_key_values": kept.cache, "cache_implementation": None}
         if stops:
             arguments["stopping_criteria"] = StoppingCriteriaList([_EndOfText(stream)])
         before = self._model.profiler.sums
@@ -261,18 +269,30 @@ class Session:
         self._sound = False
         try:
             with self._watched(stream, stopped, at_unit):
-                _generate(self._model, torch.tensor([ids]), stream, arguments)
-            if self.kept is not None:  # all tokens but the last, which was not fed to the model
-                self.kept.hold([*ids, *stream.tokens][: self.kept.cache.get_seq_length()])
+                _generate(self._model, torch.tensor([ids]), stream, arguments, media)
+            if kept is not None:  # all tokens but the last, which was not fed to the model
+                kept.hold([*ids, *stream.tokens][: kept.cache.get_seq_length()])
         except (_Stopped, KeyboardInterrupt):
             is_stopped = True
             stream.end()
-            if self.kept is not None:
+            if kept is not None:
                 done = len(ids) + len(stream.tokens) - 1 if stream.tokens else held
-                self.kept.recover(done, [*ids, *stream.tokens])
+                kept.recover(done, [*ids, *stream.tokens])
         self._sound = True
         finish = _finish_reason(stream, self._ends, is_stopped=is_stopped)
         return _answer(stream, len(ids), start, finish, held, work_between(before, self._model.profiler.sums))
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
+        if not has_media(messages):
+            return Prompt(tuple(prompt_ids(self._tokenizer, messages)))
+
+        def refused(error: Exception) -> ChatError:
+            said = harmless(str(error), 300)
+            return ChatError(
+                f"The model's processor refuses this conversation: {said}.", "/reset removes all exchanges."
+            )
+
+        return media_prompt(self._model, messages, refused)
 
     def _room(self, prompt: int) -> int:
         """Maximum tokens of the answer."""

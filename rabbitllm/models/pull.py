@@ -147,10 +147,9 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: 
             prepare.ensure_split(source, options)
         else:
             devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
-            where = "cpu" if executor is not None else prepare.quantize_on(devices)
             too_little = _too_little(request, loads=loads) if executor is None else "ignore"
             with prepare.acceptance(source, run, devices, too_little=too_little) as accept:
-                prepare.ensure_split(source, options, where, executor=executor, accept=accept)
+                prepare.ensure_split(source, options, executor=executor, accept=accept)
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} was removed during the split.", "Make the same call again.")

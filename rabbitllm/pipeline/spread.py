@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.options import Hosts, RunOptions
 from rabbitllm.engine.load_plan import ModelPart
-from rabbitllm.engine.placement import UnitCost, ready_once
+from rabbitllm.engine.placement import UnitCost, enclosing, ready_once
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.errors import HostsError
 from rabbitllm.pipeline.driver import Driver, Worker
@@ -86,8 +86,8 @@ class Sharing:
         self.link = meeting.connect(called)
         span = self.spans[meeting.rank]
         mine = {unit.name for unit in self.stack.units[span.begin : span.end]}
-        if meeting.rank == 0:
-            mine |= set(sources) - names
+        others_of = {name: enclosing(name, names) for name in set(sources) - names}  # a table is in a layer
+        mine |= {name for name, layer in others_of.items() if layer in mine or (layer is None and meeting.rank == 0)}
         return ModelPart(frozenset(mine), shares[meeting.rank])
 
 

@@ -20,7 +20,6 @@ from rabbitllm.prepare.make import (
     ensure_split,
     lock_source,
     original_around,
-    quantize_on,
     repair_split,
     with_memory,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "lock_source",
     "open_weights",
     "original_around",
-    "quantize_on",
     "read_lock",
     "repair_split",
     "split_options",

@@ -141,11 +141,6 @@ def acceptance(
         yield accept
 
 
-def quantize_on(devices: Sequence[Device]) -> str:
-    """Return the device that a split quantizes on: the first GPU among the devices, else "cpu"."""
-    return next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")
-
-
 # Checks of a finished split directory against the part of its source that still exists.
 
 
@@ -274,7 +269,8 @@ def ensure_split(
     """Make or finish the split directory of a source; with `delete_original`, remove the rest of the original.
 
     One process and one thread at a time: others wait, and find the split finished, or resume it. With `executor`,
-    workers fill layer files, on the CPU.
+    workers fill layer files. Front ends quantize on the CPU also where there is a GPU: bitsandbytes' kernels for GPUs
+    give other bits (for a block of zeros; by an approximate reciprocal), and layer files do not depend on the machine.
 
     Returns:
         Profile of the time spent; empty for a split that was finished already.

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.errors import OptionError
-from rabbitllm.generation.request import Request, Sampling, most_new_tokens
+from rabbitllm.errors import MediaError, OptionError
+from rabbitllm.generation.media import openai_part, text_of_parts
+from rabbitllm.generation.request import Prompt, Request, Sampling, most_new_tokens
 from rabbitllm.server.api_error import bad, unsupported
 from rabbitllm.server.schemas import (
     ChatBody,
@@ -20,7 +21,7 @@ from rabbitllm.server.schemas import (
     refuse_unsupported,
 )
 from rabbitllm.server.settings import ModelLimits, Settings
-from rabbitllm.server.templates import OURS, Template
+from rabbitllm.server.templates import BAD_MEDIA, OURS, UNSUPPORTED, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +63,7 @@ def _checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, s
 
 def _requests_of(
     body: GenerationBody,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     lengths: Sequence[int],
     stops: tuple[str, ...],
     likeliest: int | None,
@@ -80,11 +81,10 @@ def _requests_of(
     top_p = body.top_p if body.top_p is not None else model.top_p
     found: list[Request] = []
     for prompt, most in zip(prompts, lengths, strict=True):
-        ids = tuple(prompt)
         for _ in range(count):
             seed = None if body.seed is None else (body.seed + len(found)) & _SEEDS
             sampling = Sampling(temperature, top_p if temperature else None, seed)
-            found.append(Request(ids, most, sampling, stops, likeliest, settings.seconds))
+            found.append(Request(prompt.ids, most, sampling, stops, likeliest, settings.seconds, prompt.media))
     return tuple(found)
 
 
@@ -100,12 +100,12 @@ def checked_chat(body: ChatBody, template: Template, model: ModelLimits, setting
         raise bad("top_logprobs needs logprobs to be true.", "top_logprobs")
     likeliest = (body.top_logprobs or 0) if body.logprobs else None
     more = _variables(body, template, with_tools=bool(tools))
-    messages = _messages(body.messages, template)
-    ids = template.ids(messages, [tool.model_dump(exclude_none=True) for tool in tools], more)
+    messages = _messages(body.messages, template, settings)
+    prompt = template.prompt(messages, [tool.model_dump(exclude_none=True) for tool in tools], more)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    length = _checked_length(ids, asked, model, settings, "messages")
+    length = _checked_length(prompt.ids, asked, model, settings, "messages")
     stops = (*body.stops, *template.stops)
-    requests = _requests_of(body, [ids], [length], stops, likeliest, model=model, settings=settings)
+    requests = _requests_of(body, [prompt], [length], stops, likeliest, model=model, settings=settings)
     functions = [tool.function for tool in tools]
     types = {function.name: _types(function.parameters) for function in functions}
     return CheckedCall(requests, likeliest, tuple(function.name for function in functions), types)
@@ -147,7 +147,7 @@ def _variables(body: ChatBody, template: Template, *, with_tools: bool) -> dict[
     return found | {name: value for name, value in asked.items() if value is not None}
 
 
-def _messages(messages: list[Message], template: Template) -> list[dict[str, Any]]:
+def _messages(messages: list[Message], template: Template, settings: Settings) -> list[dict[str, Any]]:
     """Messages in the form that chat templates expect."""
     found = []
     for number, message in enumerate(messages):
@@ -155,7 +155,7 @@ def _messages(messages: list[Message], template: Template) -> list[dict[str, Any
         role = message.role
         if role == "developer" and not template.reads("developer"):
             role = "system"
-        made: dict[str, Any] = {"role": role, "content": _text(message, where)}
+        made: dict[str, Any] = {"role": role, "content": _content(message, where, settings)}
         made |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if message.tool_calls:
             if role != "assistant":
@@ -174,19 +174,31 @@ def _messages(messages: list[Message], template: Template) -> list[dict[str, Any
     return found
 
 
-def _text(message: Message, where: str) -> str:
+def _content(message: Message, where: str, settings: Settings) -> str | list[Mapping[str, Any]]:
+    """The text of a message, or its parts if there are pictures or sounds among them."""
     if message.content is None:
         if message.role != "assistant":
             raise bad(f"{where} has no content.", f"{where}.content")
         return ""
     if isinstance(message.content, str):
         return message.content
-    return "".join(_part(part, f"{where}.content.{number}") for number, part in enumerate(message.content))
+    parts = []
+    for number, part in enumerate(message.content):
+        at = f"{where}.content.{number}"
+        try:
+            media = openai_part(part.model_dump(exclude_none=True), at, settings.media_folder)
+        except MediaError as error:
+            raise bad(error.problem, at, BAD_MEDIA) from error
+        if media is not None and message.role not in ("user", "tool"):
+            raise bad(f"{where} is of {message.role}; only a user can send pictures and sounds.", at, UNSUPPORTED)
+        parts.append(media or {"type": "text", "text": _part(part, at)})
+    return text_of_parts(parts)
 
 
 def _part(part: ContentPart, where: str) -> str:
     if part.type not in ("text", "refusal"):
-        raise bad(f"{where} is of type {part.type[:40]}; this model takes text only.", where, "unsupported_content")
+        wanted = "text, image_url and input_audio are supported"
+        raise bad(f"{where} is of type {part.type[:40]}; {wanted}.", where, UNSUPPORTED)
     said = part.text if part.text is not None else (part.model_extra or {}).get("refusal")
     if not isinstance(said, str):
         raise bad(f"{where} has no text.", where)
@@ -236,7 +248,8 @@ def checked_completion(
     if body.max_tokens is None and model.context is not None:
         asked = min(asked, max(model.context - max(map(len, prompts)), 1))
     lengths = [_checked_length(ids, asked, model, settings, "prompt") for ids in prompts]
-    requests = _requests_of(body, prompts, lengths, body.stops, body.logprobs, model=model, settings=settings)
+    given_ids = [Prompt(tuple(ids)) for ids in prompts]
+    requests = _requests_of(body, given_ids, lengths, body.stops, body.logprobs, model=model, settings=settings)
     echoes: tuple[str, ...] = ()
     if body.echo:
         texts = [one if isinstance(one, str) else str(tokenizer.decode(one)) for one in given]

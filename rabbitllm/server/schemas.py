@@ -72,6 +72,8 @@ class ContentPart(_Strict):
 
     type: str
     text: str | None = None
+    image_url: str | dict[str, Any] | None = None
+    input_audio: dict[str, Any] | None = None
 
 
 class CalledFunction(_Strict):

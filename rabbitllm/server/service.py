@@ -173,7 +173,7 @@ class Service:
         self.created = int(time.time())
         self.is_closing = False
         self.tokenizer = model.tokenizer
-        self.template = Template(self.tokenizer)
+        self.template = Template(self.tokenizer, model)
         self.spelling = Spelling(self.tokenizer)
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")

@@ -6,6 +6,7 @@ import importlib.util
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rabbitllm.errors import MissingPackageError, OptionError
 
@@ -27,6 +28,7 @@ class Settings:
         choices: limit of answers to one request.
         heartbeat_seconds: an idle stream sends a comment after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
+        media_folder: folder whose pictures and sounds requests may name by `file:` URLs; None for none.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Settings:
     choices: int = 128
     heartbeat_seconds: float = 15.0
     stall_seconds: float = 60.0
+    media_folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

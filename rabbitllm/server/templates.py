@@ -6,6 +6,7 @@ A template is a program that comes with the model. The variables it reads (`tool
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,22 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
+from rabbitllm.base.terminal import harmless
+from rabbitllm.errors import MediaError, MissingPackageError, ProcessorError
+from rabbitllm.generation.media import has_media, media_prompt
+from rabbitllm.generation.request import Prompt
 from rabbitllm.generation.template import PLAIN_END, has_template, plain_text, template_ids
 from rabbitllm.server.api_error import APIError, bad
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rabbitllm.engine.streamed_model import StreamedModel
+
+logger = logging.getLogger(__name__)
+
+UNSUPPORTED, BAD_MEDIA = "unsupported_content", "invalid_media"
+"""Codes of errors about pictures and sounds."""
 
 OURS = frozenset(
     {
@@ -50,9 +62,11 @@ class Template:
 
     Attributes:
         tokenizer: the model's tokenizer.
+        model: the model, for prompts with pictures and sounds; None where there are none.
     """
 
     tokenizer: PreTrainedTokenizerBase
+    model: StreamedModel | None = None
 
     @cached_property
     def is_there(self) -> bool:
@@ -82,6 +96,27 @@ class Template:
         """Texts at which every answer ends."""
         return () if self.is_there else (PLAIN_END,)
 
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
+    ) -> Prompt:
+        """The conversation, which may have pictures and sounds, up to the beginning of the answer; see `ids`.
+
+        Raises:
+            APIError: the template rejects the conversation, or a picture or sound cannot be used.
+        """
+        if not has_media(messages):
+            return Prompt(tuple(self.ids(messages, tools, more)))
+        if self.model is None:
+            raise bad("This model takes no pictures.", "messages", UNSUPPORTED)
+        given = [dict(tool) for tool in tools] or None
+        try:
+            return media_prompt(self.model, messages, refused_by_processor, tools=given, **more)
+        except MediaError as error:
+            raise bad(error.problem, "messages", UNSUPPORTED if "takes no" in error.problem else BAD_MEDIA) from error
+        except (ProcessorError, MissingPackageError) as error:  # its message has paths of this machine
+            logger.warning("pictures cannot be read: %s", error)
+            raise bad("This server cannot read pictures; its log has the reason.", "messages", UNSUPPORTED) from error
+
     def ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
     ) -> list[int]:
@@ -108,6 +143,14 @@ def refused_by_template(error: Exception) -> APIError:
     """The error for a rejected conversation; it quotes a template that raises on purpose, and nothing else."""
     said = f": {str(error)[:300]}" if isinstance(error, jinja2.TemplateError) and error.message else ""
     return bad(f"The model's chat template refuses this conversation{said}.", "messages", "template_error")
+
+
+def refused_by_processor(error: Exception) -> APIError:
+    """The error for pictures that the processor rejects; likewise."""
+    if isinstance(error, jinja2.TemplateError):
+        return refused_by_template(error)
+    said = f": {harmless(str(error), 300)}" if type(error) is ValueError else ""
+    return bad(f"The model's processor refuses these pictures{said}.", "messages", BAD_MEDIA)
 
 
 def names_in(source: str) -> frozenset[str]:

@@ -150,6 +150,36 @@ def _mapping_calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer
     return library.mmap, library.munmap
 
 
+_RANDOM, _NEEDED = 1, 3
+"""MADV_RANDOM and MADV_WILLNEED of Linux."""
+
+
+def expect_random_reads(memory: memoryview) -> None:
+    """Have the system read only the pages of mapped memory that are touched, and none ahead; a hint, for Linux."""
+    _advise(memory, _RANDOM)
+
+
+def begin_to_read(memory: memoryview) -> None:
+    """Have the system read pages of mapped memory in the background; a hint, for Linux."""
+    _advise(memory, _NEEDED)
+
+
+def _advise(memory: memoryview, advice: int) -> None:
+    if sys.platform != "linux" or not len(memory) or memory.readonly:
+        return
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    _advising()(begin, address + len(memory) - begin, advice)
+
+
+@functools.cache
+def _advising() -> ctypes._NamedFuncPointer:
+    """madvise(2)."""
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
+
+
 def identity_of(status: os.stat_result) -> tuple[int, ...]:
     """`PositionalFile.identity` for a file that is not open."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -10,9 +10,12 @@ import torch
 
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import AbsentWeight
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu
-from tests.support.tiny_models import INPUT, assert_same, dequantized, load, run, split, tiers
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.tiny_models import INPUT, NEW_TOKENS, assert_same, dequantized, load, run, split, tiers
 
 
 def by_rows(folder: Path, **options: Any) -> Any:
@@ -56,10 +59,15 @@ def test_rows_of_whole_blocks(tmp_path: Path, compression: str, dtype: torch.dty
     assert_same(run(model), reference_logits(plain, INPUT, dtype))
 
 
-def test_rows_of_half_a_block_are_not_taken_one_by_one(tmp_path: Path) -> None:
-    folder = build_checkpoint(tmp_path / "model", "llama", hidden_size=96)
-    assert Tier.ROWS not in tiers(load(split(folder, "4bit"), 0)).values()
-    assert Tier.ROWS not in tiers(load(split(folder, "8bit"), 0)).values()
+@pytest.mark.parametrize("compression", ["4bit", "8bit", "4bit-double"])
+@pytest.mark.parametrize("width", [32, 96, 160])
+def test_rows_that_are_no_whole_blocks(tmp_path: Path, compression: str, width: int) -> None:
+    """The blocks around each are dequantized, as many as it may lie in; the last block of the table is not whole."""
+    folder = build_checkpoint(tmp_path / "model", "llama", hidden_size=width, vocab_size=271)
+    directory = split(folder, compression)
+    whole, some = load(directory).get_input_embeddings(), by_rows(directory).get_input_embeddings()
+    for ids in (INPUT, torch.arange(271), torch.tensor([[270]]), torch.empty((1, 0), dtype=torch.long)):
+        assert torch.equal(some(ids), whole(ids))
 
 
 def test_rows_of_another_dtype(tmp_path: Path) -> None:
@@ -71,9 +79,9 @@ def test_rows_of_another_dtype(tmp_path: Path) -> None:
 def test_each_distinct_token_costs_one_row(tmp_path: Path) -> None:
     model = by_rows(split(build_checkpoint(tmp_path / "model", "llama"), "4bit"))
     model.get_input_embeddings()(torch.tensor([[9, 9, 4], [4, 9, 200]]))
-    assert model.streamer.embedding_rows.rows_brought == 3
+    assert model.streamer.tables["model.embed_tokens"].rows_brought == 3
     model.get_input_embeddings()(torch.tensor([[9]]))
-    assert model.streamer.embedding_rows.rows_brought == 4
+    assert model.streamer.tables["model.embed_tokens"].rows_brought == 4
 
 
 def test_between_calls_nothing_is_bound(tmp_path: Path) -> None:
@@ -121,3 +129,67 @@ def test_on_a_gpu_only_the_rows_are_copied(tmp_path: Path) -> None:
         model.get_input_embeddings()(INPUT)
     assert gpu.uploaded_bytes == before
     assert_same(run(model), reference_logits(folder, INPUT, torch.float32))
+
+
+TABLES = {
+    "gemma3n": "model.embed_tokens_per_layer",
+    "gemma4": "model.embed_tokens_per_layer",
+    "qwen4_exp": "model.layers.0.ple.ple_embedding.ngram_embedding",
+}
+"""Families with a table that is larger than the input embedding; the last is made of two stored tensors, in a layer."""
+
+
+def build_with_table(folder: Path, family: str) -> Path:
+    settings = {"ngram_vocab_size_base": 3000} if family == "qwen4_exp" else {}
+    return build_checkpoint(folder, HYBRIDS[family], **settings)
+
+
+@pytest.mark.parametrize("family", TABLES)
+@pytest.mark.parametrize("compression", [None, "8bit", pytest.param("4bit-double", marks=pytest.mark.long)])
+def test_a_large_table_is_read_by_rows(tmp_path: Path, family: str, compression: str | None) -> None:
+    folder = build_with_table(tmp_path / "model", family)
+    directory = split(folder, compression)
+    resident = load(directory)
+    assert tiers(resident)[TABLES[family]] in (Tier.RESIDENT, Tier.PACKED)
+    expected = run(resident) if compression else reference_logits(folder, INPUT, torch.float32)
+    model = load(directory, 0)
+    assert tiers(model)[TABLES[family]] is Tier.ROWS
+    assert_same(run(model), expected)
+    table = model.get_submodule(TABLES[family])
+    assert isinstance(table.weight, AbsentWeight)
+    looked_up = model.streamer.tables[TABLES[family]].rows_brought
+    most = 2 * (INPUT.numel() + NEW_TOKENS) * (4 if family == "qwen4_exp" else 1)  # of the logits and of the tokens
+    assert 0 < looked_up <= most < table.num_embeddings
+    assert_same(run(resident), expected)
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_a_damaged_row_is_an_error_when_it_is_looked_up(tmp_path: Path, family: str) -> None:
+    directory = split(build_with_table(tmp_path / "model", family))
+    store = LayerStore(directory)
+    name = next(name for name in store.tensors if "ngram_embedding.shard_1" in name or "per_layer.weight" in name)
+    stored = store.tensors[name]
+    with (directory / stored.parts[0].file).open("r+b") as file:
+        file.seek(stored.parts[0].offset)
+        file.write(bytes([255] * 8))
+    table = load(directory, 0).get_submodule(TABLES[family])
+    first = table.num_embeddings // 2 if family == "qwen4_exp" else 0
+    with pytest.raises(IncompleteSplitError, match="checksum"):
+        table(torch.tensor([[first]]))
+
+
+def test_a_table_on_a_gpu(tmp_path: Path) -> None:
+    from rabbitllm.base.options import RunOptions
+    from rabbitllm.engine.load import load_model
+
+    folder = build_with_table(tmp_path / "model", "qwen4_exp")
+    gpu = FakeGpu(0)
+    model = load_model(split(folder), RunOptions(max_memory={gpu.name: 0}, show_progress=False), None, [gpu])
+    assert tiers(model)[TABLES["qwen4_exp"]] is Tier.ROWS
+    assert_same(run(model), reference_logits(folder, INPUT, torch.float32))
+
+
+def test_a_position_embedding_is_no_table(tmp_path: Path) -> None:
+    """It is smaller than the input embedding, and not worth it."""
+    model = load(split(build_checkpoint(tmp_path / "model", "gpt2")), 0)
+    assert tiers(model)["transformer.wpe"] is Tier.STREAMED

@@ -198,7 +198,6 @@ def test_a_broken_off_embedding_keeps_no_rows(source: Path, monkeypatch: pytest.
     model = load(split(source, "4bit"), 0)
 
     def fail(*_: Any) -> None:
-        assert len(model.get_input_embeddings().weight) < 272
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -242,7 +241,7 @@ OUTSIDE: dict[str, Callable[[Any], Any]] = {
     "a sum": lambda model: model.lm_head.weight.sum(),
     "a comparison": lambda model: model.lm_head.weight == 0,
     "a row": lambda model: model.get_input_embeddings().weight[3],
-    "rows": lambda model: nn.functional.embedding(INPUT, model.get_input_embeddings().weight),
+    "rows": lambda model: nn.functional.embedding(INPUT, model.lm_head.weight),
     "a cast": lambda model: model.lm_head.weight.double(),
     "a copy": lambda model: model.lm_head.weight.clone(),
     "numpy": lambda model: model.lm_head.weight.detach().numpy(),

@@ -58,6 +58,7 @@ def predict(
 ) -> GenerationEstimate:
     """What generating takes with layer files that need not be there yet."""
     plan = make_load_plan(store, machine.options, home, machine.devices)
+    plan = predictions.as_multiplied(plan, store, machine)
     return predictions.estimate(compression, plan, store.folder, machine, readable)
 
 
@@ -230,6 +231,18 @@ def test_what_a_gpu_is_sent_for_each_token(tmp_path: Path, host: int) -> None:
     found = predict(None, planned(folder, None), folder, machine, list(folder.glob("*.safetensors")))
     assert found.copied_bytes > 0
     assert found.read_bytes == (0 if host else found.copied_bytes)
+    assert (found.token_seconds or 0) > 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_a_gpu_multiplies_from_codes_is_measured_so(tmp_path: Path, exact: bool) -> None:
+    folder = checkpoint(tmp_path / "m")
+    options = RunOptions(max_memory={"fake:0": 60_000, "cpu": 1 << 30}, exact=exact)
+    machine = Machine([FakeGpu(0)], options, 0)
+    found = predict("4bit", planned(folder, "4bit"), folder, machine, list(folder.glob("*.safetensors")))
+    said = {speed.what for speed in found.speeds if speed.what.startswith("multiplying")}
+    assert ("multiplying with 4bit codes on fake:0" in said) != exact
+    assert "multiplying with bfloat16 on fake:0" in said or not exact
     assert (found.token_seconds or 0) > 0
 
 

@@ -81,6 +81,7 @@ _QWEN_TOKENS = {
 }
 _QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 _QWEN3 = {"vision_config": {"patch_size": 16}}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _SQUARE = {"height": 56, "width": 56}
 
 
@@ -128,6 +129,10 @@ FAMILIES: dict[str, Family] = {
         },
         "<start_of_image>",
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        {
+            "tie_word_embeddings": False,
+            "text_config": {"tie_word_embeddings": False, "layer_types": _ALTERNATING},
+        },
     ),
     "gemma4": Family(
         {
@@ -187,6 +192,7 @@ FAMILIES: dict[str, Family] = {
         },
         {"[IMG]": ("image_token_index", "image_token_id"), "[IMG_BREAK]": (), "[IMG_END]": ()},
         "[IMG]",
+        settings={"text_config": {"sliding_window": None}},
         needs_torchvision=True,
     ),
     "internvl": Family(
@@ -269,8 +275,10 @@ def _model(model_type: str, tokenizer: Any) -> Any:
     model: Any = getattr(transformers, family.auto).from_config(made, dtype=torch.float32).eval()
     drawn = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=drawn)
+        for name, parameter in model.named_parameters():
+            parameter += 0.15 * torch.randn(parameter.shape, generator=drawn)
+            if "projector" in name:  # else pictures change no token
+                parameter *= 8
     model.generation_config.eos_token_id = None
     return model
 
@@ -296,9 +304,14 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return file.getvalue()
 
 
+def tone(seed: int, samples: int) -> Any:
+    """A tone, int16; another height for each seed."""
+    return (8000 * np.sin(np.arange(samples) * (seed + 1) * 0.07)).astype(np.int16)
+
+
 def sound(seed: int = 0, seconds: float = 0.5, rate: int = RATE) -> bytes:
-    """A WAV file with one channel of 16 bits."""
-    drawn = np.random.default_rng(seed).integers(-8000, 8000, int(seconds * rate), dtype=np.int16)
+    """A WAV file of a tone, with one channel of 16 bits."""
+    drawn = tone(seed, int(seconds * rate))
     file = io.BytesIO()
     with wave.open(file, "wb") as written:
         written.setnchannels(1)

@@ -1,0 +1,183 @@
+"""Requests with pictures in shared passes: each gets the tokens that it gets alone, and no picture is mixed up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.errors import BusyError, MediaError
+from rabbitllm.generation import scheduler
+from rabbitllm.generation.batch import Batch, Limits
+from rabbitllm.generation.media import MAX_FILES, MediaFile, media_of_url, media_prompt
+from rabbitllm.generation.request import Prompt, Request
+from tests.generation.asking import Asked, asked, asked_together, begin
+from tests.support.picture_models import FAMILIES, HAS_TORCHVISION, build, encoded, picture, sound
+from tests.support.tiny_models import load, one_thread, split
+
+__all__ = ["one_thread"]
+
+NEW = 6
+DRAWN = ("qwen2_5_vl", "gemma3")
+HERE = [name for name, family in FAMILIES.items() if HAS_TORCHVISION or not family.needs_torchvision]
+_LONG = [name if name in DRAWN else pytest.param(name, marks=pytest.mark.long) for name in HERE]
+
+
+def prompt(model: Any, kind: str, *seeds: int, text: str = "What is this?") -> Prompt:
+    """One with so many pictures or sounds before its text."""
+    data = [sound(seed) if kind == "audio" else encoded(picture(seed)) for seed in seeds]
+    parts = [{"type": kind, "file": MediaFile(kind, one, "a file")} for one in data]  # type: ignore[arg-type]
+
+    def refused(error: Exception) -> Exception:
+        return error
+
+    return media_prompt(model, [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}], refused)
+
+
+def request(made: Prompt, tokens: int = NEW) -> Request:
+    return Request(made.ids, tokens, media=made.media)
+
+
+def by_itself(model: Any, one: Request) -> list[int]:
+    """What `generate` makes of the same tensors."""
+    ids = torch.tensor([one.prompt])
+    more: dict[str, Any] = one.media.arguments(len(one.prompt), ids.device) if one.media is not None else {}
+    more |= {"max_new_tokens": one.max_new_tokens, "eos_token_id": model.tokenizer.eos_token_id, "pad_token_id": 0}
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **more)
+    tokens: list[int] = made[0, len(one.prompt) :].tolist()
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(model_type: str) -> Path:
+        if model_type not in made:
+            made[model_type] = split(build(tmp_path_factory.mktemp("media") / model_type, model_type))
+        return made[model_type]
+
+    return of
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("model_type", _LONG)
+def test_each_has_the_tokens_that_it_has_alone(
+    model_type: str, exact: bool, folders: Callable[[str], Path], one_thread: None
+) -> None:
+    """Pictures of the same size have the same ids, so only the tensors differ."""
+    kind = FAMILIES[model_type].kind
+    model = load(folders(model_type), 0, exact=exact)
+    wanted = [request(prompt(model, kind, seed)) for seed in (0, 1, 0)]
+    assert wanted[0].prompt == wanted[1].prompt == wanted[2].prompt
+    text = tuple(range(5, 40))
+    wanted += [Request(text, NEW), request(prompt(model, kind, 2, 3, text="And these two?")), Request(text[:20], NEW)]
+    expected = [by_itself(model, one) for one in wanted]
+    assert expected[0] == expected[2] != expected[1]
+    with Batch(model, Limits(exact=exact)) as batch:
+        assert [one.tokens for one in asked_together(batch, wanted)] == expected
+        again = [begin_and_wait(batch, one) for one in (wanted[1], wanted[0])]  # now with caches of the others
+        assert [one.tokens for one in again] == [expected[1], expected[0]]
+        assert [one.finished.kept_tokens for one in again] == [0, 0]
+        later = [begin(batch, wanted[0])]
+        while not later[0].chosen:
+            later[0].over.wait(0.01)
+        later += [begin(batch, one) for one in wanted[1:5]]  # while another one decodes
+        assert [one.wait().tokens for one in later] == expected[:5]
+    assert by_itself(model, wanted[1]) == expected[1]
+
+
+def begin_and_wait(batch: Batch, one: Request) -> Asked:
+    return asked(batch, [one])[0]
+
+
+def test_a_text_of_the_same_ids_has_its_own_cache(folders: Callable[[str], Path], one_thread: None) -> None:
+    model = load(folders("qwen2_5_vl"), 0)
+    pictured = request(prompt(model, "image", 0))
+    text = dataclasses.replace(pictured, media=None)
+    expected = [by_itself(model, pictured), by_itself(model, text)]
+    assert expected[0] != expected[1]
+    with Batch(model) as batch:
+        found = [begin_and_wait(batch, one) for one in (text, pictured, text)]
+    assert [one.tokens for one in found] == [expected[1], expected[0], expected[1]]
+    assert [one.finished.kept_tokens for one in found] == [0, 0, len(text.prompt) - 1]
+
+
+def test_preempted_it_begins_again_with_its_pictures(folders: Callable[[str], Path], one_thread: None) -> None:
+    model = load(folders("qwen2_5_vl"), 0)
+    wanted = [request(prompt(model, "image", seed), 90) for seed in (0, 2)]
+    expected = [by_itself(model, one) for one in wanted]
+    with Batch(model, Limits(cache_bytes=160_000)) as batch:
+        found = asked_together(batch, wanted)
+        assert [one.tokens for one in found] == expected
+        assert batch.facts.preempted > 0
+
+
+def test_waiting_pictures_have_a_limit(
+    folders: Callable[[str], Path], one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folders("qwen2_5_vl"), 0)
+    made = request(prompt(model, "image", 0))
+    assert made.media is not None
+    monkeypatch.setattr(scheduler, "MEDIA_BYTES", made.media.nbytes + 10)
+    with Batch(model) as batch:
+        with batch.held():
+            first = begin(batch, made)
+            same = begin(batch, made)  # another answer to the same prompt
+            with pytest.raises(BusyError, match="pictures"):
+                begin(batch, request(prompt(model, "image", 1)))
+        assert first.wait().tokens == same.wait().tokens
+        assert begin(batch, request(prompt(model, "image", 1))).wait().finished.new_tokens == NEW
+
+
+def test_what_cannot_be_a_prompt_is_refused(folders: Callable[[str], Path]) -> None:
+    model = load(folders("gemma3"))
+    with pytest.raises(MediaError, match="marks pictures"):
+        prompt(model, "image", 0, text="a <start_of_image> b")
+    with pytest.raises(MediaError, match="takes no sounds"):
+        prompt(model, "audio", 0)
+    with pytest.raises(MediaError, match=f"at most {MAX_FILES}"):
+        prompt(model, "image", *[0] * (MAX_FILES + 1))
+
+
+PNG = "data:image/png;base64,"
+URLS = {
+    "http": ("http://127.0.0.1:1/a.png", "address of the web"),
+    "https": ("https://example.org/a.png", "address of the web"),
+    "a path": ("/etc/hostname", "no data: URL"),
+    "no folder": ("file:///etc/hostname", "no folder is allowed"),
+    "not base64": (f"{PNG}@@@@", "not valid base64"),
+    "text": ("data:image/svg+xml,<svg/>", "without base64"),
+    "no body": ("data:image/png;base64", "without base64"),
+    "another type": ("data:text/html;base64,AAAA", "has the type text/html"),
+    "too long": (PNG + "A" * ((64 << 20) * 4 // 3 + 100), "at most"),
+}
+
+
+@pytest.mark.parametrize("name", URLS)
+def test_urls_that_are_refused(name: str) -> None:
+    url, why = URLS[name]
+    with pytest.raises(MediaError, match=why):
+        media_of_url("image", url, None, "a part")
+
+
+def test_only_files_of_the_folder_are_read(tmp_path: Path) -> None:
+    inside = tmp_path / "allowed"
+    inside.mkdir()
+    (inside / "a b.png").write_bytes(b"1")
+    (tmp_path / "secret.png").write_bytes(b"2")
+    (inside / "link.png").symlink_to(tmp_path / "secret.png")
+    assert media_of_url("image", f"file://{inside}/a%20b.png", inside, "a part").data == b"1"
+    for path in ("../secret.png", "%2e%2e/secret.png", "link.png", "a\0b"):
+        with pytest.raises(MediaError):
+            media_of_url("image", f"file://{inside}/{path}", inside, "a part")
+    with pytest.raises(MediaError, match="outside"):
+        media_of_url("image", f"file://host{inside}/a%20b.png", inside, "a part")
+    with pytest.raises(MediaError, match="a part is not a regular file") as caught:
+        media_of_url("image", f"file://{inside}", inside, "a part")
+    assert str(tmp_path) not in str(caught.value)
