@@ -92,7 +92,7 @@ class Target:
     change: Change = Change.NONE
     piece: TensorPiece | None = None
 
-    def spec(self, stored: TensorSpec, dtype: str) -> TensorSpec:
+    def spec(self, stored: TensorSpec, dtype: str, *, may_stay: bool = True) -> TensorSpec:
         """The specification of the tensor, read from `stored` and converted to `dtype`."""
         blocks = stored.blocks
         kind = blocks.kind if blocks is not None else TENSOR_TYPES[stored.dtype]
@@ -101,7 +101,7 @@ class Target:
         is_plain = kind.dtype == dtype and self.change is Change.NONE
         if not DTYPES[stored.dtype].quantizable:  # integers are taken as they are
             is_plain, dtype = True, stored.dtype
-        held = None if is_plain else StoredBlocks(kind, elements // kind.elements * kind.nbytes, self.change)
+        held = None if is_plain else StoredBlocks(kind, elements // kind.elements * kind.nbytes, self.change, may_stay)
         nbytes = byte_size(dtype, self.shape)
         return TensorSpec(
             self.name, dtype, self.shape, stored.file, offset, nbytes, self.strides, self.view, self.piece, held
@@ -119,6 +119,7 @@ class GgufCheckpoint:
 
     def __init__(self, shards: Sequence[str], files: Mapping[str, GgufFile], read: ReadAt) -> None:
         self.shards = tuple(shards)
+        self.keeps_blocks = True
         self._first = shards[-1]
         self._files = files
         self._read = read
@@ -174,7 +175,7 @@ class GgufCheckpoint:
         specs, left_out = [], []
         for stored in header.tensors:
             targets = self._model.targets(stored.name, stored.shape)
-            specs += [target.spec(stored, self.dtype) for target in targets]
+            specs += [target.spec(stored, self.dtype, may_stay=self.keeps_blocks) for target in targets]
             left_out += [] if targets else [stored.name]
         if left_out:
             _warn_of(shard, tuple(left_out))
