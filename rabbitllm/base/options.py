@@ -84,6 +84,7 @@ class SplitOptions:
             hub's digest; when a split begins, record the checksums.
         profiling: record the time spent on each layer.
         threads: workers that read, quantize and write; by default one per core, at least 2.
+        keeps_blocks: store blocks of GGUF files that compression does not touch as they are; else dequantize them.
         min_free: bytes; free disk below which a split stops cleanly, since the system needs some.
     """
 
@@ -98,6 +99,7 @@ class SplitOptions:
     memory_is_said: bool = False
     fit_scales: bool = False
     verify_source: bool = False
+    keeps_blocks: bool = True
 
 
 @dataclass(frozen=True, slots=True)

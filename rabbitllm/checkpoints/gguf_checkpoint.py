@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -37,7 +38,7 @@ from rabbitllm.errors import (
     UnreadableFormatError,
 )
 from rabbitllm.formats.bounded import short
-from rabbitllm.formats.gguf import GgufArray, GgufFile, outline, strings
+from rabbitllm.formats.gguf import READ_BYTES, GgufArray, GgufFile, outline, strings
 from rabbitllm.formats.gguf_types import TENSOR_TYPES
 from rabbitllm.formats.tensor_spec import (
     DTYPES,
@@ -91,7 +92,7 @@ class Target:
     change: Change = Change.NONE
     piece: TensorPiece | None = None
 
-    def spec(self, stored: TensorSpec, dtype: str) -> TensorSpec:
+    def spec(self, stored: TensorSpec, dtype: str, *, may_stay: bool = True) -> TensorSpec:
         """The specification of the tensor, read from `stored` and converted to `dtype`."""
         blocks = stored.blocks
         kind = blocks.kind if blocks is not None else TENSOR_TYPES[stored.dtype]
@@ -100,7 +101,7 @@ class Target:
         is_plain = kind.dtype == dtype and self.change is Change.NONE
         if not DTYPES[stored.dtype].quantizable:  # integers are taken as they are
             is_plain, dtype = True, stored.dtype
-        held = None if is_plain else StoredBlocks(kind, elements // kind.elements * kind.nbytes, self.change)
+        held = None if is_plain else StoredBlocks(kind, elements // kind.elements * kind.nbytes, self.change, may_stay)
         nbytes = byte_size(dtype, self.shape)
         return TensorSpec(
             self.name, dtype, self.shape, stored.file, offset, nbytes, self.strides, self.view, self.piece, held
@@ -118,6 +119,7 @@ class GgufCheckpoint:
 
     def __init__(self, shards: Sequence[str], files: Mapping[str, GgufFile], read: ReadAt) -> None:
         self.shards = tuple(shards)
+        self.keeps_blocks = True
         self._first = shards[-1]
         self._files = files
         self._read = read
@@ -173,7 +175,7 @@ class GgufCheckpoint:
         specs, left_out = [], []
         for stored in header.tensors:
             targets = self._model.targets(stored.name, stored.shape)
-            specs += [target.spec(stored, self.dtype) for target in targets]
+            specs += [target.spec(stored, self.dtype, may_stay=self.keeps_blocks) for target in targets]
             left_out += [] if targets else [stored.name]
         if left_out:
             _warn_of(shard, tuple(left_out))
@@ -198,8 +200,18 @@ class GgufCheckpoint:
         if "tokenizer.ggml.model" in self.metadata and not (
             set(TOKENIZER_NAMES) & set(sidecars) and self._tokenizer_is_unknown()
         ):
-            files |= self._tokenizer()
+            files |= _kept((self._key, "tokenizer"), self._tokenizer)
         return files
+
+    @functools.cached_property
+    def _key(self) -> str:
+        """A digest of the metadata, and of the names and shapes of the tensors."""
+        digest, end = hashlib.sha256(), self._files[self._first].entries_end
+        for at in range(0, end, READ_BYTES):
+            digest.update(self._read(at, min(READ_BYTES, end - at)))
+        for name in sorted(self._files):
+            digest.update(repr([(spec.name, spec.shape) for spec in self._files[name].header.tensors]).encode())
+        return digest.hexdigest()
 
     def _generation(self) -> dict[str, Any]:
         """The ids of tokens; also those that end a turn or a message, which llama.cpp stops at too."""
@@ -272,6 +284,10 @@ class GgufCheckpoint:
 
     @functools.cached_property
     def _model(self) -> _Model:
+        found: _Model = _kept((self._key, "model"), self._made_model)
+        return found
+
+    def _made_model(self) -> _Model:
         blocks = self._number(f"{self.architecture}.block_count", 0)
         tensors = sum(len(file.header.tensors) for file in self._files.values())
         if blocks > max(tensors, len(self.shards) * 256):
@@ -287,6 +303,20 @@ class GgufCheckpoint:
 
 
 _OUTLINE = "outline.gguf"
+_KEPT: dict[tuple[str, str], Any] = {}
+"""The last models and tokenizers: a split opens its source several times, and each takes transformers seconds."""
+MAX_KEPT = 4
+
+
+def _kept(key: tuple[str, str], make: Callable[[], Any]) -> Any:
+    """Return what was made for this key, or make it."""
+    if key not in _KEPT:
+        made = make()
+        while len(_KEPT) >= MAX_KEPT:
+            _KEPT.pop(next(iter(_KEPT)), None)
+        _KEPT[key] = made
+    found: Any = _KEPT.get(key)
+    return make() if found is None else found
 
 
 def _texts(values: object) -> list[str]:

@@ -106,11 +106,13 @@ class StoredBlocks:
         kind: type of the blocks; a row, the last dimension in the file, is a whole number of them.
         nbytes: of all blocks.
         change: operation on each element.
+        may_stay: whether they may be stored as they are; else they are dequantized.
     """
 
     kind: TensorType
     nbytes: int
     change: Change = Change.NONE
+    may_stay: bool = True
 
 
 class TensorSpec(NamedTuple):

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -416,6 +416,7 @@ def convert(
     options = prepare.split_options(
         None, shards, max_disk=max_disk, min_free_disk=min_free_disk, shard_transfer=shard_transfer
     )
+    options = replace(options, keeps_blocks=False)  # the layers become a plain checkpoint
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
     target = expand(folder)
     if target.exists() and not target.is_dir():

@@ -305,6 +305,8 @@ def ensure_split(
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
         checkpoint = _open(source, options, by_executor=executor is not None)
+        if checkpoint.gguf is not None:
+            checkpoint.gguf.keeps_blocks = options.keeps_blocks
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
         request = SplitRequest(
@@ -314,6 +316,8 @@ def ensure_split(
             chosen = check_before_download(request)  # for the space that the shards will leave
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())
             request = dataclasses.replace(request, checkpoint=downloaded, chosen=chosen)
+        if request.checkpoint.gguf is not None:
+            request.checkpoint.gguf.keeps_blocks = options.keeps_blocks
         try:
             with _sharing(source, executor):
                 return split(request)

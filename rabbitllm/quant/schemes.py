@@ -223,7 +223,8 @@ def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:
     Blocks of GGUF files that compression does not touch are stored as they are, if that is possible.
     """
     if compression is None or not is_compressible(spec):
-        return spec.blocks.kind.name if spec.blocks is not None and row_blocks(spec) is not None else None
+        may_stay = spec.blocks is not None and spec.blocks.may_stay and row_blocks(spec) is not None
+        return spec.blocks.kind.name if spec.blocks is not None and may_stay else None
     scheme = SCHEMES[compression]
     return scheme.smaller if spec.elements < scheme.min_elements else compression
 

@@ -249,7 +249,7 @@ def _tensor(tensor: TensorSpec) -> list[object]:
     blocks."""
     piece, blocks = tensor.piece, tensor.blocks
     cut = None if piece is None else [piece.of, piece.shape, piece.dim, piece.begin]
-    stored = None if blocks is None else [blocks.kind.name, blocks.nbytes, blocks.change.value]
+    stored = None if blocks is None else [blocks.kind.name, blocks.nbytes, blocks.change.value, blocks.may_stay]
     rest = [tensor.strides, tensor.view, cut, stored]
     while rest and rest[-1] is None:
         rest.pop()
@@ -269,7 +269,7 @@ def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
         None if strides is None else tuple(strides),
         None if view is None else tuple(view),
         None if cut is None else TensorPiece(cut[0], tuple(cut[1]), cut[2], cut[3]),
-        None if stored is None else StoredBlocks(TENSOR_TYPES[stored[0]], stored[1], Change(stored[2])),
+        None if stored is None else StoredBlocks(TENSOR_TYPES[stored[0]], stored[1], Change(stored[2]), *stored[3:]),
     )
 
 

@@ -39,9 +39,11 @@ def as_safetensors(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, dict[str, bytes]]:
-    """The layer files that the same weights give as safetensors, by compression."""
-    saved = as_safetensors(tmp_path_factory.mktemp("saved"))
-    return {c: layer_files(split(saved, compression=c, sequential=False)) for c in (None, "8bit", "4bit")}
+    """The layer files that the same weights give as safetensors, by compression; without, those of one local file."""
+    folder = tmp_path_factory.mktemp("saved")
+    saved = as_safetensors(folder)
+    made = {c: layer_files(split(saved, compression=c, sequential=False)) for c in ("8bit", "4bit")}
+    return {**made, None: layer_files(split(folder / "whole.gguf", sequential=False))}
 
 
 @pytest.mark.parametrize(("files", "compression"), [(1, None), (FILES, "8bit")])
