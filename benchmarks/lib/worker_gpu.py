@@ -222,6 +222,7 @@ def _brought_to_a_stop(executor: Any) -> Iterator[None]:
         take=lambda unit: held,
         expect=lambda units: None,
         give_back=lambda loaded: None,
+        give_back_taken=lambda: None,
         waited=loader.waited,
         waited_for_copies=loader.waited_for_copies,
     )

@@ -42,12 +42,12 @@ from rabbitllm.formats.gguf import READ_BYTES, GgufArray, GgufFile, outline, str
 from rabbitllm.formats.gguf_types import TENSOR_TYPES
 from rabbitllm.formats.tensor_spec import (
     DTYPES,
-    Change,
     Header,
     ReadAt,
     StoredBlocks,
     TensorPiece,
     TensorSpec,
+    ValueChange,
     byte_size,
 )
 
@@ -89,7 +89,7 @@ class Target:
     first: int = 0
     strides: tuple[int, ...] | None = None
     view: tuple[int, ...] | None = None
-    change: Change = Change.NONE
+    change: ValueChange = ValueChange.NONE
     piece: TensorPiece | None = None
 
     def spec(self, stored: TensorSpec, dtype: str, *, may_stay: bool = True) -> TensorSpec:
@@ -98,7 +98,7 @@ class Target:
         kind = blocks.kind if blocks is not None else TENSOR_TYPES[stored.dtype]
         elements = math.prod(self.shape)
         offset = stored.offset + self.first // kind.elements * kind.nbytes
-        is_plain = kind.dtype == dtype and self.change is Change.NONE
+        is_plain = kind.dtype == dtype and self.change is ValueChange.NONE
         if not DTYPES[stored.dtype].quantizable:  # integers are taken as they are
             is_plain, dtype = True, stored.dtype
         held = None if is_plain else StoredBlocks(kind, elements // kind.elements * kind.nbytes, self.change, may_stay)
@@ -580,17 +580,17 @@ def _numbers(shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
     return (1.0 + np.arange(math.prod(shape), dtype=np.float64)).reshape(shape)
 
 
-def _order_of(values: npt.NDArray[Any]) -> tuple[Change, npt.NDArray[np.int64]] | None:
+def _order_of(values: npt.NDArray[Any]) -> tuple[ValueChange, npt.NDArray[np.int64]] | None:
     """The elementwise change, and the index of each element in the file, of the result of an operation on a probe."""
     import numpy as np
 
     flat = np.asarray(values, np.float64).ravel()
     if not flat.size or not np.isfinite(flat).all():
         return None
-    back: dict[Change, Callable[[], npt.NDArray[np.float64]]] = {
-        Change.NONE: lambda: -flat - 1,
-        Change.MINUS_ONE: lambda: -flat - 2,
-        Change.LOG_OF_NEGATIVE: lambda: np.round(np.exp(np.clip(flat, -1, 40))).astype(np.float64) - 1,
+    back: dict[ValueChange, Callable[[], npt.NDArray[np.float64]]] = {
+        ValueChange.NONE: lambda: -flat - 1,
+        ValueChange.MINUS_ONE: lambda: -flat - 2,
+        ValueChange.LOG_OF_NEGATIVE: lambda: np.round(np.exp(np.clip(flat, -1, 40))).astype(np.float64) - 1,
     }
     for change, undo in back.items():
         order = undo()

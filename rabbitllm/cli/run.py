@@ -63,7 +63,6 @@ def run_command(
     Examples:
       rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?"
       cat report.txt | rabbitllm run my-checkpoint "Sum up" --max-new-tokens 200
-      rabbitllm run Qwen/Qwen3-VL-4B-Instruct --image photo.jpg "What is this?"
     """
     from rabbitllm.run.prompt import joined, piped_text
 

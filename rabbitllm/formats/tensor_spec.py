@@ -90,7 +90,7 @@ class TensorPiece:
     begin: int
 
 
-class Change(enum.Enum):
+class ValueChange(enum.Enum):
     """An elementwise operation after dequantization, in float32; the value is its name in a journal."""
 
     NONE = ""
@@ -111,7 +111,7 @@ class StoredBlocks:
 
     kind: TensorType
     nbytes: int
-    change: Change = Change.NONE
+    change: ValueChange = ValueChange.NONE
     may_stay: bool = True
 
 

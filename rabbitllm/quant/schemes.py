@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 from rabbitllm.errors import IncompleteSplitError, OptionError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES, TensorType
 from rabbitllm.formats.safetensors_file import TensorToWrite
-from rabbitllm.formats.tensor_spec import DTYPES, Change, TensorSpec, byte_size
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, ValueChange, byte_size
 from rabbitllm.quant.library import bitsandbytes, int8_code, nf4_map
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ def row_blocks(spec: TensorSpec) -> TensorSpec | None:
         same order.
     """
     stored = spec.blocks
-    if stored is None or stored.kind.dtype is not None or stored.change is not Change.NONE or len(spec.shape) < 2:
+    if stored is None or stored.kind.dtype is not None or stored.change is not ValueChange.NONE or len(spec.shape) < 2:
         return None
     columns, kind = spec.shape[-1], stored.kind
     if spec.sizes[-1] != columns or columns % kind.elements:

@@ -11,10 +11,10 @@ from rabbitllm.formats.tensor_spec import (
     DTYPES,
     GAP_BYTES,
     STAGING_BYTES,
-    Change,
     Readable,
     StoredBlocks,
     TensorSpec,
+    ValueChange,
     read_run,
     torch_dtype,
 )
@@ -115,13 +115,13 @@ def dequantized(blocks: StoredBlocks, raw: bytearray) -> torch.Tensor:
     return dequantize(kind.name, torch.frombuffer(raw, dtype=torch.uint8), (count * kind.elements,), torch.float32)
 
 
-def changed(values: torch.Tensor, change: Change) -> torch.Tensor:
+def changed(values: torch.Tensor, change: ValueChange) -> torch.Tensor:
     """The same values after an elementwise operation, as numpy computes it in float32."""
     import numpy as np
     import torch
 
-    if change is Change.MINUS_ONE:
+    if change is ValueChange.MINUS_ONE:
         return values - 1
-    if change is Change.LOG_OF_NEGATIVE:
+    if change is ValueChange.LOG_OF_NEGATIVE:
         return torch.from_numpy(np.log(-values.numpy()))
     return values

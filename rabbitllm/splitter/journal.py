@@ -32,7 +32,7 @@ from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.gguf_types import TENSOR_TYPES
-from rabbitllm.formats.tensor_spec import Change, StoredBlocks, TensorPiece, TensorSpec
+from rabbitllm.formats.tensor_spec import StoredBlocks, TensorPiece, TensorSpec, ValueChange
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
 from rabbitllm.storage import durable
@@ -269,7 +269,9 @@ def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
         None if strides is None else tuple(strides),
         None if view is None else tuple(view),
         None if cut is None else TensorPiece(cut[0], tuple(cut[1]), cut[2], cut[3]),
-        None if stored is None else StoredBlocks(TENSOR_TYPES[stored[0]], stored[1], Change(stored[2]), *stored[3:]),
+        None
+        if stored is None
+        else StoredBlocks(TENSOR_TYPES[stored[0]], stored[1], ValueChange(stored[2]), *stored[3:]),
     )
 
 
