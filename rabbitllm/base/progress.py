@@ -285,7 +285,7 @@ class SplitStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Counts:
+class _TaskCounts:
     """Bytes since this run began; differences of two of them, divided by seconds, are rates.
 
     During `idle` seconds nothing was fetched because there was no room for another shard.
@@ -327,8 +327,8 @@ class SplitLedger:
         self._layers: set[str] = set()
         self._idle, self._idle_since = 0.0, None if doing == "downloading" else self._start
         self._pace: float | None = None
-        self._counts = _Counts(self._start)
-        self._points: deque[_Counts] = deque([self._counts])
+        self._counts = _TaskCounts(self._start)
+        self._points: deque[_TaskCounts] = deque([self._counts])
 
     def hear(self, event: Event) -> None:
         """Process an event."""
@@ -381,7 +381,7 @@ class SplitLedger:
 
     def _count(self, done: int, fetched: int, quantized: int, written: int) -> None:
         now, last = self._clock(), self._counts
-        self._counts = _Counts(
+        self._counts = _TaskCounts(
             now,
             last.done + done,
             last.fetched + fetched,

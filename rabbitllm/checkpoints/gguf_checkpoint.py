@@ -433,7 +433,7 @@ class _Model:
 
         with torch.device("meta"):
             model = self._class(self._config)
-        names = get_gguf_hf_weights_map(_Named(model, self._config), self._processor)
+        names = get_gguf_hf_weights_map(_ModuleNames(model, self._config), self._processor)
         experts = {}
         for entry in get_model_conversion_mapping(model):
             operations = [type(operation) for operation in getattr(entry, "operations", ())]
@@ -554,7 +554,7 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-class _Named:
+class _ModuleNames:
     """A module by the names of its parameters, as `get_gguf_hf_weights_map` asks for them.
 
     Of a module within a module that function finds nothing, and takes a tenth of a second each.
@@ -568,10 +568,10 @@ class _Named:
     def state_dict(self) -> Iterable[str]:
         return list(self._module.state_dict())
 
-    def named_children(self) -> list[tuple[str, _Named]]:
+    def named_children(self) -> list[tuple[str, _ModuleNames]]:
         if not self._depth:
             return []
-        return [(name, _Named(child, self.config, self._depth - 1)) for name, child in self._module.named_children()]
+        return [(name, _ModuleNames(child, self.config, self._depth - 1)) for name, child in self._module.named_children()]
 
 
 def _numbers(shape: tuple[int, ...]) -> npt.NDArray[np.float64]:

@@ -41,7 +41,7 @@ ALGORITHMS = (
 """Values of `quant_algo` whose parts are these. Others scale inputs too (AWQ, SmoothQuant), or are integers."""
 
 
-class _Settings(QuantizationConfigMixin):  # type: ignore[misc]
+class _ModelOptSettings(QuantizationConfigMixin):  # type: ignore[misc]
     """Settings as transformers keeps them in a config."""
 
     def __init__(self, said: Mapping[str, Any]) -> None:
@@ -50,9 +50,9 @@ class _Settings(QuantizationConfigMixin):  # type: ignore[misc]
         self.dequantize = True
 
 
-def settings_for(said: Mapping[str, Any] | QuantizationConfigMixin) -> _Settings:
+def settings_for(said: Mapping[str, Any] | QuantizationConfigMixin) -> _ModelOptSettings:
     """The quantization settings of a config, for `ModelOpt`."""
-    return _Settings(said if isinstance(said, Mapping) else said.to_dict())
+    return _ModelOptSettings(said if isinstance(said, Mapping) else said.to_dict())
 
 
 class ModelOpt(IntoPlain):

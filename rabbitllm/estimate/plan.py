@@ -388,14 +388,14 @@ def _measure(scan: SourceScan, said: Rate | None) -> Rates:
     """Measure the rates that the estimates are based on, as far as they are needed and memory allows it."""
     from rabbitllm.estimate.measure import can_measure
 
-    device, threads = "cpu", scan.options.threads  # a GPU's kernels give other bits: see `ensure_split`
+    threads = scan.options.threads
     waiting = [shard for c, plan in scan.feasible.items() for shard in plan.shards if shard.name not in scan.used(c)]
     staged = list(dict.fromkeys(shard.name for shard in waiting if shard.staged))
     here = list(dict.fromkeys(shard.name for shard in waiting if not shard.staged))
     fetch = said if staged else None
     read = said if here and not staged else None
     if not can_measure():
-        return Rates(fetch, read, {}, threads, device)
+        return Rates(fetch, read, {}, threads)
     if staged and fetch is None and scan.source.repository is not None:
         fetch = split_estimate.fetch_rate(scan.source.repository, staged[0])
     if here and read is None and scan.checkpoint is not None:
@@ -408,9 +408,9 @@ def _measure(scan: SourceScan, said: Rate | None) -> Rates:
         same = scheme if fitted else entry.codes
         if dtype is None or same in quantize:
             continue
-        if (rate := split_estimate.quantize_rate(same, dtype, threads, device, fitted=fitted)) is not None:
+        if (rate := split_estimate.quantize_rate(same, dtype, threads, fitted=fitted)) is not None:
             quantize[same] = rate
-    return Rates(fetch, read, quantize, threads, device)
+    return Rates(fetch, read, quantize, threads)
 
 
 def split_estimate_at(scan: SourceScan, compression: str | None, measured: Rates) -> CompressionEstimate:

@@ -294,10 +294,9 @@ def _basis(plan: SplitEstimate) -> Iterator[str]:
         yield f"{_rate(rates.fetch)} from the hub"
     if rates.read is not None:
         yield f"{_rate(rates.read)} from this disk"
-    where = f"on {rates.threads} CPU threads" if rates.quantize_on == "cpu" else f"on {rates.quantize_on}"
     if rates.quantize:
         found = " and ".join(f"{scheme} {speed(rate.bytes_per_second)}" for scheme, rate in rates.quantize.items())
-        yield f"quantizing {found} (measured {where})"
+        yield f"quantizing {found} (measured on {rates.threads} CPU threads)"
 
 
 def _rate(rate: Rate) -> str:

@@ -285,7 +285,7 @@ def _single(cursor: _Cursor, kind: int, key: str) -> Value:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _TensorEntry:
     """One row of the table of tensors; the offset is from the start of the data."""
 
     name: str
@@ -294,7 +294,7 @@ class _Entry:
     offset: int
 
 
-def _entry(cursor: _Cursor) -> _Entry:
+def _entry(cursor: _Cursor) -> _TensorEntry:
     name = cursor.text(MAX_NAME_BYTES)
     if not name or not name.isprintable():
         raise cursor.error(f"the tensor name {short(name, 60)} is not printable text")
@@ -313,7 +313,7 @@ def _entry(cursor: _Cursor) -> _Entry:
         raise cursor.error(f"{short(name, 60)} has the shape {shape}, which blocks of {kind.elements} cannot have")
     if not shape and kind.elements != 1:
         raise cursor.error(f"{short(name, 60)} is a single value of {kind.name}, which has blocks of {kind.elements}")
-    return _Entry(name, shape, kind, offset)
+    return _TensorEntry(name, shape, kind, offset)
 
 
 def _alignment(metadata: Metadata, cursor: _Cursor) -> int:
@@ -325,7 +325,7 @@ def _alignment(metadata: Metadata, cursor: _Cursor) -> int:
     return found
 
 
-def _header(table: Iterable[_Entry], data_start: int, alignment: int, size: int, file: str) -> Header:
+def _header(table: Iterable[_TensorEntry], data_start: int, alignment: int, size: int, file: str) -> Header:
     specs, seen = [], set[str]()
     error = _Cursor(lambda offset, length: b"", size, file).error
     for entry in table:
@@ -346,7 +346,7 @@ def _header(table: Iterable[_Entry], data_start: int, alignment: int, size: int,
     return Header(tuple(specs), {}, data_start)
 
 
-def _spec(entry: _Entry, data_start: int, file: str) -> TensorSpec:
+def _spec(entry: _TensorEntry, data_start: int, file: str) -> TensorSpec:
     """The tensor as dequantized to float32, or as it is if its type is plain."""
     elements, kind = math.prod(entry.shape), entry.kind
     nbytes, offset = elements // kind.elements * kind.nbytes, data_start + entry.offset

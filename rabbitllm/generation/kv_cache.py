@@ -78,7 +78,7 @@ WORTH_BYTES = 1 << 18
 SPARE_SHARE, SPARE_TOKENS = 8, 32
 
 
-class _Room:
+class _CacheRoom:
     """The larger tensors; a layer's keys and values are views of their first tokens.
 
     Attributes:
@@ -125,7 +125,7 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
     end = begin + keys.shape[2]
     room = vars(layer).get("_room")
     if room is None or not room.holds(layer) or room.keys.shape[2] < end:
-        room = layer._room = _Room(before, layer.values, end + end // SPARE_SHARE + SPARE_TOKENS)
+        room = layer._room = _CacheRoom(before, layer.values, end + end // SPARE_SHARE + SPARE_TOKENS)
     room.keys[:, :, begin:end] = keys
     room.values[:, :, begin:end] = values
     room.used = end

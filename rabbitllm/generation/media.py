@@ -230,7 +230,7 @@ def media_prompt(
             "The processor of this model has no chat template, so pictures and sounds have no place in a message.",
             "Use --raw with the model's placeholders in the prompt, or add chat_template.jinja to the checkpoint.",
         )
-    rate, budget = _rate(processor), _Budget()
+    rate, budget = _rate(processor), _MediaBudget()
     given = [_loaded(message, processor, budget, rate) for message in messages]
     try:
         with bounded_template():
@@ -250,7 +250,7 @@ def raw_media_prompt(model: StreamedModel, text: str, files: Sequence[MediaFile]
         ProcessorError, MissingPackageError: the processor cannot be made.
     """
     processor = _processor(model, files)
-    rate, budget = _rate(processor), _Budget()
+    rate, budget = _rate(processor), _MediaBudget()
     pictures = [budget.picture(file) for file in files if file.kind == "image"]
     sounds = [read_sound(file.data, file.name, rate) for file in files if file.kind == "audio"]
     named: dict[str, Any] = {"images": pictures} if pictures else {}
@@ -266,7 +266,7 @@ def raw_media_prompt(model: StreamedModel, text: str, files: Sequence[MediaFile]
     return _prompt(model, made)
 
 
-class _Budget:
+class _MediaBudget:
     """Decodes the pictures of a prompt within one limit of pixels."""
 
     def __init__(self) -> None:
@@ -295,7 +295,7 @@ def _rate(processor: Any) -> int:
     return int(getattr(getattr(processor, "feature_extractor", None), "sampling_rate", 16_000))
 
 
-def _loaded(message: Mapping[str, Any], processor: Any, budget: _Budget, rate: int) -> dict[str, Any]:
+def _loaded(message: Mapping[str, Any], processor: Any, budget: _MediaBudget, rate: int) -> dict[str, Any]:
     """A message as processors expect it; every content is a list, which all templates for pictures read."""
     content = message.get("content")
     parts: list[dict[str, Any]] = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]

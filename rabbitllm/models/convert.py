@@ -102,12 +102,12 @@ def input_of(name: str, access: HubAccess, work: Path) -> Input:
     ):
         if path.name.endswith(".index.json"):
             raise OptionError(f"{path} is an index file; expected a checkpoint.", f"Use its folder: {path.parent}.")
-        return _File(name, path, work / directory_name(None))
-    return _Named(name, access, work)
+        return _WeightsInput(name, path, work / directory_name(None))
+    return _ModelInput(name, access, work)
 
 
 @dataclass
-class _Named:
+class _ModelInput:
     """A folder or a repository."""
 
     name: str
@@ -173,7 +173,7 @@ def finished_split_of(name: str) -> Path | None:
 
 
 @dataclass
-class _File:
+class _WeightsInput:
     """A single file of weights. Other files in its folder are used only if the folder has a config."""
 
     name: str

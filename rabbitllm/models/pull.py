@@ -198,7 +198,7 @@ def dry_run(request: LoadRequest) -> DryRun:
                 accept(PlannedFiles(scan.plans[compression], scan.folders[compression]))
         except RabbitLLMError as error:
             scan.refused[compression] = error.problem
-    estimate = split_estimate_at(scan, compression, Rates(None, None, {}, options.threads, "cpu"))
+    estimate = split_estimate_at(scan, compression, Rates(None, None, {}, options.threads))
     policy = options.shards
     standard = not (policy.takes_one_at_a_time if source.repository is not None else policy.deletes_used)
     routes = tuple(route for route in estimate.routes if (route.name == STANDARD) is standard)

@@ -46,7 +46,7 @@ ALIVE_SECONDS = 2.0
 _NOT_HERE = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
-class _Pass:
+class _DriverPass:
     """The records of the stand-ins in one pass."""
 
     def __init__(self, ledger: Ledger, hidden: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class Driver:
         self._first = spans[0].end
         away = [index for cached in stack.cached[self._first :] for index in cached]
         self._ledger = Ledger(away)
-        self._pass: _Pass | None = None
+        self._pass: _DriverPass | None = None
         self._channel = _HostChannel(spans, link, self._ledger)
         for number, unit in enumerate(stack.units):
             if number >= self._first:
@@ -105,7 +105,7 @@ class Driver:
         hidden, others, named = hidden_of(args, kwargs)
         named.pop("tokenizer", None)  # `generate` passes its own down to the layers, none of which reads it
         if number == self._first:
-            self._pass = _Pass(self._ledger, hidden)
+            self._pass = _DriverPass(self._ledger, hidden)
         noted = self._pass
         if noted is None or hidden is not noted.flowing:
             raise HostsError(
@@ -119,7 +119,7 @@ class Driver:
         self._pass = None
         return self._channel.run(noted).to(noted.hidden.device)
 
-    def _stand_in_caches(self, number: int, noted: _Pass, given: tuple[Any, ...]) -> None:
+    def _stand_in_caches(self, number: int, noted: _DriverPass, given: tuple[Any, ...]) -> None:
         batch, tokens = noted.hidden.shape[-3], noted.hidden.shape[-2]
         for cache in (value for value in given if isinstance(value, Cache)):
             own = self._stack.cached[number]
@@ -137,7 +137,7 @@ class _HostChannel:
         self._ledger = ledger
         self._number = 0
         self._home = ForkGuard()
-        self._passes: queue.SimpleQueue[tuple[_Pass, Future[torch.Tensor]] | None] = queue.SimpleQueue()
+        self._passes: queue.SimpleQueue[tuple[_DriverPass, Future[torch.Tensor]] | None] = queue.SimpleQueue()
         self.error: HostGoneError | None = None
         self._thread = threading.Thread(target=self._work, name="rabbitllm-hosts", daemon=True)
         self._thread.start()
@@ -150,7 +150,7 @@ class _HostChannel:
             self._passes.put(None)
             self._thread.join(ALIVE_SECONDS * 2)
 
-    def run(self, noted: _Pass) -> torch.Tensor:
+    def run(self, noted: _DriverPass) -> torch.Tensor:
         """The hidden states that the last worker computes.
 
         Raises:
@@ -195,7 +195,7 @@ class _HostChannel:
             self._stop()
             raise
 
-    def _go_through(self, noted: _Pass) -> torch.Tensor:
+    def _go_through(self, noted: _DriverPass) -> torch.Tensor:
         """Send a pass through the workers; returns the hidden states from the last one."""
         self._number += 1
         events = self._ledger.take()

@@ -261,7 +261,6 @@ def _present(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
 def ensure_split(
     source: Source,
     options: SplitOptions,
-    quantize_on: str = "cpu",
     naming: LayerNaming | None = None,
     executor: ShardExecutor | None = None,
     accept: Acceptance | None = None,
@@ -310,7 +309,7 @@ def ensure_split(
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
         request = SplitRequest(
-            checkpoint, source.split_folder, family, options, naming, quantize_on, executor, None, picked, accept
+            checkpoint, source.split_folder, family, options, naming, executor, None, picked, accept
         )
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave

@@ -127,7 +127,7 @@ TIMES = 4
 
 
 @dataclass(slots=True)
-class _Worker:
+class _LineWorker:
     """An actor.
 
     Attributes:
@@ -171,7 +171,7 @@ class RayAnswers:
         self._check = check
         self._tell = tell
         self._told = float("-inf")
-        self._workers: list[_Worker] = []
+        self._workers: list[_LineWorker] = []
         self._about: WorkerInfo | None = None
         self._lost = 0
 
@@ -205,15 +205,15 @@ class RayAnswers:
             for worker in self._workers:
                 _end(worker)
 
-    def _at_work(self) -> list[_Worker]:
+    def _at_work(self) -> list[_LineWorker]:
         return [worker for worker in self._workers if worker.getting_ready is not None or worker.answers is not None]
 
-    def _started(self) -> _Worker:
+    def _started(self) -> _LineWorker:
         import ray
 
         options = {"num_cpus": self._pool.cpus, "num_gpus": self._pool.gpus, "scheduling_strategy": "SPREAD"}
         actor = ray.remote(self._class).options(max_restarts=0, **options).remote(self._job)
-        return _Worker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
+        return _LineWorker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
 
     def _tell_who_waits(self) -> None:
         """Report workers that cannot be placed: Ray itself waits silently, for ever."""
@@ -231,11 +231,11 @@ class RayAnswers:
             cluster: Any = ray  # its functions are untyped
             self._tell(wanting(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
-    def _give(self, worker: _Worker, items: list[Item]) -> None:
+    def _give(self, worker: _LineWorker, items: list[Item]) -> None:
         worker.left = {one.index: one for one in items}
         worker.answers = worker.actor.answer.options(num_returns="streaming").remote(items)
 
-    def _heard(self, worker: _Worker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
+    def _heard(self, worker: _LineWorker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
         """Handle a report of a worker: that it is ready, some answers, the end of its chunk, or its loss."""
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -263,7 +263,7 @@ class RayAnswers:
             self._lost = 0
             yield new
 
-    def _replace(self, worker: _Worker, waiting: deque[list[int]], error: Exception) -> None:
+    def _replace(self, worker: _LineWorker, waiting: deque[list[int]], error: Exception) -> None:
         self._lost += 1
         if self._lost >= TIMES:
             raise ClusterError(
@@ -310,7 +310,7 @@ def wanting(pool: WorkerPool, late: int, there: Mapping[str, float], free: Mappi
     )
 
 
-def _end(worker: _Worker) -> None:
+def _end(worker: _LineWorker) -> None:
     import ray
 
     with contextlib.suppress(Exception):  # the error that led here is the one to report

@@ -50,7 +50,7 @@ def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) 
     profiler = Profiler(enabled=False)
     layers = list(work.plan.layouts)
     targets: dict[str, FillTarget] = {}
-    mover = Mover(threads, work.quantize_on, profiler, looks.check, fitted=work.fitted)
+    mover = Mover(threads, profiler, looks.check, fitted=work.fitted)
     fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], looks.check)
     try:
         filler = Filler(work, mover, profiler)

@@ -42,17 +42,17 @@ HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _PageFile:
     body: bytes
     kind: str
     tag: str
 
 
 @cache
-def _file(path: str) -> _File:
+def _file(path: str) -> _PageFile:
     name, kind = FILES[path]
     body = resources.files("rabbitllm.server").joinpath("static", name).read_bytes()
-    return _File(body, kind, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return _PageFile(body, kind, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 def _answer(path: str) -> Callable[[Request], Awaitable[Response]]:

@@ -407,7 +407,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _BitStep:
     item: int
     level: int
     offer: int
@@ -440,13 +440,13 @@ def allocate(items: Sequence[Sequence[Offer]], budget: int) -> tuple[int, ...] |
     return tuple(taken)
 
 
-def _steps(item: int, offers: Sequence[Offer], hull: Sequence[int]) -> Iterator[_Step]:
+def _steps(item: int, offers: Sequence[Offer], hull: Sequence[int]) -> Iterator[_BitStep]:
     """Yield the steps along a hull with their gain per byte, which despite rounding never rises from step to step."""
     rate = math.inf
     for level, (before, after) in enumerate(itertools.pairwise(hull)):
         nbytes = offers[after].nbytes - offers[before].nbytes
         rate = min(rate, (offers[before].loss - offers[after].loss) / nbytes)
-        yield _Step(item, level, after, nbytes, rate)
+        yield _BitStep(item, level, after, nbytes, rate)
 
 
 def _hull(offers: Sequence[Offer]) -> list[int]:
@@ -490,7 +490,7 @@ def with_choice(
     choices = BitChoices(bare, found)
     # at 4bit-double, scales wait in scratch files, so its peak on disk may exceed that of 4bit; both are tried
     fewest = {scheme: choices.at([scheme] * len(found)) for scheme in ("4bit", DOUBLE)}
-    limits = _Limits(bare, disk_budget, options, None)
+    limits = _SizeLimits(bare, disk_budget, options, None)
     lacking = {scheme: limits.over(least) for scheme, least in fewest.items()}
     if all(lacking.values()):
         raise _nothing_fits(limits, fewest[min(lacking, key=lambda scheme: lacking[scheme])])
@@ -515,7 +515,7 @@ def with_choice(
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class _SizeLimits:
     """The limits of a choice; `bare` is the plan with all tensors uncompressed."""
 
     bare: SplitPlan
@@ -544,7 +544,7 @@ class _Limits:
 
 
 def _within(
-    limits: _Limits, choices: BitChoices, found: Sequence[SchemeGroup], allowed: Sequence[str | None]
+    limits: _SizeLimits, choices: BitChoices, found: Sequence[SchemeGroup], allowed: Sequence[str | None]
 ) -> BitChoice | None:
     """Return the best choice among some schemes that keeps the limits; None if there is none."""
     fitted = limits.options.fit_scales
@@ -564,7 +564,7 @@ def _loss(found: Sequence[SchemeGroup], schemes: Iterable[str | None], fitted: b
     return sum(group.loss(scheme, fitted=fitted) for group, scheme in zip(found, schemes, strict=True))
 
 
-def _nothing_fits(limits: _Limits, least: BitChoice) -> NotEnoughSpaceException:
+def _nothing_fits(limits: _SizeLimits, least: BitChoice) -> NotEnoughSpaceException:
     short = limits.shortage(least)
     assert short is not None
     if short.limited:

@@ -51,7 +51,6 @@ class SplitWork:
         checkpoint: the source.
         folder: the split directory, with a journal in it.
         options: the caller's.
-        quantize_on: "cpu" or "cuda:N".
         shard_transfer: how fetched shards reach the layer files.
         use: its disk use.
         used: shards that an earlier run used up.
@@ -65,7 +64,6 @@ class SplitWork:
     checkpoint: Checkpoint
     folder: Path
     options: SplitOptions
-    quantize_on: str
     shard_transfer: ShardTransfer
     use: DiskUse
     used: frozenset[str]

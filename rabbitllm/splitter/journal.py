@@ -138,7 +138,7 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _JournalEntry:
     """One line: the shard that is used up, its tensors' checksums, and the checksum of its source."""
 
     shard: str
@@ -146,7 +146,7 @@ class _Entry:
     source_crc32: int | None
 
 
-def _entry(line: bytes) -> _Entry | None:
+def _entry(line: bytes) -> _JournalEntry | None:
     """Parse a line; None for a line that a crash truncated."""
     try:
         content = json.loads(line)
@@ -159,7 +159,7 @@ def _entry(line: bytes) -> _Entry | None:
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return _Entry(shard, sums, source_crc32) if isinstance(shard, str) else None
+    return _JournalEntry(shard, sums, source_crc32) if isinstance(shard, str) else None
 
 
 class SplitJournal:

@@ -142,7 +142,6 @@ class Mover:
 
     Args:
         threads: number of threads.
-        quantize_on: "cpu" or "cuda:N".
         profiler: records every read, quantization and write.
         watch: called before each batch; may raise to stop.
         fitted: whether scales of 4bit are fitted to their blocks.
@@ -151,7 +150,6 @@ class Mover:
     def __init__(
         self,
         threads: int,
-        quantize_on: str,
         profiler: Profiler,
         watch: Callable[[], None],
         *,
@@ -160,7 +158,6 @@ class Mover:
         require_room_for_a_thread()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="split")
         self._threads = threads
-        self._quantize_on = quantize_on
         self._fitted = fitted
         self._profiler = profiler
         self._watch = watch
@@ -360,7 +357,7 @@ class Mover:
         elif move.nbytes:
             with self._profiler.stage(move.layer, QUANTIZE, move.nbytes):
                 codes, scales = quantize_blocks(
-                    form.scheme, data, form.source.dtype, self._quantize_on, fitted=self._fitted
+                    form.scheme, data, form.source.dtype, "cpu", fitted=self._fitted
                 )
             made = len(codes) + len(scales)
             with self._profiler.stage(move.layer, WRITE, made):

@@ -50,7 +50,6 @@ class SplitRequest:
         family: `model_type` of the config, which determines the names of layers.
         naming: patterns of the caller's own, instead of the family's.
         options: see `SplitOptions`.
-        quantize_on: "cpu" or "cuda:N".
         executor: fills layer files in other processes; None for this process.
         chosen: at "auto", the scheme of each tensor; None to choose.
         experts_a_token: number of experts a router picks, by the config; None if it does not say.
@@ -63,7 +62,6 @@ class SplitRequest:
     family: str | None
     options: SplitOptions
     naming: LayerNaming | None = None
-    quantize_on: str = "cpu"
     executor: ShardExecutor | None = None
     chosen: BitAllocation | None = None
     experts_a_token: int | None = None
@@ -178,7 +176,7 @@ def quantizer_of(request: SplitRequest) -> str | None:
         return None
     from importlib.metadata import version
 
-    own = f"bitsandbytes {version('bitsandbytes')} on {request.quantize_on.split(':')[0]}"
+    own = f"bitsandbytes {version('bitsandbytes')} on cpu"
     return own + FITTED if request.options.fit_scales else own
 
 

@@ -227,7 +227,7 @@ class ShardLoop:
         self.source_checksums = dict(work.source_checksums)
         self._deletes = work.options.shards.deletes_used and work.checkpoint.deletable
         self._journal = journal.SplitJournal(work.folder)
-        self._mover = Mover(work.options.threads, work.quantize_on, profiler, watch, fitted=work.fitted)
+        self._mover = Mover(work.options.threads, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
         self._completion = Completion(work, self._mover, self._filler, profiler)
         self._fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], watch)

@@ -271,7 +271,6 @@ def _work(
         request.checkpoint,
         request.folder,
         request.options,
-        request.quantize_on,
         shard_transfer,
         disk_use(plan, disk_budget, shard_transfer, at_once),
         disk_budget.used,

@@ -198,14 +198,14 @@ class Rates:
         quantize: source bytes, by compression; 4bit-double has its own where scales are fitted to their blocks, since
             fewer scales are tried then.
         threads: number of threads that quantize.
-        quantize_on: "cpu" or "cuda:N".
+        quantize_on: "cpu", always: kept for what reads the JSON of `plan`.
     """
 
     fetch: Rate | None
     read: Rate | None
     quantize: Mapping[str, Rate]
     threads: int
-    quantize_on: str
+    quantize_on: str = "cpu"
 
     def quantizing(self, compression: str) -> Rate | None:
         """Return the rate of quantizing at a compression; at "auto" that of the slowest scheme it may use."""
@@ -566,14 +566,13 @@ def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
         at -= size
 
 
-def quantize_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted: bool = False) -> Rate | None:
+def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False) -> Rate | None:
     """Measure how many source bytes per second the quantizer processes, called as in a split.
 
     Args:
         scheme: "4bit", "4bit-double" or "8bit".
         dtype: of the source, F32, F16 or BF16.
         threads: number of threads that call it at the same time.
-        device: "cpu" or "cuda:N".
         fitted: whether scales of 4bit are fitted to their blocks.
     """
     import torch
@@ -583,12 +582,10 @@ def quantize_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted:
     chunk = values.view(torch.uint8).numpy().data
 
     def work(_: int) -> tuple[int, float]:
-        quantize_blocks(
-            scheme, chunk, dtype, device, fitted=fitted
-        )  # a thread's first call loads kernels and starts threads
+        quantize_blocks(scheme, chunk, dtype, "cpu", fitted=fitted)  # a thread's first call loads kernels
         done, start = 0, time.perf_counter()
         while time.perf_counter() - start < QUANTIZE_SECONDS:
-            quantize_blocks(scheme, chunk, dtype, device, fitted=fitted)
+            quantize_blocks(scheme, chunk, dtype, "cpu", fitted=fitted)
             done += len(chunk)
         return done, time.perf_counter() - start
 

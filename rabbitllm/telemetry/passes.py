@@ -140,7 +140,7 @@ class PassInput:
         return (kept + 1) * self.batch if kept >= 0 else None
 
 
-class _Measured:
+class _StageSum:
     """The figures that follow from stages and their wall time, of one pass or of several."""
 
     __slots__ = ()
@@ -174,7 +174,7 @@ class _Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass(_Measured):
+class Pass(_StageSum):
     """One forward pass of a model.
 
     Attributes:
@@ -205,7 +205,7 @@ class Pass(_Measured):
 
 
 @dataclass(frozen=True, slots=True)
-class PassSums(_Measured):
+class PassSums(_StageSum):
     """Sums of passes of one kind.
 
     Attributes:

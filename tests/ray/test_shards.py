@@ -203,7 +203,7 @@ def parts(tmp_path: Path) -> list[Part]:
     checkpoint = LocalCheckpoint(build_checkpoint(tmp_path / "any", "llama"))
     plan = chain(7)
     use = peak_of(plan, 3, shard_transfer=ShardTransfer.FILE)
-    work = SplitWork(plan, checkpoint, tmp_path, SplitOptions(), "cpu", ShardTransfer.FILE, use, frozenset(), {}, 3)
+    work = SplitWork(plan, checkpoint, tmp_path, SplitOptions(), ShardTransfer.FILE, use, frozenset(), {}, 3)
     layers = plan.layer_map.shard_to_layers
     return [(shard, work.of_shard(shard.name, layers[shard.name])) for shard in plan.shards]
 

@@ -455,8 +455,8 @@ def test_quantizer_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(split_estimate, "quantize_blocks", quantize)
     monkeypatch.setattr(split_estimate, "QUANTIZE_SECONDS", 0.1)
-    found = split_estimate.quantize_rate("4bit", "F32", 3, "cuda:7", fitted=True)
-    assert seen == {("4bit", CHUNK_BYTES, "F32", "cuda:7", True)}
+    found = split_estimate.quantize_rate("4bit", "F32", 3, fitted=True)
+    assert seen == {("4bit", CHUNK_BYTES, "F32", "cpu", True)}
     assert len(threads) == 3
     assert found is not None
     assert found.bytes_per_second <= 3 * CHUNK_BYTES / 0.01
@@ -465,7 +465,7 @@ def test_quantizer_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("scheme", "fitted"), [("4bit", False), ("8bit", False), ("4bit-double", True)])
 def test_quantizer_itself(scheme: str, fitted: bool) -> None:
-    found = split_estimate.quantize_rate(scheme, "BF16", 2, "cpu", fitted=fitted)
+    found = split_estimate.quantize_rate(scheme, "BF16", 2, fitted=fitted)
     assert found is not None
     assert found.measured_bytes % CHUNK_BYTES == 0
     assert 1e6 < found.bytes_per_second < 1e12
@@ -473,7 +473,7 @@ def test_quantizer_itself(scheme: str, fitted: bool) -> None:
 
 def test_nothing_is_drawn_from_a_caller_s_seed() -> None:
     state = torch.get_rng_state()
-    assert split_estimate.quantize_rate("8bit", "BF16", 1, "cpu") is not None
+    assert split_estimate.quantize_rate("8bit", "BF16", 1) is not None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -482,4 +482,4 @@ def test_without_bitsandbytes_there_is_no_rate(monkeypatch: pytest.MonkeyPatch) 
         raise MissingPackageError("not installed")
 
     monkeypatch.setattr(split_estimate, "quantize_blocks", missing)
-    assert split_estimate.quantize_rate("8bit", "BF16", 2, "cpu") is None
+    assert split_estimate.quantize_rate("8bit", "BF16", 2) is None
