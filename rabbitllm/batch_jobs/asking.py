@@ -30,6 +30,7 @@ from rabbitllm.generation.request import (
     TokenLogprob,
     context_of,
     end_tokens,
+    tokenizer_of,
 )
 from rabbitllm.server.api_error import BROKEN, APIError, bad
 from rabbitllm.server.settings import ModelLimits, Settings
@@ -97,7 +98,7 @@ class RequestBuilder:
     """
 
     def __init__(self, model: StreamedModel, name: str) -> None:
-        self.tokenizer = model.tokenizer
+        self.tokenizer = tokenizer_of(model)
         self.template = Template(self.tokenizer, model)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.context: int | None = context_of(model)

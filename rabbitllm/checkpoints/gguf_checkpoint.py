@@ -571,7 +571,9 @@ class _ModuleNames:
     def named_children(self) -> list[tuple[str, _ModuleNames]]:
         if not self._depth:
             return []
-        return [(name, _ModuleNames(child, self.config, self._depth - 1)) for name, child in self._module.named_children()]
+        return [
+            (name, _ModuleNames(child, self.config, self._depth - 1)) for name, child in self._module.named_children()
+        ]
 
 
 def _numbers(shape: tuple[int, ...]) -> npt.NDArray[np.float64]:

@@ -76,7 +76,7 @@ def run_command(
     from rich.console import Console
 
     from rabbitllm.generation.media import media_files
-    from rabbitllm.generation.request import FinishReason, Sampling, context_of, most_new_tokens
+    from rabbitllm.generation.request import FinishReason, Sampling, context_of, most_new_tokens, tokenizer_of
     from rabbitllm.generation.session import answer
     from rabbitllm.generation.streams import print_text
     from rabbitllm.generation.template import has_template
@@ -102,7 +102,7 @@ def run_command(
         made = prompt_with_media(loaded, text, system, files, raw=raw)
         ids, media = torch.tensor([made.ids]), made.media
     else:
-        ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
+        ids = prompt_ids(tokenizer_of(loaded), text, system, raw=raw)
     most = most_new_tokens(context_of(loaded), ids.shape[-1], max_new_tokens)
     write = (lambda piece: None) if as_json else print_text
     with errors.status("reading the prompt …") as status:
@@ -111,7 +111,7 @@ def run_command(
         put_json(answer_record(model, found, load_seconds, _where(loaded, request.spec.compression)))
     elif found.text and not found.text.endswith("\n"):
         print_text("\n")
-    if (ended := how_it_ended(found, most, raw=raw and has_template(loaded.tokenizer))) is not None and not as_json:
+    if (ended := how_it_ended(found, most, raw=raw and has_template(tokenizer_of(loaded)))) is not None and not as_json:
         errors.print(ended)
     if verbose:
         put_statistics(errors, found, load_seconds, loaded.profiler.sums)

@@ -171,6 +171,7 @@ def run(folder: Path, problems: int, plot: Path | None = None, console: Console 
     """
     from rabbitllm import AutoModel
     from rabbitllm.demo.answering import right_answers
+    from rabbitllm.generation.request import tokenizer_of
 
     console = Console() if console is None else console
     checkpoint = _fresh_copy(folder)
@@ -190,7 +191,7 @@ def run(folder: Path, problems: int, plot: Path | None = None, console: Console 
     chosen = held_out(problems - problems % len(KINDS), 0)
     console.print(f"\nReady after {ready:.1f} s. The model answers problems that are not in its training data:\n")
     asked, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN])
-    right = right_answers(model, model.tokenizer, chosen)
+    right = right_answers(model, tokenizer_of(model), chosen)
     outcome = Outcome(
         compression=COMPRESSION,
         source_bytes=size,
@@ -230,13 +231,14 @@ def _recorded_score() -> float:
 def _ask(console: Console, model: StreamedModel, problems: list[Problem]) -> tuple[tuple[DemoAnswer, ...], float]:
     """Print questions with the model's answers, one at a time; return them, and tokens per second."""
     from rabbitllm.demo.answering import answers
+    from rabbitllm.generation.request import tokenizer_of
 
-    asked, tokens, seconds = [], 0, 0.0
+    asked, tokens, seconds, tokenizer = [], 0, 0.0, tokenizer_of(model)
     for problem in problems:
         start = time.perf_counter()
-        answer = answers(model, model.tokenizer, [problem])[0]
+        answer = answers(model, tokenizer, [problem])[0]
         seconds += time.perf_counter() - start
-        tokens += len(model.tokenizer(answer)["input_ids"]) + 1
+        tokens += len(tokenizer(answer)["input_ids"]) + 1
         question = problem.prompt.removeprefix("Q: ").removesuffix("\nA:")
         asked.append(one := DemoAnswer(question, answer, problem.answer, exact_match(answer, problem)))
         mark = "[green]right[/]" if one.right else f"[red]wrong, {problem.answer}[/]"

@@ -74,7 +74,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         unused_tensors: stored tensors that the model class ignores; they are never read.
     """
 
-    tokenizer: PreTrainedTokenizerBase  # None too; front ends check it once, see `request.end_tokens`
+    tokenizer: PreTrainedTokenizerBase | None
     profiler: Profiler
     placement: Placement
     streamer: Streamer

@@ -17,6 +17,7 @@ from rabbitllm.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
@@ -391,8 +392,8 @@ def check_generates(model: StreamedModel) -> None:
         )
 
 
-def end_tokens(model: StreamedModel) -> list[int]:
-    """The tokens that end a text: those of the model's generation config and of its tokenizer.
+def tokenizer_of(model: StreamedModel) -> PreTrainedTokenizerBase:
+    """The model's tokenizer.
 
     Raises:
         OptionError: the model has no tokenizer, or none that could be read.
@@ -402,9 +403,18 @@ def end_tokens(model: StreamedModel) -> list[int]:
             "This model has no tokenizer, so text cannot be tokenized.",
             "Put its tokenizer files into the folder with its config.json.",
         )
+    return model.tokenizer
+
+
+def end_tokens(model: StreamedModel) -> list[int]:
+    """The tokens that end a text: those of the model's generation config and of its tokenizer.
+
+    Raises:
+        OptionError: see `tokenizer_of`.
+    """
     said = model.generation_config.eos_token_id if model.can_generate() else None
     ends = [] if said is None else [said] if isinstance(said, int) else [*said]
-    own = model.tokenizer.eos_token_id
+    own = tokenizer_of(model).eos_token_id
     return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
 
 
@@ -419,7 +429,7 @@ def generate_arguments(
         sampling: how tokens are chosen.
         max_new_tokens: maximum number of tokens to generate.
     """
-    pad = model.tokenizer.pad_token_id
+    pad = tokenizer_of(model).pad_token_id
     return {
         "max_new_tokens": max_new_tokens,
         "num_beams": 1,  # a checkpoint may recommend more, which cannot be streamed

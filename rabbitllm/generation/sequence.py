@@ -30,6 +30,7 @@ from rabbitllm.generation.request import (
     TokenLogprob,
     end_tokens,
     generate_arguments,
+    tokenizer_of,
 )
 from rabbitllm.generation.streams import TextStream
 from rabbitllm.generation.swap import SwappedOutCache
@@ -105,7 +106,7 @@ class Sequence:
         self._first: float | None = None
         self._ends = end_tokens(model)
         self._pieces: list[str] = []
-        self._stream = TextStream(model.tokenizer, self._pieces.append, stops=request.stop)
+        self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=request.stop)
         self._logprobs = _Logprobs() if request.likeliest is not None else None
         self._random = _seeded(request.sampling.seed, model.device) if request.sampling.samples else None
 

@@ -32,6 +32,7 @@ from rabbitllm.generation.request import (
     context_of,
     end_tokens,
     generate_arguments,
+    tokenizer_of,
 )
 from rabbitllm.generation.streams import TextStream
 from rabbitllm.generation.template import PLAIN_END, has_template, prompt_ids
@@ -91,7 +92,7 @@ def answer(
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
     ends = end_tokens(model)
-    stream = TextStream(model.tokenizer, write, prompt_done=first)
+    stream = TextStream(tokenizer_of(model), write, prompt_done=first)
     start = time.perf_counter()
     is_stopped = False
     try:

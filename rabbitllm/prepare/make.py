@@ -308,9 +308,7 @@ def ensure_split(
             checkpoint.gguf.keeps_blocks = options.keeps_blocks
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
-        request = SplitRequest(
-            checkpoint, source.split_folder, family, options, naming, executor, None, picked, accept
-        )
+        request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, picked, accept)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())

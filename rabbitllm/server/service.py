@@ -20,7 +20,15 @@ from rabbitllm.base.options import RunOptions, expand
 from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.memory import left_to_requests
-from rabbitllm.generation.request import BatchStats, Limits, Request, check_generates, context_of, end_tokens
+from rabbitllm.generation.request import (
+    BatchStats,
+    Limits,
+    Request,
+    check_generates,
+    context_of,
+    end_tokens,
+    tokenizer_of,
+)
 from rabbitllm.models.pull import load, pulled
 from rabbitllm.server.answers import Spelling
 from rabbitllm.server.api_error import NOT_FOUND, APIError
@@ -172,7 +180,7 @@ class Service:
         self.metrics = Metrics()
         self.created = int(time.time())
         self.is_closing = False
-        self.tokenizer = model.tokenizer
+        self.tokenizer = tokenizer_of(model)
         self.template = Template(self.tokenizer, model)
         self.spelling = Spelling(self.tokenizer)
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes

@@ -356,9 +356,7 @@ class Mover:
                 )
         elif move.nbytes:
             with self._profiler.stage(move.layer, QUANTIZE, move.nbytes):
-                codes, scales = quantize_blocks(
-                    form.scheme, data, form.source.dtype, "cpu", fitted=self._fitted
-                )
+                codes, scales = quantize_blocks(form.scheme, data, form.source.dtype, "cpu", fitted=self._fitted)
             made = len(codes) + len(scales)
             with self._profiler.stage(move.layer, WRITE, made):
                 self._put(target, form, 0, move.first // SCHEMES[form.scheme].codes_a_byte, codes)
