@@ -271,6 +271,7 @@ print(model(torch.tensor([[1, 2, 3]])).logits.isfinite().all().item())
 """
 
 
+@pytest.mark.long
 def test_bitsandbytes_absent(checkpoint: Path, tmp_path: Path) -> None:
     AutoModel.from_pretrained(checkpoint, device="cpu", compression="4bit")
     compressed = tmp_path / "compressed"

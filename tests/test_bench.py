@@ -50,6 +50,7 @@ def test_shares_of_a_pass_are_its_whole(measured: Measured) -> None:
     assert found[-1][0] == "between layers"
 
 
+@pytest.mark.long
 def test_peak_memory_grows_by_what_is_used() -> None:
     in_a_fresh_process(check_peak_memory)
 

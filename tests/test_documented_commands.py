@@ -325,6 +325,7 @@ def test_command(text: str, scene: Scene, local_hub: LocalHub, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", OF_BENCHMARKS, ids=OF_BENCHMARKS)
+@pytest.mark.long
 def test_benchmark(text: str, scene: Scene, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """The processor time of its processes is said at the end of the test run, and never fails a test."""
     name = re.findall(r"-m benchmarks (\S+)", text)[0]

@@ -32,6 +32,7 @@ def test_kernels_for_pairs_of_bfloat16_run_here() -> None:
     assert (cell.set_name, cell.passed, cell.failed) == ("emulated", 2, ())
 
 
+@pytest.mark.long
 def test_what_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     test = tmp_path / "test_it.py"
     test.write_text("import pytest\n@pytest.mark.bits\ndef test_x(): assert False\ndef test_y(): pass\n")
@@ -41,6 +42,7 @@ def test_what_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert name.strip().endswith("test_it.py::test_x")
 
 
+@pytest.mark.long
 def test_nothing_to_run_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_y(): pass\n")
     assert main(["--set", "sse4", "--threads", "1", str(tmp_path)]) == 1

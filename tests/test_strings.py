@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools.strings import KINDS, all_strings, strings_of
 
 CODE = '''
@@ -44,6 +46,7 @@ def test_the_package_has_texts_of_each_kind() -> None:
     assert all("\0" not in one.text for one in found)
 
 
+@pytest.mark.long
 def test_the_command_counts_them() -> None:
     command = [sys.executable, "-m", "tools.strings", "--kind", "help", "--words"]
     shown = subprocess.run(command, cwd=Path(__file__).parents[1], check=True, capture_output=True, text=True).stdout

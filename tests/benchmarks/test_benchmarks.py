@@ -328,6 +328,7 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("kind", PICTURES)
+@pytest.mark.long
 def test_pictures_are_drawn_from_the_json(kind: str, tmp_path: Path) -> None:
     table = report.Table(("row", "s"), [("one", report.shown(Spread(2.0, 1.0, 3.0)))])
     report.write(tmp_path / "r", "title", report.describe_machine(tmp_path), table, ["note"], [], PICTURES[kind])

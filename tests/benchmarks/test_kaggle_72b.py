@@ -62,6 +62,7 @@ def test_the_published_checkpoint() -> None:
     assert max_disk(BIG, made) == 45 << 30
 
 
+@pytest.mark.long
 def test_the_published_checkpoint_of_experts() -> None:
     """Sizes and digests as the repository of Qwen3-Coder-Next on the hub has them."""
     made = checkpoint(CODER, 1)
@@ -120,6 +121,7 @@ def test_names_and_shapes_are_those_of_transformers(model: Model) -> None:
 
 
 @pytest.mark.parametrize(("model", "scale"), [(BIG, 0.05), (CODER, 4 / 48)], ids=["72b", "coder-next"])
+@pytest.mark.long
 def test_a_part_has_fewer_layers_and_the_same_shapes(model: Model, scale: float) -> None:
     full, part = checkpoint(model, 1), checkpoint(model, scale)
     assert part.config["num_hidden_layers"] == part.layers == 4

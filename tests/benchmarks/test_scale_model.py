@@ -145,6 +145,7 @@ def test_what_was_measured_is_within_the_range_that_the_page_says() -> None:
         assert one.read == pytest.approx(one.measured_read, rel=0.1)
 
 
+@pytest.mark.long
 def test_the_page_of_performance_has_the_table_of_many_machines() -> None:
     page = (ROOT / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
     assert scale_model.HEADINGS["1 to 1,000 machines"](HOSTS).markdown().strip() in page

@@ -132,6 +132,7 @@ def test_a_question_for_which_there_is_no_room_is_taken_back(model: Any) -> None
     assert [exchange.question for exchange in talk.conversation.exchanges] == ["Hello?", "And?"]
 
 
+@pytest.mark.long
 def test_limits_are_said(tmp_path: Path) -> None:
     endless = talker(parrot_folder(tmp_path / "model", {" ": "Y", "Y": "o", "o": " "}), ALL)
     talk = Talk(endless, "Hello?", max_new_tokens=5)

@@ -452,6 +452,7 @@ with observe_ticks(Counter(die)):
 """
 
 
+@pytest.mark.long
 def test_killed(tmp_path: Path) -> None:
     """A process that is gone at once leaves its locks as well."""
     tensors = llama_tensors(2)

@@ -35,6 +35,7 @@ def test_json_whole_on_stdout(tmp_path: Path) -> None:
     ][0].keys()
 
 
+@pytest.mark.long
 def test_plain_text_without_a_terminal(tmp_path: Path) -> None:
     run = doctor("--quick", RABBITLLM_HOME=str(tmp_path), HF_TOKEN="hf_secret")
     assert run.returncode == 0
@@ -44,6 +45,7 @@ def test_plain_text_without_a_terminal(tmp_path: Path) -> None:
     assert "secret" not in run.stdout + run.stderr
 
 
+@pytest.mark.long
 def test_exit_code_1_where_nothing_can_be_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     run = doctor("--quick", RABBITLLM_HOME=str(tmp_path / "file" / "home"))

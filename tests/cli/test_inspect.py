@@ -217,6 +217,7 @@ def test_a_checkpoint_that_lacks_shards_or_has_a_damaged_one(tmp_path: Path) -> 
 # what is refused
 
 
+@pytest.mark.long
 def test_a_pickle_that_is_refused_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     path.write_bytes(pack(archive(EVIL)))
@@ -278,6 +279,7 @@ def test_limit_and_skip(tmp_path: Path) -> None:
     assert (record(path, "--limit", "3")["more"], record(path)["more"]) == (17, 0)
 
 
+@pytest.mark.long
 def test_a_pipe_that_is_closed(tmp_path: Path) -> None:
     path = write_llama_2_vocabulary(tmp_path)
     for more in ((), ("--json",)):

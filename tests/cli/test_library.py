@@ -86,6 +86,7 @@ def test_progress_of_a_pull_is_not_on_stdout(folder: Path) -> None:
     assert result.stderr.count("split into ") == 1
 
 
+@pytest.mark.long
 def test_ls_of_folders_with_unfinished_ones(folder: Path) -> None:
     interrupted(Call(str(folder), compression="8bit", sequential=False), 2)
     run("pull", folder, "--compression", "4bit")

@@ -343,6 +343,7 @@ def test_choice_is_the_best_route_that_fits(
     assert given(found.choice.call) == {"source": REPO, "compression": "4bit", "min_free_disk": 0, **expected}
 
 
+@pytest.mark.long
 def test_less_compression_is_proposed_before_more(repository: Path, hub_environment: HubEnvironment) -> None:
     budget = routes(plan(REPO), "8bit")["sequential_stream"].created_bytes
     found = plan(REPO, max_disk=budget, revision="main")

@@ -179,6 +179,7 @@ def test_wrong_options(checkpoint: Path, arguments: list[str], message: str) -> 
         run(str(checkpoint), PROMPT, *SHORT, *arguments)
 
 
+@pytest.mark.long
 def test_what_is_piped_stands_before_the_prompt(tmp_path: Path) -> None:
     """A process of its own: only there is stdin a pipe."""
     command = [sys.executable, "-m", "rabbitllm", "run", str(DEMO), "What is 3 + 4?", "--dir", str(tmp_path)]

@@ -53,6 +53,7 @@ def begin(started: list[subprocess.Popen[str]], *arguments: object) -> subproces
     return process
 
 
+@pytest.mark.long
 def test_a_worker_computes_for_a_model_until_it_is_killed(
     checkpoint: Path, started: list[subprocess.Popen[str]]
 ) -> None:

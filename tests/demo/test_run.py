@@ -52,6 +52,7 @@ def test_demo_passes_and_shows_every_shard(tmp_path: Path) -> None:
     assert not list((tmp_path / demo.CHECKPOINT).glob("*.safetensors"))
 
 
+@pytest.mark.long
 def test_demo_fails_when_the_score_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_recorded_score", lambda: 1.03)  # 3 points above a perfect score
     result = CliRunner().invoke(app, ["demo", "--dir", str(tmp_path), "--problems", "8", "--json"])

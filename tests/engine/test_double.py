@@ -134,6 +134,7 @@ def test_scales_that_are_made_count_as_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.long
 def test_devices_with_memory_of_their_own(tmp_path: Path, family: str) -> None:
     directory = split(build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **FAMILIES[family]), DOUBLE)
     on_cpu = load(directory)

@@ -267,6 +267,7 @@ def test_outputs_come_back_to_where_inputs_go(tmp_path: Path) -> None:
         assert {state.device for state in output.hidden_states} == {model.device}
 
 
+@pytest.mark.long
 def test_padding_beams_and_sampling_on_two_devices(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen2")
     plain: Any = FAMILIES["qwen2"].auto_class.from_pretrained(folder)

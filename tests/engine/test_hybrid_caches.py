@@ -174,6 +174,7 @@ def second_turn(model: Any, first: Trail) -> Trail | Exception:
 
 
 @pytest.mark.parametrize("name", short_of(("mistral",)))
+@pytest.mark.long
 def test_other_caches_and_ways_to_generate(tmp_path: Path, name: str) -> None:
     folder = checkpoint(tmp_path / "model", name)
     directory, plain = split(folder), plain_model(folder)
@@ -190,6 +191,7 @@ def test_other_caches_and_ways_to_generate(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", short_of(("gemma4",)))
+@pytest.mark.long
 def test_two_devices(tmp_path: Path, name: str) -> None:
     """Each layer's cache where that layer is, also where layers share one; the fake GPUs take no mixing.
 

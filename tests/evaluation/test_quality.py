@@ -62,6 +62,7 @@ def test_an_uncompressed_model_is_not_compared_with_itself(checkpoint: Path) -> 
     assert quality(checkpoint, checkpoint, **FEW).summary.divergence.largest == 0
 
 
+@pytest.mark.long
 def test_split_directories_find_what_they_were_made_from(checkpoint: Path) -> None:
     packed = split(checkpoint, "8bit")
     around = quality(packed, **FEW)

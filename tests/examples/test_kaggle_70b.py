@@ -172,6 +172,7 @@ def test_what_is_attached_is_read_in_place_and_kept(
     assert names_in(machine / "kaggle/working") == []
 
 
+@pytest.mark.long
 def test_on_colab(tmp_path: Path, repository: Path) -> None:
     machine = tmp_path / "colab"
     (machine / "content").mkdir(parents=True)

@@ -265,6 +265,7 @@ made_up = st.lists(st.sampled_from([bytes([code]) for code in CODES]) | st.binar
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python's own listing, at a strange text
 @settings(max_examples=800, deadline=2000, suppress_health_check=[HealthCheck.too_slow])
 @given(mutated() | made_up.map(lambda parts: b"\x80\x04" + b"".join(parts) + b"."))
+@pytest.mark.long
 def test_only_our_errors(data: bytes) -> None:
     with contextlib.suppress(CheckpointError):
         read(data)

@@ -288,6 +288,7 @@ print(len(read.tensors), opened - idle, done, after - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sparse files, ru_maxrss in kilobytes")
+@pytest.mark.long
 def test_a_file_of_13_gb(tmp_path: Path) -> None:
     """torch's own writer, leaving holes for the data: beyond 4 GiB entries and offsets are zip64's."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -132,6 +132,7 @@ def test_commands_and_options() -> None:
     assert golden.unexcused(golden.read(TREE), tree()) == []
 
 
+@pytest.mark.long
 def test_json_of_splits(tmp_path: Path) -> None:
     assert golden.unexcused(golden.read(JSON)["splits"], structures(records_of_splits(tmp_path))) == []
 
@@ -147,6 +148,7 @@ def _flip_last_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.long
 def test_exit_codes(tmp_path: Path) -> None:
     model = checkpoints.write(tmp_path / "model")
     other = checkpoints.write(tmp_path / "other", seed=9)

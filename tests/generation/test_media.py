@@ -108,6 +108,7 @@ def test_a_text_of_the_same_ids_has_its_own_cache(folders: Callable[[str], Path]
     assert [one.finished.kept_tokens for one in found] == [0, 0, len(text.prompt) - 1]
 
 
+@pytest.mark.long
 def test_preempted_it_begins_again_with_its_pictures(folders: Callable[[str], Path], one_thread: None) -> None:
     model = load(folders("qwen2_5_vl"), 0)
     wanted = [request(prompt(model, "image", seed), 90) for seed in (0, 2)]

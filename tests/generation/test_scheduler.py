@@ -197,7 +197,7 @@ def test_a_pass_without_enough_memory_is_made_again_with_fewer_sequences(tmp_pat
             for length in lengths:
                 told.append([])
                 prompt = tuple(3 + (7 * at + length) % 200 for at in range(length))
-                scheduler.submit(Sequence(model, Request(prompt, 4), told[-1].append, scheduler.wake))
+                scheduler.submit(Sequence(model, Request(prompt, 2), told[-1].append, scheduler.wake))
             while scheduler.running or scheduler.waiting:
                 scheduler.step()
             scheduler.end(FinishReason.CANCELLED)

@@ -339,6 +339,7 @@ def test_rows_are_read_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(w[1], TENSORS["w"][1])
 
 
+@pytest.mark.long
 def test_many_threads(path: Path) -> None:
     errors: list[BaseException] = []
     for mapped in (True, False):

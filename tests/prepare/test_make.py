@@ -424,6 +424,7 @@ def test_what_a_kill_left_of_the_lock_is_cleared_away(model: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
 
 
+@pytest.mark.long
 def test_finished_split_in_a_folder_that_cannot_be_written(model: Path) -> None:
     """As a user who may read it and no more; everything a kill can leave in it is there."""
     made = split(model)

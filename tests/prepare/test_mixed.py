@@ -134,6 +134,7 @@ def scene_at(tmp_path: Path, spare: int) -> Scene:
     return Scene(Call(str(model), compression="auto", max_disk=least + spare), original, model)
 
 
+@pytest.mark.long
 def test_killed_at_any_step_it_finishes_with_the_same_bits(tmp_path: Path, crash_server: CrashServer) -> None:
     scene = scene_at(tmp_path, 90_000)
     assert len(set(chosen_in(scene.made).values())) > 1

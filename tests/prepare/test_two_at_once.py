@@ -133,6 +133,7 @@ def test_a_reader_of_shards_during_a_split_that_deletes_them(folder: Path, tmp_p
         assert f"{folder} is being split by process {other.pid}" in said
 
 
+@pytest.mark.long
 def test_a_split_that_would_delete_shards_in_use(folder: Path, tmp_path: Path) -> None:
     call = Call(str(folder), str(tmp_path / "out"), "4bit")
     with Paused("load", name=folder, split=False) as other:

@@ -43,6 +43,7 @@ def test_where_nothing_can_be_kept() -> None:
     assert done == "compiled"
 
 
+@pytest.mark.long
 def test_the_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
     """What numba cannot keep (a function that is handed on and not inlined, for one) it compiles again, and warns."""
     code = """

@@ -42,6 +42,7 @@ def test_every_thread_of_the_team_runs_it_once(threads: int) -> None:
 
 @pytest.mark.skipif(not lanes(), reason="no vectors of a kind that is used here")
 @pytest.mark.parametrize("limit", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int) -> None:
     """As where the number of threads is limited: in a process of its own, since libgomp reads that once."""
     code = """

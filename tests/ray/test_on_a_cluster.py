@@ -112,6 +112,7 @@ def test_all_tasks_together_make_the_bytes_of_one_process(cluster: str, source: 
     assert pull_on("auto", asked(source, folder=tmp_path / "spread")).before
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path) -> None:
     expected = local(source, tmp_path / "local")
     marker = tmp_path / "died"

@@ -213,6 +213,7 @@ def test_a_client_that_leaves_gives_the_place_back(served: Running, stream: bool
     assert served.batch.facts.ended["cancelled"] == before + 3
 
 
+@pytest.mark.long
 def test_more_than_may_wait_is_told_when_to_come_back(split_folder: Path) -> None:
     with running(split_folder, limits=Limits(running=1, waiting=1)) as served:
         started = [

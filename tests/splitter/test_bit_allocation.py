@@ -197,6 +197,7 @@ def test_never_over_budget_and_refused_only_where_nothing_fits(items: list[list[
 
 @given(ITEMS, BUDGETS, BUDGETS)
 @settings(max_examples=500, deadline=None)
+@pytest.mark.long
 def test_more_bytes_are_never_worse(items: list[list[Offer]], one: int, other: int) -> None:
     less, more = taken(items, min(one, other)), taken(items, max(one, other))
     if less is not None:

@@ -185,6 +185,7 @@ print(Call(sys.argv[1], sequential=False).make())
 """
 
 
+@pytest.mark.long
 def test_during_the_download_of_the_standard_route(
     tmp_path: Path, hub_environment: HubEnvironment, stalled: StalledHub
 ) -> None:

@@ -99,6 +99,7 @@ def test_memory_for_a_tensor_larger_than_the_bound(tmp_path: Path, compression: 
 @pytest.mark.parametrize(
     ("compression", "transposed"), [("4bit", True), pytest.param(None, False, marks=pytest.mark.long)]
 )
+@pytest.mark.long
 def test_memory_for_a_file_of_torch(tmp_path: Path, compression: str | None, transposed: bool) -> None:
     source = embedding_of_torch(tmp_path / "model", 60_000, transposed=transposed)
     assert (source / "model.pth").stat().st_size > 2 * MOST

@@ -232,6 +232,7 @@ def test_ranks_that_a_folder_lacks_come_from_a_repository(
 
 
 @pytest.mark.parametrize("compression", ["4bit", pytest.param("8bit", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_killed_at_some_steps(
     tmp_path: Path, model: Any, expected: Expected, crash_server: CrashServer, compression: str
 ) -> None:
@@ -267,6 +268,7 @@ def died_everywhere(tmp_path: Path, call: Call, original: Path, wanted: dict[str
 
 
 @pytest.mark.parametrize("compression", [None, "8bit"])
+@pytest.mark.long
 def test_dying_while_pieces_are_joined(tmp_path: Path, model: Any, expected: Expected, compression: str | None) -> None:
     original = write_meta(tmp_path / "original", model, 2, 1)
     call = Call(str(tmp_path / "model"), compression=compression)

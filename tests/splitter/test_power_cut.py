@@ -161,6 +161,7 @@ def test_power_cut_after_a_crash_before_each_sync(make_scene: MakeScene, how: st
         crash_then_cut(scene, at, how, 5)
 
 
+@pytest.mark.long
 def test_power_cut_after_a_sync_that_failed(make_scene: MakeScene) -> None:
     """The pages that could not be written are clean afterwards: no later sync makes them durable."""
     scene = make_scene(Route())
@@ -170,6 +171,7 @@ def test_power_cut_after_a_sync_that_failed(make_scene: MakeScene) -> None:
 
 @pytest.mark.usefixtures("one_open_file")
 @pytest.mark.parametrize("how", [LOST, WORST])
+@pytest.mark.long
 def test_power_cut_after_a_crash_where_one_file_is_open_at_a_time(make_scene: MakeScene, how: str) -> None:
     scene = make_scene(Route())
     for at in [number for number, kind in enumerate(scene.kinds) if kind == "sync"]:

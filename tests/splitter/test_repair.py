@@ -84,6 +84,7 @@ def test_hub_that_does_not_answer_leaves_all_as_it_was(
     assert contents(made) == before
 
 
+@pytest.mark.long
 def test_broken_off_anywhere(made: Path) -> None:
     """After every step the directory is refused, finished by the same call, or seen as damaged and repaired."""
     whole = contents(made)

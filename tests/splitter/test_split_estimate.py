@@ -464,6 +464,7 @@ def test_quantizer_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("scheme", "fitted"), [("4bit", False), ("8bit", False), ("4bit-double", True)])
+@pytest.mark.long
 def test_quantizer_itself(scheme: str, fitted: bool) -> None:
     found = split_estimate.quantize_rate(scheme, "BF16", 2, fitted=fitted)
     assert found is not None

@@ -549,6 +549,7 @@ def find(bug: str, machine: type[Machine], attributes: Mapping[str, object], pat
 @pytest.mark.parametrize(
     "bug", ["layer files are not durable", pytest.param("a shard is deleted too soon", marks=pytest.mark.long)]
 )
+@pytest.mark.long
 def test_bug_is_found_in_a_folder(
     folder_scenes: Mapping[Route, Scene], bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

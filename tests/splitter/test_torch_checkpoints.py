@@ -237,6 +237,7 @@ def test_used_up_files_and_another_model_elsewhere(tmp_path: Path, tensors: Weig
 
 
 @pytest.mark.parametrize("way", [pytest.param("local", marks=pytest.mark.long), "file", "stream", "legacy stream"])
+@pytest.mark.long
 def test_killed_at_some_steps(
     tmp_path: Path,
     hub_environment: HubEnvironment,

@@ -36,7 +36,7 @@ PARTS: Mapping[str, int] = {
     "engine/test_around_the_weights.py::test_caches": 12,
     "engine/test_first_use.py::test_a_split_that_an_earlier_version_made": 6,
     "engine/test_first_use.py::test_no_answer_comes_of_a_flipped_bit": 32,
-    "engine/test_double.py::test_every_tier_has_the_bits_of_bitsandbytes": 6,
+    "engine/test_double.py::test_every_tier_has_the_bits_of_bitsandbytes": 12,
     "engine/test_double.py::test_experts_come_and_go": 4,
     "engine/test_every_architecture.py::test_every_type_has_the_bits_of_transformers": 8,
     "engine/test_experts.py::test_bits_do_not_depend_on_where_experts_are": 12,
@@ -107,12 +107,27 @@ PARTS: Mapping[str, int] = {
     "support/test_rounding.py::test_sums_in_any_order_are_right": 4,
     "test_auto_model.py::test_routes": 6,
     "test_auto_model.py::test_ways_to_generate": 4,
-    "test_documented_commands.py::test_benchmark": 36,
-    "test_documented_commands.py::test_command": 48,
+    "test_documented_commands.py::test_command": 120,
     "test_rabbitllm_1_names.py::test_constructing_any_class_gives_the_model": 6,
     "test_supported_models.py::test_generating_class": 150,
 }
 """Test -> one case in so many is part of `make test`."""
+
+ROOMS = (
+    "checkpoints",
+    "cli",
+    "ecosystem",
+    "engine",
+    "estimate",
+    "evaluation",
+    "generation",
+    "pipeline",
+    "prepare",
+    "ray",
+    "splitter",
+    "test_auto_model",
+)
+"""Tests that make a model or a split for each case: of those that `PARTS` does not name, one case in three."""
 
 
 def leave_the_rest_to_the_long_run(items: Sequence[pytest.Item]) -> None:
@@ -123,9 +138,10 @@ def leave_the_rest_to_the_long_run(items: Sequence[pytest.Item]) -> None:
     sweeps: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         name = item.nodeid.partition("[")[0].removeprefix("tests/")
-        if name in PARTS and item.get_closest_marker("long") is None:
+        if (name in PARTS or name.startswith(ROOMS)) and item.get_closest_marker("long") is None:
             sweeps[name].append(item)
     for name, cases in sweeps.items():
         drawn = sorted(cases, key=lambda case: (crc32(case.nodeid.encode()), case.nodeid))
-        for case in drawn[-(-len(cases) // PARTS[name]) :]:
+        parts = PARTS.get(name, 3)
+        for case in drawn[-(-len(cases) // parts) :]:
             case.add_marker(pytest.mark.long)

@@ -46,6 +46,11 @@ def test_the_same_ones_each_time_and_among_others() -> None:
     assert left_after([*others, *map(Case, names)]) == [*(case.nodeid for case in others), *drawn]
 
 
+def test_of_rooms_that_make_models_a_third() -> None:
+    assert len(left_after([Case(f"tests/engine/test_x.py::test_x[{n}]") for n in range(7)])) == 3
+    assert len(left_after([Case(f"tests/formats/test_x.py::test_x[{n}]") for n in range(7)])) == 7
+
+
 def test_what_is_long_anyway_is_not_drawn() -> None:
     cases = [Case(f"tests/{NAME}[{n}]", pytest.mark.long) for n in range(9)] + [Case(f"tests/{NAME}[x]")]
     assert left_after(cases) == [f"tests/{NAME}[x]"]
