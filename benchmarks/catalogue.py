@@ -70,7 +70,7 @@ CATALOGUE: Mapping[str, Benchmark] = {
     "gpu": Benchmark(
         "on one or more GPUs: kernels, copies, races, peaks of memory, and a pass against its limit",
         ("an NVIDIA GPU",),
-        "30 GB; 10 minutes; has never run on a GPU",
+        "20 GB; 10 minutes; has never run on a GPU",
     ),
     "experts": Benchmark(
         "a mixture of experts with less memory than it has: seconds, bytes and cache hits a token",

@@ -73,8 +73,8 @@ MAX_MARGIN = 256 << 20
 DISK_SAMPLE_BYTES = 2 << 30
 RUN_LIMIT_SECONDS = 1200
 ENVIRONMENT_BYTES = 10**9
-TEST_DEVICE = "tests.support.rehearsed_gpu:RehearsedGpu"
 """Of all peers together, over a torch that is there."""
+TEST_DEVICE = "tests.support.rehearsed_gpu:RehearsedGpu"
 
 
 DRIVER = Path("/proc/driver/nvidia/version")

@@ -26,7 +26,7 @@ class Place:
     """Where a step runs.
 
     Attributes:
-        work: folder for its files; other steps use it too.
+        work: folder for its files.
         is_rehearsal: whether the device of the tests stands for the GPUs, and sizes are tiny.
     """
 

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,17 +76,18 @@ def run_step(step: Step, folder: Path, is_rehearsal: bool, seconds: float) -> di
 
     Args:
         step: which.
-        folder: for its files; its log and its rows are in it too.
+        folder: for its log and its rows; its other files are in a folder there, which is removed at the end.
         is_rehearsal: on the device of the tests.
         seconds: after which the process and those that it started are killed.
 
     Returns:
         Its `rows`, its `seconds`, and its `error` or None; `is_over` tells whether it ended by itself.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    work = folder / step.name
+    work.mkdir(parents=True, exist_ok=True)
     rows, log = folder / f"{step.name}.rows", folder / f"{step.name}.log"
     rows.unlink(missing_ok=True)
-    job = {"function": step.function, "rows": str(rows), "work": str(folder), "is_rehearsal": is_rehearsal}
+    job = {"function": step.function, "rows": str(rows), "work": str(work), "is_rehearsal": is_rehearsal}
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     begun, is_over = time.perf_counter(), True
     with log.open("w") as output:
@@ -105,6 +107,7 @@ def run_step(step: Step, folder: Path, is_rehearsal: bool, seconds: float) -> di
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+            shutil.rmtree(work, ignore_errors=True)
     lines = rows.read_text(encoding="utf-8").splitlines(keepends=True) if rows.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half a line
     error = next((row[ERROR] for row in found if ERROR in row), None)
@@ -211,7 +214,9 @@ def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=f"of {', '.join(names)}")
     folder = command_line.WORK / "gpu"
-    made.add_argument("--out", dest="work_dir", type=Path, default=folder, help="for results, models and logs; 30 GB")
+    made.add_argument(
+        "--out", dest="work_dir", type=Path, default=folder, help="for results, logs and, in turns, models; 20 GB"
+    )
     made.add_argument("--again", action="store_true", help="repeat steps that have a result")
     made.add_argument("--seconds", type=float, help=f"for all steps (default: {TOTAL_SECONDS}; not of a rehearsal)")
     made.add_argument("--list", action="store_true", help="show the steps")
