@@ -49,6 +49,23 @@ class SharedPasses(Protocol):
         """
 
 
+def refuse_overflow(values: torch.Tensor, name: str) -> None:
+    """Refuse values that show that float16 has overflowed; -inf is legal: a token that is never chosen.
+
+    Args:
+        values: of any shape and dtype; only those of float16 are looked at.
+        name: of the values, in the plural.
+
+    Raises:
+        RabbitLLMError: there is NaN or +inf among them.
+    """
+    if values.dtype == torch.float16 and not bool((values < torch.inf).all()):
+        raise RabbitLLMError(
+            f"The {name} are not finite: a value in the model is beyond the range of float16.",
+            "Load the model with dtype='float32', or dtype='bfloat16' on a GPU that has it.",
+        )
+
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _TransformersModel
 else:
@@ -130,13 +147,8 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             RabbitLLMError: they do. Tokens would be garbage, and to sample from NaN ends a process's use of CUDA.
         """
         logits = getattr(output, "logits", None)
-        if not isinstance(logits, torch.Tensor) or logits.dtype != torch.float16 or logits.dim() != 3:
-            return output
-        if not bool((logits[:, -1] < torch.inf).all()):  # -inf is legal: a token that is never chosen
-            raise RabbitLLMError(
-                "The logits are not finite: a value in the model is beyond the range of float16.",
-                "Load the model with dtype='float32', or dtype='bfloat16' on a GPU that has it.",
-            )
+        if isinstance(logits, torch.Tensor) and logits.dim() == 3:
+            refuse_overflow(logits[:, -1], "logits")
         return output
 
     @contextlib.contextmanager

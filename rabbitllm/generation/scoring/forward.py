@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from rabbitllm.engine.streamed_model import refuse_overflow
 from rabbitllm.errors import ScoringError
 from rabbitllm.generation.packed_batch import (
     MaskSpan,
@@ -346,6 +347,7 @@ class ScoringForward:
         try:
             ids = torch.zeros((1, len(states)), dtype=torch.long, device=self._model.device)
             found: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False, **_RETURN).logits
+            refuse_overflow(found, "logits")
             return found[0]
         finally:
             _active.reset(token)
@@ -424,6 +426,7 @@ def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Se
         targets: target tokens of each row.
         rows: index of each row in the batch, used as key of the result.
     """
+    refuse_overflow(logits, "logits")
     logprobs = torch.log_softmax(logits.float(), -1)
     indices = [index for index, own in enumerate(targets) for _ in own]
     tokens = [token for own in targets for token in own]
@@ -446,6 +449,7 @@ def _scored(
     if asked.pooling is not None:
         if states is None:
             raise ScoringError("The model's body returned no hidden states, which embeddings need.")
+        refuse_overflow(states[list(rows)], "hidden states")
         if asked.pooling == "last":
             embedding = tuple(states[rows[-1]].float().tolist())
         else:

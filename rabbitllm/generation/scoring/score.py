@@ -70,7 +70,8 @@ def score(
         OptionError: the model cannot score, or `room` is invalid.
         MissingPackageError: greenlet is not installed.
         BatchError: the model is answering requests.
-        OSError, RabbitLLMError: the weights cannot be read, or there is no room for waiting micro-batches.
+        OSError, RabbitLLMError: the weights cannot be read, there is no room for waiting micro-batches, or a value in
+            the model is beyond the range of float16.
     """
     if importlib.util.find_spec("greenlet") is None:
         raise MissingPackageError(

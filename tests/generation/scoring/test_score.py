@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
-from rabbitllm.errors import BatchError, OptionError, ScoringError
+from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError
 from rabbitllm.generation.memory import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.generation.scoring.micro_batches import TextLayout
@@ -27,7 +29,7 @@ from rabbitllm.generation.scoring.plan import (
     limits_of,
 )
 from tests.generation.scoring.compared_with_plain import alone, assert_alike, by_index, scored, texts_for
-from tests.support.builders import FAMILIES, VOCABULARY_SIZE, Family, build_checkpoint
+from tests.support.builders import FAMILIES, SINGLE_NAME, VOCABULARY_SIZE, Family, build_checkpoint, read_tensors
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.tiny_models import ALL, load, plain_model, split
 
@@ -365,3 +367,24 @@ def test_on_a_processor_no_tensor_is_too_large_for_a_heap(split_folder: Path, mo
 
 def test_a_model_too_wide_for_that_still_has_parts_that_are_worth_it() -> None:
     assert PassCost(1, 0, 1, 0, 1, HEAP_BLOCK_BYTES).max_tokens == 512
+
+
+def test_values_beyond_float16_are_an_error_as_in_a_generation(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    weights = read_tensors(folder)
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1000
+    weights["model.layers.1.mlp.down_proj.weight"] *= 300
+    save_file(weights, folder / SINGLE_NAME, {"format": "pt"})
+    directory = split(folder)
+    model, wide = load(directory, dtype="float16"), load(directory, dtype="float32")
+    with pytest.raises(RabbitLLMError, match="The logits are not finite"):
+        model(torch.tensor([[1, 40, 81]]))
+    texts = {
+        "logits": [ScoredText(number, (1, 40, 81 + number), (7,)) for number in range(2)],
+        "hidden states": [ScoredText(number, (1, 40, 81 + number), (), "mean") for number in range(2)],
+    }
+    for what, exact in itertools.product(texts, (True, False)):
+        with pytest.raises(RabbitLLMError, match=f"The {what} are not finite") as caught:
+            scored(model, texts[what], Room(exact=exact))
+        assert "float32" in caught.value.remedy
+        assert [one.error for one in scored(wide, texts[what], Room(exact=exact)).values()] == [None, None]
