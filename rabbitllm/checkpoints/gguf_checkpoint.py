@@ -248,11 +248,14 @@ class GgufCheckpoint:
 
     def _tokenizer(self) -> dict[str, bytes]:
         self._check_vocabulary()
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # AutoTokenizer first reads the whole vocabulary by slower code, to choose a class that, of decoders, makes the
+        # same tokenizer.json: 45 of 55 seconds for the 262,000 tokens of Gemma 3
+        maker = AutoTokenizer if self._model.is_encoder_decoder else PreTrainedTokenizerFast
         with self._outline() as folder, tempfile.TemporaryDirectory(prefix="rabbitllm-tokenizer-") as made:
             try:
-                AutoTokenizer.from_pretrained(folder, gguf_file=_OUTLINE).save_pretrained(made)
+                maker.from_pretrained(folder, gguf_file=_OUTLINE).save_pretrained(made)
             except Exception as error:  # a vocabulary of strangers makes transformers raise any error
                 raise CorruptVocabularyError(
                     f"transformers cannot make a tokenizer of the metadata of {self._first}: {_line(error)}",
@@ -441,6 +444,11 @@ class _Model:
         with _BUILDING:
             self._names, self._experts = self._read_names()
         self._found: dict[tuple[str, tuple[int, ...]], tuple[Target, ...]] = {}
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether it has an encoder."""
+        return bool(self._config.is_encoder_decoder)
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         """The content of a config.json."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 import rabbitllm
+from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.errors import IncompleteCheckpointError, UnknownArchitectureError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
@@ -55,6 +57,19 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, tmp_path: Path
         assert model.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert model.tokenizer.chat_template == tokenizer.chat_template
     assert model.generation_config.eos_token_id == 2
+
+
+@pytest.mark.parametrize("sentencepiece", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_tokenizer_is_that_of_transformers_own_class(family: str, sentencepiece: bool, tmp_path: Path) -> None:
+    """Which `AutoTokenizer` takes a minute to find for a large vocabulary."""
+    file = write_gguf(tmp_path / "model.gguf", family, sentencepiece=sentencepiece)
+    made = json.loads(LocalCheckpoint(tmp_path, entry=file.name).derived()["tokenizer.json"])
+    transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name).save_pretrained(tmp_path / "theirs")
+    theirs = json.loads((tmp_path / "theirs" / "tokenizer.json").read_bytes())
+    for one in (made, theirs):  # the classes add tokens that the file does not have
+        one["added_tokens"] = [token for token in one["added_tokens"] if token["id"] < VOCABULARY]
+    assert made == theirs
 
 
 @pytest.mark.bits

@@ -74,14 +74,14 @@ def test_dead_from_drawn_steps_on(original: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.long
-def test_killed_at_every_step(
+def test_killed_at_every_third_step(
     crashes: seam.Crashes, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = fresh(original, tmp_path / "work")
     count = steps_of({"command": ["pull", "model", "--sequential"], "folder": str(folder)})
     assert count > 50
-    check(crashes, original, folder, "none", range(count))
+    check(crashes, original, folder, "none", range(0, count, 3))
 
 
 @pytest.mark.long

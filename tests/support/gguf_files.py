@@ -69,7 +69,7 @@ def write_gguf(
     types: str = "mixed",
     seed: int = 0,
     files: int = 1,
-    tokenizer: bool = True,
+    sentencepiece: bool = False,
     changed: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
 ) -> Path:
     """Write a file, or a set of files as llama.cpp splits them; return the first.
@@ -80,20 +80,22 @@ def write_gguf(
         types: "mixed" for blocks of several types, or a type for all matrices.
         seed: of the weights.
         files: how many.
-        tokenizer: whether it has a vocabulary.
+        sentencepiece: whether its vocabulary is one of pieces with scores, not of bytes with merges.
         changed: called with the writer of the first file before it is written; may add metadata.
     """
     generator = np.random.default_rng(seed)
     tensors = [(name, *_stored(name, shape, types, generator)) for name, shape in shapes_of(family).items()]
     if files == 1:
-        writer = _writer(path, family, types, tokenizer=tokenizer)
+        writer = _writer(path, family, types, sentencepiece=sentencepiece)
         changed(writer)
         _write(writer, tensors)
         return path
     paths = [path.with_name(f"{path.stem}-{number:05}-of-{files:05}.gguf") for number in range(1, files + 1)]
     share = math.ceil(len(tensors) / files)
     for number, part in enumerate(paths):
-        writer = _writer(part, family, types, tokenizer=tokenizer) if number == 0 else gguf.GGUFWriter(part, family)
+        writer = (
+            _writer(part, family, types, sentencepiece=sentencepiece) if number == 0 else gguf.GGUFWriter(part, family)
+        )
         if number == 0:
             changed(writer)
         writer.add_uint16("split.no", number)
@@ -161,27 +163,41 @@ def _random_blocks(choice: str, shape: tuple[int, ...], generator: np.random.Gen
     return blocks.reshape(*shape[:-1], -1)
 
 
-def _writer(path: Path, family: str, types: str, *, tokenizer: bool) -> gguf.GGUFWriter:
+def _writer(path: Path, family: str, types: str, *, sentencepiece: bool) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, family)
     writer.add_name("tiny")
     writer.add_file_type({"F32": 0, "F16": 1, "BF16": 32}.get(types, 15))
     for key, value in {**_BASE, **FAMILIES[family].keys}.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{family}.{key}", value)
-    if tokenizer:
-        letters = [*(chr(code) for code in range(33, 127)), "\u0120", "\u010a"]
-        pairs = [a + b for a in "aeioubcdfghlmnrst" for b in "aeioubcdfghlmnrst"][: VOCABULARY - 3 - len(letters)]
-        tokens = ["<unk>", "<s>", "</s>", *letters, *pairs]
-        tokens += [f"<unused{number}>" for number in range(VOCABULARY - len(tokens))]
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen2")
-        writer.add_token_list(tokens)
-        writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
-        writer.add_token_merges([f"{pair[0]} {pair[1]}" for pair in pairs])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_chat_template(TEMPLATE)
+    _add_pieces(writer) if sentencepiece else _add_merges(writer)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
     return writer
+
+
+def _add_merges(writer: gguf.GGUFWriter) -> None:
+    letters = [*(chr(code) for code in range(33, 127)), "\u0120", "\u010a"]
+    pairs = [a + b for a in "aeioubcdfghlmnrst" for b in "aeioubcdfghlmnrst"][: VOCABULARY - 3 - len(letters)]
+    tokens = ["<unk>", "<s>", "</s>", *letters, *pairs]
+    tokens += [f"<unused{number}>" for number in range(VOCABULARY - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    writer.add_token_merges([f"{pair[0]} {pair[1]}" for pair in pairs])
+
+
+def _add_pieces(writer: gguf.GGUFWriter) -> None:
+    written = ["th", "the", "\u2581the", "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *written]
+    tokens += [f"<unused{number}>" for number in range(VOCABULARY - len(tokens))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-float(number) for number in range(VOCABULARY - 259)])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (VOCABULARY - 259)])
+    writer.add_unk_token_id(0)
 
 
 def _write(writer: gguf.GGUFWriter, tensors: list[tuple[str, npt.NDArray[Any], gguf.GGMLQuantizationType]]) -> None:
