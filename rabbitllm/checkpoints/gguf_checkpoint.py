@@ -448,7 +448,7 @@ class _Model:
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether it has an encoder."""
-        return bool(self._config.is_encoder_decoder)
+        return bool(self.config.is_encoder_decoder)
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         """The content of a config.json."""
