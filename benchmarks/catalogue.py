@@ -67,6 +67,11 @@ CATALOGUE: Mapping[str, Benchmark] = {
         ("an NVIDIA GPU", PEERS),
         "14 GB; 30 runs of at most 20 minutes; has never run on a GPU",
     ),
+    "gpu": Benchmark(
+        "on one or more GPUs: kernels, copies, races, peaks of memory, and a pass against its limit",
+        ("an NVIDIA GPU",),
+        "30 GB; 10 minutes; has never run on a GPU",
+    ),
     "experts": Benchmark(
         "a mixture of experts with less memory than it has: seconds, bytes and cache hits a token",
         (GROUPS,),

@@ -32,7 +32,17 @@ from typing import Any
 import psutil
 
 from benchmarks.decode import vram_model
-from benchmarks.decode.vram_report import GIB, OURS, REFERENCE, Case, VramRun, notes_on, picture, tabulate
+from benchmarks.decode.vram_report import (
+    GIB,
+    OURS,
+    REFERENCE,
+    REFERENCE_HERE,
+    Case,
+    VramRun,
+    notes_on,
+    picture,
+    tabulate,
+)
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import weight_bytes
 from benchmarks.lib.control_group import can_limit_memory
@@ -46,6 +56,7 @@ from benchmarks.lib.runs import run_all, status
 
 RUNNERS: Mapping[str, Runner] = {
     REFERENCE: Runner(over_this(TRANSFORMERS), "transformers", "placed"),
+    REFERENCE_HERE: Runner(THIS, "transformers", "placed"),
     "rabbitllm-1.1.0": Runner(over_this(RABBITLLM_1), "rabbitllm"),
     "airllm-4.0.0": Runner(over_this(AIRLLM), "airllm"),
     "rabbitllm-2": Runner(THIS, "rabbitllm"),
@@ -62,7 +73,7 @@ MAX_MARGIN = 256 << 20
 DISK_SAMPLE_BYTES = 2 << 30
 RUN_LIMIT_SECONDS = 1200
 ENVIRONMENT_BYTES = 10**9
-_TEST_DEVICE = "tests.support.rehearsed_gpu:RehearsedGpu"
+TEST_DEVICE = "tests.support.rehearsed_gpu:RehearsedGpu"
 """Of all peers together, over a torch that is there."""
 
 
@@ -267,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = None if options.gpu else what_is_missing()
     if missing is not None and options.smallest:
         print(f"{missing}\nThe smallest size runs on the device of the tests.", flush=True)
-        options.gpu, missing = _TEST_DEVICE, None
+        options.gpu, missing = TEST_DEVICE, None
     if missing is not None:
         return refuse(missing)
     size = SIZES[options.scale] if options.size is None else options.size

@@ -12,7 +12,8 @@ from benchmarks.lib.measure import spread
 from benchmarks.lib.runs import failures, good, ratios, versions
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
-REFERENCE = "accelerate"
+REFERENCE, REFERENCE_HERE = "accelerate", "accelerate-here"
+"""In an environment of its own, and in this interpreter, which needs nothing to be installed."""
 GIB = 1 << 30
 
 

@@ -257,5 +257,5 @@ def variables(environment: Environment, work: Path) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf-home"), "TOKENIZERS_PARALLELISM": "false"}
     if environment == THIS:
-        variables["PYTHONPATH"] = str(REPOSITORY)
+        variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     return variables

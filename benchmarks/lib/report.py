@@ -167,10 +167,10 @@ def describe_machine(work: Path) -> dict[str, Any]:
     }
 
 
-def versions_here() -> dict[str, str]:
-    """Of the interpreter that runs the benchmark."""
+def versions_here(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """Of the interpreter that runs the benchmark, and of these packages if they are installed."""
     found = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in packages:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

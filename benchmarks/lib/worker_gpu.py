@@ -78,11 +78,11 @@ class Cuda:
         host = torch.ones(self.copy_bytes, dtype=torch.uint8).pin_memory()
         return host, torch.empty(self.copy_bytes, dtype=torch.uint8, device=self.device)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, index: int = 0) -> dict[str, Any]:
         """What a table of figures must say of the hardware."""
         import torch
 
-        found = torch.cuda.get_device_properties(0)
+        found = torch.cuda.get_device_properties(index)
         which = ["-i", f"GPU-{found.uuid}"] if hasattr(found, "uuid") else []
         return {
             "gpu": found.name,

@@ -1,0 +1,67 @@
+"""One step in a process of its own: its rows go into a file as they come, and so does the error that ends it.
+
+python -m benchmarks.gpu.child JOB
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.errors import MissingPackageError
+
+ERROR = "error of the step"
+"""The only key of the line that says why a step ended early."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step runs.
+
+    Attributes:
+        work: folder for its files; other steps use it too.
+        is_rehearsal: whether the device of the tests stands for the GPUs, and sizes are tiny.
+    """
+
+    work: Path
+    is_rehearsal: bool
+
+
+def main(job: dict[str, Any]) -> int:
+    """Run the step; 1 if it failed."""
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    with open(job["rows"], "w", encoding="utf-8") as rows:
+
+        def write(row: dict[str, Any]) -> None:
+            rows.write(json.dumps(row) + "\n")
+            rows.flush()
+
+        try:
+            module, _, name = job["function"].partition(":")
+            for row in getattr(importlib.import_module(module), name)(Place(Path(job["work"]), job["is_rehearsal"])):
+                write(row)
+        except ModuleNotFoundError as error:
+            write({ERROR: f"This step needs the package {error.name}, which is not installed."})
+        except MissingPackageError as error:
+            write({ERROR: str(error)})
+        except Exception:
+            write({ERROR: traceback.format_exc()})
+        else:
+            return 0
+    return 1
+
+
+def _end_with_the_caller() -> None:
+    os.read(0, 1)  # not by sys.stdin, whose lock a thread may not hold at the end
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,126 @@
+"""The GPUs of a step: CUDA's, whose copies can be delayed and whose waits interrupted, or those of the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.child import Place
+from rabbitllm.engine.devices import CudaDevice
+
+REHEARSED_BYTES = 1 << 34
+"""Of a GPU in a rehearsal."""
+
+
+def sleep(device: torch.device, cycles: int) -> None:
+    """Have the current stream of a GPU do nothing for so many cycles of its clock."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+class DelayedGpu(CudaDevice):
+    """A GPU.
+
+    Attributes:
+        cycles: of its clock that pass before each copy.
+        waits: how often the main thread waited for it.
+        interrupt_at: the number of the wait in which Ctrl-C comes.
+    """
+
+    cycles = 0
+    waits = 0
+    interrupt_at: int | None = None
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        """Later than need be."""
+        if self.cycles:
+            with torch.cuda.stream(self._copies):
+                sleep(self.torch_device, self.cycles)
+        return super().upload(host, device, after)
+
+    def landed(self, ticket: Any) -> None:
+        """Count it."""
+        self._wait()
+        super().landed(ticket)
+
+    def synchronise(self) -> None:
+        """Count it."""
+        self._wait()
+        super().synchronise()
+
+    def _wait(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.waits += 1
+            if self.waits == self.interrupt_at:
+                raise KeyboardInterrupt
+
+
+def gpus(place: Place) -> list[Any]:
+    """Every GPU; two of the tests' in a rehearsal."""
+    if place.is_rehearsal:
+        return [_tests().FakeGpu(index, capacity=REHEARSED_BYTES) for index in range(2)]
+    return [DelayedGpu(index) for index in range(torch.cuda.device_count())]
+
+
+def watched(place: Place) -> contextlib.AbstractContextManager[Any]:
+    """In which the tests' GPUs look at every operation, and count memory."""
+    made: contextlib.AbstractContextManager[Any] = (
+        _tests().watched() if place.is_rehearsal else contextlib.nullcontext()
+    )
+    return made
+
+
+def _tests() -> Any:
+    return importlib.import_module("tests.support.fake_gpu")
+
+
+def is_cuda(gpu: Any) -> bool:
+    """Whether it is no GPU of the tests."""
+    return isinstance(gpu, CudaDevice)
+
+
+def forget_peak(gpu: Any) -> int:
+    """Begin to look for a peak; return the bytes of tensors now."""
+    if is_cuda(gpu):
+        gpu.empty_cache()
+        torch.cuda.reset_peak_memory_stats(gpu.torch_device)
+        return int(torch.cuda.memory_allocated(gpu.torch_device))
+    gpu.peak = gpu.used
+    return int(gpu.peak)
+
+
+def peak(gpu: Any) -> int:
+    """The most bytes of tensors since."""
+    return int(torch.cuda.max_memory_allocated(gpu.torch_device) if is_cuda(gpu) else gpu.peak)
+
+
+def limit(gpu: Any, nbytes: int | None) -> None:
+    """Refuse allocations beyond so many bytes; None for all that there is."""
+    if not is_cuda(gpu):
+        gpu.capacity = REHEARSED_BYTES if nbytes is None else nbytes
+        return
+    gpu.empty_cache()
+    total = torch.cuda.get_device_properties(gpu.torch_device).total_memory
+    share = 1.0 if nbytes is None else min(nbytes / total, 1.0)
+    torch.cuda.set_per_process_memory_fraction(share, gpu.torch_device)
+
+
+def seconds_of(gpus: Sequence[Any], work: Callable[[], Any], turns: int = 5) -> float:
+    """The median of a few turns, after one that does not count."""
+    taken = []
+    for _ in range(turns + 1):
+        for gpu in gpus:
+            gpu.synchronise()
+        begun = time.perf_counter()
+        work()
+        for gpu in gpus:
+            gpu.synchronise()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken[1:])

@@ -1,0 +1,238 @@
+"""The questions that only a GPU answers, in about ten minutes: kernels, copies, races, peaks, and how near the link is.
+
+    python -m benchmarks gpu [--only STEP ...] [--out FOLDER] [--again] [--seconds 580] [--list]
+    python -m benchmarks gpu --rehearse
+
+Each step runs in a process of its own, for at most its own time, so a crash costs that step alone; figures that came
+before it are kept. Results are in gpu.json as soon as a step is over, and gpu.md is made from that. The same command
+goes on where it stopped: a step that has a result is not repeated, unless `--again`. A step that lacks a package says
+so. `--rehearse` takes the device of the tests for the GPUs, and tiny sizes; its figures mean nothing.
+
+Without a GPU it says so, and the exit status is 1; so it is if a step failed or a check did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.child import ERROR
+from benchmarks.lib import command_line, report
+from benchmarks.lib.idle_process import REPOSITORY
+
+TOTAL_SECONDS = 580
+LEAST_SECONDS = 10
+"""With less left, no other step begins."""
+REHEARSAL_FACTOR = 10
+"""The device of the tests is slow, and so may the machine be."""
+_LINES = 20
+"""Of the log of a process that died."""
+OK = "ok"
+"""The column of a row that says whether a check held."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One question.
+
+    Attributes:
+        name: on the command line.
+        title: of its part of the page.
+        seconds: after which its process is ended.
+        function: "module:name"; it takes a `Place` and yields rows.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    function: str
+
+
+STEPS = (
+    Step("versions", "Versions, memory, and the link", 60, "benchmarks.gpu.hardware:versions"),
+    Step("kernels", "Kernels compared with the CPU and with float64", 90, "benchmarks.gpu.hardware:kernels"),
+    Step("pinned", "Pinned memory, and copies from it", 90, "benchmarks.gpu.hardware:pinned"),
+    Step("attention", "Memory and time of attention", 60, "benchmarks.gpu.hardware:attention"),
+    Step("races", "Small models with late copies and late layers", 150, "benchmarks.gpu.models:races"),
+    Step("vram", "Tokens with little VRAM", 180, "benchmarks.gpu.models:little_vram"),
+    Step("wide", "Two layers as wide as those of a 72B model", 150, "benchmarks.gpu.models:wide"),
+    Step("pace", "A pass against its limit", 180, "benchmarks.gpu.models:pace"),
+)
+
+
+def run_step(step: Step, folder: Path, is_rehearsal: bool, seconds: float) -> dict[str, Any]:
+    """Run a step in a process of its own.
+
+    Args:
+        step: which.
+        folder: for its files; its log and its rows are in it too.
+        is_rehearsal: on the device of the tests.
+        seconds: after which the process and those that it started are killed.
+
+    Returns:
+        Its `rows`, its `seconds`, and its `error` or None; `is_over` tells whether it ended by itself.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, log = folder / f"{step.name}.rows", folder / f"{step.name}.log"
+    rows.unlink(missing_ok=True)
+    job = {"function": step.function, "rows": str(rows), "work": str(folder), "is_rehearsal": is_rehearsal}
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    begun, is_over = time.perf_counter(), True
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.child", json.dumps(job)],
+            stdin=subprocess.PIPE,  # if this process dies, the pipe ends, and with it the other process
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            is_over = False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    lines = rows.read_text(encoding="utf-8").splitlines(keepends=True) if rows.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half a line
+    error = next((row[ERROR] for row in found if ERROR in row), None)
+    if not is_over:
+        error = f"Not over after {seconds:.0f} s."
+    elif error is None and process.returncode:
+        said = "\n".join(log.read_text(errors="replace").splitlines()[-_LINES:])
+        error = f"The process died, exit status {process.returncode}.\n{said}"
+    taken = round(time.perf_counter() - begun, 1)
+    return {
+        "title": step.title,
+        "seconds": taken,
+        "rows": [row for row in found if ERROR not in row],
+        "error": error,
+        "is_over": is_over,
+    }
+
+
+def is_right(result: Mapping[str, Any]) -> bool:
+    """Whether a step ran to its end, and all of its checks held."""
+    return result["error"] is None and all(row.get(OK, True) for row in result["rows"])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return report.verdict([value])
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> list[report.Table]:
+    """A table for each set of columns, in the order in which they came."""
+    groups: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row), []).append([_cell(value) for value in row.values()])
+    return [report.Table(headings, lines) for headings, lines in groups.items()]
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The page of results, in Markdown."""
+    steps = results["steps"]
+    title = (
+        "# Rehearsal on the device of the tests: the figures mean nothing" if results["is_rehearsal"] else "# On a GPU"
+    )
+    facts = {**results["machine"], **results["versions"]}
+    described = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())
+    outcome = {name: "failed" if found["error"] else report.verdict([is_right(found)]) for name, found in steps.items()}
+    lines = [(name, found["title"], f"{found['seconds']:g}", outcome[name]) for name, found in steps.items()]
+    parts = [title, described, report.Table(("step", "", "seconds", "as expected"), lines).markdown()]
+    for name, found in steps.items():
+        parts += [f"## {name}: {found['title']}", *(table.markdown() for table in tables(found["rows"]))]
+        parts += [f"```text\n{found['error'].rstrip()}\n```"] if found["error"] else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def run(steps: Sequence[Step], base: Path, *, is_rehearsal: bool, again: bool, seconds: float) -> dict[str, Any]:
+    """Run the steps without a result, and write results and page after each.
+
+    Args:
+        steps: in their order.
+        base: of the files, without a suffix.
+        is_rehearsal: on the device of the tests.
+        again: repeat steps that have a result.
+        seconds: for all together; a step that they cut short has no result, and is run by the next call.
+
+    Returns:
+        What is in the JSON.
+    """
+    base.parent.mkdir(parents=True, exist_ok=True)
+    path, end = base.with_suffix(".json"), time.perf_counter() + seconds
+    results: dict[str, Any] = {"is_rehearsal": is_rehearsal, "steps": {}}
+    if path.exists():
+        results = json.loads(path.read_text(encoding="utf-8"))
+    results |= {"machine": report.describe_machine(base.parent), "versions": report.versions_here()}
+    for step in steps:
+        left = end - time.perf_counter()
+        if step.name in results["steps"] and not again:
+            print(f"{step.name}: has a result", flush=True)
+        elif left < LEAST_SECONDS:
+            print(f"{step.name}: no time is left; run the command again", flush=True)
+        else:
+            print(f"{step.name}: {step.title} …", flush=True)
+            most = step.seconds * (REHEARSAL_FACTOR if is_rehearsal else 1)
+            found = run_step(step, base.parent / base.name, is_rehearsal, min(most, left))
+            said = "as expected" if is_right(found) else found["error"] or "NOT as expected"
+            print(f"{step.name}: {found['seconds']:g} s, {said.splitlines()[-1]}", flush=True)
+            if found.pop("is_over") or left >= most:
+                results["steps"][step.name] = found
+        _write(path, json.dumps(results, indent=1) + "\n")
+        _write(base.with_suffix(".md"), page(results))
+    print(f"Written: {base}.json and .md")
+    return results
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = [step.name for step in STEPS]
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=f"of {', '.join(names)}")
+    folder = command_line.WORK / "gpu"
+    made.add_argument("--out", dest="work_dir", type=Path, default=folder, help="for results, models and logs; 30 GB")
+    made.add_argument("--again", action="store_true", help="repeat steps that have a result")
+    made.add_argument("--seconds", type=float, help=f"for all steps (default: {TOTAL_SECONDS}; not of a rehearsal)")
+    made.add_argument("--list", action="store_true", help="show the steps")
+    made.add_argument("--rehearse", action="store_true", help="on the device of the tests, at tiny sizes")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; 1 without a GPU, if a step failed, or if a check did not hold."""
+    options = command_line.parsed(_parser(), arguments, only=["versions", "attention"], rehearse=True)
+    chosen = [step for step in STEPS if step.name in options.only]
+    if options.list:
+        print("\n".join(f"{step.name:<10} {step.title}; at most {step.seconds:g} s" for step in STEPS))
+        return 0
+    if not options.rehearse:
+        from benchmarks.decode.vram import what_is_missing
+
+        if (missing := what_is_missing()) is not None:
+            print(f"{missing.splitlines()[0].rstrip('.')}; --rehearse takes the device of the tests.", file=sys.stderr)
+            return 1
+    seconds = options.seconds or (TOTAL_SECONDS * (REHEARSAL_FACTOR if options.rehearse else 1))
+    base = options.work_dir.resolve() / ("rehearsal" if options.rehearse else "gpu")
+    found = run(chosen, base, is_rehearsal=options.rehearse, again=options.again, seconds=seconds)["steps"]
+    return int(not all(step.name in found and is_right(found[step.name]) for step in chosen))

@@ -1,0 +1,224 @@
+"""Steps with models: late copies, little VRAM, wide layers, and the pace of a streamed pass."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rabbitllm
+from benchmarks.decode import vram, vram_model, vram_report
+from benchmarks.gpu import devices
+from benchmarks.gpu.child import Place
+from benchmarks.lib import worker, worker_gpu
+from benchmarks.lib.models import MODELS
+from benchmarks.lib.published import checkpoint
+from benchmarks.lib.report import LIMIT_GOAL
+from rabbitllm.base.options import RunOptions
+from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import SLOTS
+from rabbitllm.errors import NotEnoughMemoryError
+from rabbitllm.generation.memory import cost_of_a_pass
+
+MIB, GIB = 1 << 20, 1 << 30
+ALL = 1 << 40
+Row = dict[str, Any]
+
+
+def _split(source: Path, target: Path) -> Path:
+    """Layer files at 4bit, unless they are there."""
+    options = {"layer_shards_saving_path": str(target), "compression": "4bit"}
+    return Path(worker.split({"package": "rabbitllm", "checkpoint": str(source), "options": options})["folder"])
+
+
+def _load(folder: Path, gpus: Sequence[Any], budget: int, host: int, **options: Any) -> Any:
+    """With so many bytes for weights on all of these together, and of pinned memory."""
+    limits = {gpu.name: budget // len(gpus) for gpu in gpus} | {"cpu": host}
+    return load_model(folder, RunOptions(max_memory=limits, show_progress=False, **options), None, gpus)
+
+
+def _tiers(model: Any) -> str:
+    found = Counter(placed.tier.value for placed in model.placement.units)
+    return ", ".join(f"{count} {tier}" for tier, count in found.items())
+
+
+def _ids(model: Any, tokens: int = 24, sequences: int = 1) -> torch.Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.tensor([[(i * 37 + 11) % (vocabulary - 3) + 3 for i in range(tokens)]] * sequences).to(model.device)
+
+
+FAMILIES = ("llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next")
+PASSES = 50
+CYCLES = 2_000_000
+"""Of a GPU's clock, a millisecond or so: longer than a small layer computes, or is copied."""
+NEAR = 1e-2
+
+
+def races(place: Place) -> Iterator[Row]:
+    """Small models at 4bit: equal logits wherever weights are and whatever is late; near those of the CPU otherwise."""
+    build: Any = importlib.import_module("tests.support.builders").build_checkpoint
+    sources = {"demo": Path(rabbitllm.__file__).parent / "demo" / "model"}
+    for family in FAMILIES[:1] if place.is_rehearsal else FAMILIES:
+        folder = place.work / f"checkpoint-{family}"
+        sources[family] = folder if folder.exists() else build(folder, family, dtype=torch.bfloat16)
+    found = devices.gpus(place)
+    sets = [[gpu] for gpu in found] + ([found] if len(found) > 1 else [])
+    with devices.watched(place), torch.inference_mode():
+        for name, source in sources.items():
+            folder = _split(source, place.work / f"layers-{name}")
+            for gpus in sets[1:] if place.is_rehearsal else sets:
+                yield from _late(name, folder, gpus, 2 if place.is_rehearsal else PASSES)
+            yield from _beside_the_cpu(name, folder, found[0])
+            yield _interrupted(name, folder, found[0])
+
+
+def _late(name: str, folder: Path, gpus: Sequence[Any], passes: int) -> Iterator[Row]:
+    model = _load(folder, gpus, ALL, 0, exact=True)
+    made = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    expected = model(_ids(model)).logits.cpu()
+    for budget, host in ((made - 1, 0), (0, ALL), (0, 0)):
+        for late in ("nothing", "copies", "layers"):
+            model, different = _load(folder, gpus, budget, host, exact=True), 0
+            ids, begun = _ids(model), time.perf_counter()
+            for gpu in gpus:
+                gpu.cycles = CYCLES if late == "copies" else 0
+            for module in model.modules():
+                if late == "layers" and devices.is_cuda(gpus[0]) and "DecoderLayer" in type(module).__name__:
+                    module.register_forward_pre_hook(lambda module, args: devices.sleep(args[0].device, CYCLES))
+            for _ in range(passes):
+                different += not torch.equal(model(ids).logits.cpu(), expected)
+            row = {"model": name, "GPUs": len(gpus), "weights": _tiers(model), "late": late, "passes": passes}
+            milliseconds = 1e3 * (time.perf_counter() - begun) / passes
+            yield row | {"differ from resident": different, "ms a pass": milliseconds, "ok": not different}
+    for gpu in gpus:
+        gpu.cycles = 0
+
+
+def _beside_the_cpu(name: str, folder: Path, gpu: Any) -> Iterator[Row]:
+    """Without `exact`, from the CPU's exact logits in float32, by the norm."""
+    plain = _load(folder, [CpuDevice()], ALL, ALL, exact=True, dtype="float32")
+    expected = plain(_ids(plain)).logits
+    for dtype, near in (("float32", NEAR), ("bfloat16", None)):
+        model = _load(folder, [gpu], 0, ALL, dtype=dtype)
+        error = float((model(_ids(model)).logits.cpu().float() - expected).norm() / expected.norm())
+        yield {"model": name, "dtype": dtype, "error": error, "at most": near, "ok": near is None or error <= near}
+
+
+def _interrupted(name: str, folder: Path, gpu: Any) -> Row:
+    """Ctrl-C in every wait for the GPU, as often as there are buffers."""
+    model = _load(folder, [gpu], 0, 0, exact=True, profiling=True)
+    ids = _ids(model)
+    expected, before = model(ids).logits, gpu.waits
+    model(ids)
+    waits, wrong = gpu.waits - before, 0
+    for number in range(1, waits + 1):
+        for _ in range(SLOTS):
+            gpu.interrupt_at = gpu.waits + number
+            try:
+                model(ids)
+                wrong += 1  # no Ctrl-C came through
+            except KeyboardInterrupt:
+                continue
+        gpu.interrupt_at = None
+        wrong += not torch.equal(model(ids).logits, expected)
+    return {"model": name, "Ctrl-C in each wait of": waits, "wrong": wrong, "ok": not wrong}
+
+
+def little_vram(place: Place) -> Iterator[Row]:
+    """`decode.vram` at a small size: this project, and accelerate in this interpreter, whose tokens are expected."""
+    figures, cap, reference = place.work / "figures" / "vram", 1.0, vram_report.REFERENCE_HERE
+    given = ["--only", reference, *vram_report.OURS, "--tokens", "8", "--work-dir", str(place.work / "vram")]
+    if place.is_rehearsal:
+        cap = 0.002
+        given += ["--scale", "tiny", "--gpu", vram.TEST_DEVICE, "--ram", "0.25"]
+    vram.main([*given, "--size", "0.01" if place.is_rehearsal else "2", "--vram", str(cap), "--results", str(figures)])
+    (results,) = figures.parent.glob(f"{figures.name}-*.json")
+    runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
+    tokens = {run["row"]: run["tokens"] for run in runs}
+    for run in runs:
+        runner, _, under = run["row"].partition(", ")
+        expected = tokens[f"{reference}, {under}"] if runner == vram_report.OURS[0] else None
+        equal, held = None if expected is None else run["tokens"] == expected, run["vram_reserved"]
+        row = {"row": run["row"], "s/token": run["token_seconds"], "GB/token to it": (run["copied_bytes"] or 0) / 1e9}
+        row |= {"GiB held": held / GIB, "of the limit": held / (cap * GIB), "tokens equal": equal}
+        yield row | {"failed": run["error"], "ok": not run["error"] and equal is not False}
+
+
+T4_BYTES = 14 * GIB
+
+
+def wide(place: Place) -> Iterator[Row]:
+    """Peaks of passes in a T4's memory; and that a pass works after one for which there was too little."""
+    shape = MODELS["tiny" if place.is_rehearsal else "qwen2.5-72b"]
+    endless = {**shape.config, "bos_token_id": None, "eos_token_id": None}
+    model = replace(shape, config=endless, generation_config={"do_sample": False})
+    part, gpu, most = checkpoint(model, 2 / shape.layers), devices.gpus(place)[0], T4_BYTES
+    vram_model.write(part, place.work / "wide")
+    folder = _split(place.work / "wide", place.work / "layers-wide")
+    for budget, host in ((2 * part.nbytes_4bit, 0), (0, ALL)):
+        devices.limit(gpu, most)
+        with devices.watched(place), torch.inference_mode():
+            yield from _peaks(_load(folder, [gpu], budget, host), gpu, most, 96 if place.is_rehearsal else 3000)
+        gc.collect()
+
+
+def _peaks(model: Any, gpu: Any, most: int, long: int) -> Iterator[Row]:
+    """Of passes of one sequence, of several, of a long prompt; and again in half the memory that the last one takes."""
+    cost, weights = cost_of_a_pass(model.config.get_text_config(), model.dtype.itemsize), devices.forget_peak(gpu)
+    last, found = f"a prompt of {long}", dict[str, torch.Tensor]()
+    generate = partial(model.generate, max_new_tokens=4, do_sample=False)
+    short, eight, one = _ids(model, 16), _ids(model, 16, 8), _ids(model, long)
+    works = {"one sequence": partial(generate, short), "2 beams": partial(generate, short, num_beams=2)}
+    works |= {"batch of 8": partial(generate, eight), last: partial(generate, one)}
+    sizes = {"one sequence": (16, 1), "2 beams": (32, 2), "batch of 8": (128, 8), last: (long, 1)}
+    taken, cases = 0, [*works, "in half of that", "one sequence, again"]
+    for case in cases:
+        if is_too_little := case == cases[-2]:
+            devices.limit(gpu, weights + taken // 2)
+        elif case == cases[-1]:
+            devices.limit(gpu, most)
+        name, said, begun = {cases[-2]: last, cases[-1]: cases[0]}.get(case, case), None, time.perf_counter()
+        devices.forget_peak(gpu)
+        try:
+            found[case] = works[name]().cpu()
+        except NotEnoughMemoryError as error:
+            said = error.problem[:120]
+        taken = devices.peak(gpu) - weights
+        tokens, sequences = sizes[name]
+        row = {"weights": _tiers(model), "case": case, "seconds": time.perf_counter() - begun, "MiB": taken / MIB}
+        is_right = case != cases[-1] or (
+            cases[0] in found and case in found and torch.equal(found[cases[0]], found[case])
+        )
+        row |= {"estimated": cost.of(tokens, tokens, sequences) / MIB, "out of memory": said}
+        yield row | {"ok": bool(said) == is_too_little and is_right}
+
+
+def pace(place: Place) -> Iterator[Row]:
+    """Seconds of a token over the longer of its copies alone, at the link's rate, and computing alone."""
+    part = vram_model.model_of(0.004 if place.is_rehearsal else 8, tiny=place.is_rehearsal)
+    vram_model.write(part, place.work / "pace")
+    work = worker_gpu.GpuWork({"gpu": vram.TEST_DEVICE if place.is_rehearsal else ""}, worker)
+    probed, prompt = work.probe({}), [(i * 37 + 11) % part.config["vocab_size"] for i in range(16)]
+    rate = probed["copy_speed"]
+    for compression, host in ((None, ALL), ("4bit", ALL), (None, 0)):
+        layers = {"layer_shards_saving_path": str(place.work / "layers-pace"), "compression": compression}
+        job = {"package": "rabbitllm", "loader": "layered", "is_ours": True, "dtype": probed["dtype"], "cold": []}
+        job |= {"checkpoint": str(place.work / "pace"), "options": layers, "weights_bytes": 0, "host_bytes": host}
+        found = work.decode(job | {"told_ram": None, "prompt": prompt, "tokens": 6})
+        link, bring, compute = found["copied_bytes"] / rate, found["bring_seconds"], found["compute_seconds"]
+        ratio = found["token_seconds"] / max(link if host else max(link, bring), compute)
+        row = {"compression": compression or "none", "from": "pinned memory" if host else "layer files"}
+        row |= {"GB a pass": found["copied_bytes"] / 1e9, "link GB/s": rate / 1e9, "s/token": found["token_seconds"]}
+        row |= {"link alone": link, "bringing alone": bring, "computing alone": compute, "of its limit": ratio}
+        yield row | {"ok": ratio <= LIMIT_GOAL or place.is_rehearsal}
+        gc.collect()
