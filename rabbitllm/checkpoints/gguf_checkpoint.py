@@ -181,6 +181,19 @@ class GgufCheckpoint:
             _warn_of(shard, tuple(left_out))
         return Header(tuple(specs), header.metadata, header.data_start, header.comes_first)
 
+    @property
+    def config(self) -> Any:
+        """The config of transformers that the metadata describe."""
+        return self._model.config
+
+    def targets(self, name: str, shape: tuple[int, ...]) -> tuple[Target, ...]:
+        """The tensors of the model that a tensor of a file becomes; none if the model has no use for it.
+
+        Raises:
+            UnknownArchitectureError, UnreadableFormatError, CorruptShardError: transformers cannot read it.
+        """
+        return self._model.targets(name, shape)
+
     def index(self) -> CheckpointIndex:
         """The index of all files that exist."""
         weight_map: dict[str, str] = {}
@@ -386,6 +399,19 @@ def _read_model(
         raise _unknown(architecture, file, _line(error)) from error
 
 
+def stored_shapes(config: Any, architecture: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of a GGUF file with a model: name -> shape, in the order of the model.
+
+    Args:
+        config: of transformers, of a class that it also makes from GGUF metadata.
+        architecture: llama.cpp's name.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    return _Model(config, processor, "").stored_shapes()
+
+
 def _by_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Entries of a config that transformers does not read from all metadata, but the shapes of tensors say."""
     found = {}
@@ -411,7 +437,7 @@ class _Model:
     """A model of transformers, its names in GGUF files, and the operations on its tensors."""
 
     def __init__(self, config: Any, processor: Any, file: str) -> None:
-        self._config = config
+        self.config = config
         self._processor = processor
         self._file = file
         self._class = _class_of(config)
@@ -422,11 +448,11 @@ class _Model:
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether it has an encoder."""
-        return bool(self._config.is_encoder_decoder)
+        return bool(self.config.is_encoder_decoder)
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         """The content of a config.json."""
-        found: dict[str, Any] = self._config.to_diff_dict()
+        found: dict[str, Any] = self.config.to_diff_dict()
         found["architectures"] = [self._class.__name__]
         found["dtype"] = DTYPES[dtype].torch_name
         found.pop("_name_or_path", None)
@@ -440,14 +466,29 @@ class _Model:
         from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
         with torch.device("meta"):
-            model = self._class(self._config)
-        names = get_gguf_hf_weights_map(_ModuleNames(model, self._config), self._processor)
+            model = self._class(self.config)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        names = get_gguf_hf_weights_map(_ModuleNames(model, self.config), self._processor)
         experts = {}
         for entry in get_model_conversion_mapping(model):
             operations = [type(operation) for operation in getattr(entry, "operations", ())]
             if isinstance(entry, WeightConverter) and operations in ([MergeModulelist], [MergeModulelist, Concatenate]):
                 experts[entry.target_patterns[0]] = tuple(entry.source_patterns)
         return names, experts
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of a file with this model: name -> shape, in the order of the model."""
+        found = {}
+        for name, target in self._names.items():
+            if target not in self._shapes or (name == "output.weight" and self.config.tie_word_embeddings):
+                continue
+            shape = self._shapes[target]
+            ending = next((known for known in self._experts if target.endswith(known)), None)
+            if ending is not None:
+                experts, rows, *columns = shape
+                shape = (experts, rows // len(self._experts[ending]), *columns)
+            found[name if name.endswith((".weight", ".bias")) else f"{name}.weight"] = shape
+        return found
 
     def targets(self, name: str, shape: tuple[int, ...]) -> tuple[Target, ...]:
         """The tensors of the model that a tensor of a file becomes; none if the model has no use for it.

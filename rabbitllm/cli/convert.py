@@ -1,4 +1,4 @@
-"""`rabbitllm convert`: any splittable checkpoint as sharded safetensors."""
+"""`rabbitllm convert`: any splittable checkpoint as sharded safetensors, or a model as one GGUF file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from rabbitllm.cli.arguments import (
 
 def convert_command(
     source: ModelArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must be empty or not exist.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder to write, empty or not existing; with --to gguf the file.")
+    ],
+    to: Annotated[str, typer.Option(help="Format: safetensors or gguf.")] = "safetensors",
+    outtype: Annotated[
+        str, typer.Option(help="Type of a GGUF file: auto (as in the source), f32, f16, bf16, q8_0, q4_0 and others.")
+    ] = "auto",
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Convert one shard at a time, and delete each used shard.")
     ] = False,
@@ -34,14 +40,15 @@ def convert_command(
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a checkpoint to safetensors, one shard per layer.
+    """Convert a checkpoint to safetensors or GGUF.
 
-    The folder also gets the index, config and tokenizer. The original is kept, unless --sequential or
-    --delete-original is given. Killed or interrupted, the same command resumes.
+    Safetensors are one shard per layer, with the index, config and tokenizer; GGUF is one file for llama.cpp. The
+    original is kept, unless --sequential or --delete-original is given. Killed or interrupted, the same command
+    resumes; a GGUF file starts again.
 
     Examples:
-      rabbitllm convert my-checkpoint -o safetensors-model
       rabbitllm convert Qwen/Qwen2.5-7B-Instruct -o qwen --max-disk 20GiB
+      rabbitllm convert Qwen/Qwen3-0.6B -o qwen3.gguf --to gguf --outtype q8_0
     """
     from rich.console import Console
     from rich.text import Text
@@ -56,6 +63,8 @@ def convert_command(
         made = convert(
             source,
             output,
+            to=to,
+            outtype=outtype,
             sequential=sequential,
             delete_original=delete_original,
             revision=revision,
@@ -68,10 +77,14 @@ def convert_command(
         return
     console = Console(highlight=False)
     put(console, Text(str(made.folder), "bold"))
-    put_fact(console, "tensors", f"{made.tensors:,}, {size(made.nbytes)}, in {counted(made.shards, 'shard')}")
+    put_fact(
+        console,
+        "tensors",
+        f"{made.tensors:,}, {size(made.nbytes)}, in {counted(made.shards, 'shard' if to == 'safetensors' else 'file')}",
+    )
     if made.beside:
         put_fact(console, "other files", ", ".join(map(harmless, made.beside)))
-    if "config.json" not in made.beside:
+    if to == "safetensors" and "config.json" not in made.beside:
         put_fact(console, "config", "missing in the original; transformers needs a config.json")
     if plot is not None and disk is not None:
         put_fact(console, "picture", str(plot) if disk.points else "none, there was nothing to do")

@@ -94,16 +94,19 @@ def input_of(name: str, access: HubAccess, work: Path) -> Input:
         OptionError: `name` is an index instead of its folder.
     """
     path = expand(name)
-    if (
-        name
-        and not path.is_dir()
-        and not is_gguf(path.name)
-        and (path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir()))
-    ):
+    if is_single_file(name):
         if path.name.endswith(".index.json"):
             raise OptionError(f"{path} is an index file; expected a checkpoint.", f"Use its folder: {path.parent}.")
-        return _WeightsInput(name, path, work / directory_name(None))
+        return WeightsInput(name, path, work / directory_name(None))
     return _ModelInput(name, access, work)
+
+
+def is_single_file(name: str) -> bool:
+    """Whether a user names a single file of weights, other than a GGUF file."""
+    path = expand(name)
+    if not name or path.is_dir() or is_gguf(path.name):
+        return False
+    return path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir())
 
 
 @dataclass
@@ -173,7 +176,7 @@ def finished_split_of(name: str) -> Path | None:
 
 
 @dataclass
-class _WeightsInput:
+class WeightsInput:
     """A single file of weights. Other files in its folder are used only if the folder has a config."""
 
     name: str
@@ -187,7 +190,7 @@ class _WeightsInput:
             telling_how_to_go_on(self.split_folder),
             prepare.lock_source(source, options),
         ):
-            checkpoint = self._open()
+            checkpoint = self.open()
             if read_manifest(self.split_folder) is None:
                 family = prepare.family_of(self.path.parent)
                 split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
@@ -197,9 +200,10 @@ class _WeightsInput:
                 discard_original(checkpoint)
 
     def checkpoint(self) -> Checkpoint | None:
-        return self._open() if self.path.exists() else None
+        return self.open() if self.path.exists() else None
 
-    def _open(self) -> LocalCheckpoint:
+    def open(self) -> LocalCheckpoint:
+        """Its checkpoint, also if it is used up."""
         folder, name = self.path.parent, self.path.name
         if self.path.exists():
             _refuse_one_of_several(folder, name)
@@ -349,6 +353,8 @@ def origin_of(folder: Path) -> SourceIdentity:
         ) from None
 
 
+SAFETENSORS, GGUF = "safetensors", "gguf"
+"""The formats that are written."""
 WORK_NAME = ".converting"
 """Name of the work folder inside the new folder, which exists until the conversion is complete."""
 _READY_NAME = "split.is.whole"
@@ -362,7 +368,7 @@ class Conversion:
     """The result of a conversion.
 
     Attributes:
-        folder: the new folder.
+        folder: the new folder, or the GGUF file.
         shards, tensors: their numbers.
         nbytes: bytes of all tensors.
         beside: names of config, tokenizer and similar files that were copied.
@@ -382,6 +388,8 @@ def convert(
     path_or_repo_id: str | Path,
     folder: str | Path,
     *,
+    to: str = SAFETENSORS,
+    outtype: str = "auto",
     sequential: bool = False,
     delete_original: bool = False,
     revision: str | None = None,
@@ -391,13 +399,16 @@ def convert(
     min_free_disk: int | str = "1GB",
     shard_transfer: str = "auto",
 ) -> Conversion:
-    """Rewrite a checkpoint as safetensors, one shard per layer; or resume an earlier call.
+    """Rewrite a checkpoint as safetensors, one shard per layer, or as one GGUF file; or resume an earlier call.
 
     Args:
         path_or_repo_id: a folder or a repository, as `AutoModel.from_pretrained` takes it, or a single file of weights.
             Of a split directory, or a folder whose shards were deleted by a split, the layer files are converted;
             compressed tensors are dequantized to the dtype of the config.
-        folder: the destination, empty or not existing yet.
+        folder: the destination, empty or not existing yet; of GGUF the file.
+        to: "safetensors" or "gguf".
+        outtype: with GGUF the type of matrices: "auto" for those of the source, "f32", "f16", "bf16", "q8_0" or another
+            type that the package `gguf` can encode. Vectors, norms and routers are float32.
         sequential: take one shard at a time, and delete it as soon as all its tensors are copied.
         delete_original: remove the original once all of it is in the new folder.
         revision: branch, tag or commit of the repository.
@@ -408,8 +419,9 @@ def convert(
         shard_transfer: how shards of a repository are fetched with `sequential`: "file", "stream" or "auto".
 
     Raises:
-        OptionError: the folder holds something else.
+        OptionError: the folder holds something else, or options contradict each other.
         SplitMismatchError: the folder holds a conversion, finished or not, of another checkpoint.
+        UnknownArchitectureError: a model of this type, or with this config, cannot be written as GGUF.
         RabbitLLMError: the source is malformed, or the disk budget is too small; nothing was changed.
     """
     shards = ShardPolicy.of(sequential=sequential, delete_original=delete_original)
@@ -419,6 +431,21 @@ def convert(
     options = replace(options, keeps_blocks=False)  # the layers become a plain checkpoint
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
     target = expand(folder)
+    if to == GGUF:
+        from rabbitllm.models.gguf_output import convert_to_gguf  # with transformers
+
+        if sequential or delete_original:
+            raise OptionError(
+                "sequential and delete_original apply only to safetensors.", "Remove these options, or use safetensors."
+            )
+        return convert_to_gguf(
+            str(path_or_repo_id), target, outtype, access, max_disk=options.max_disk, min_free=options.min_free
+        )
+    if to != SAFETENSORS or outtype != "auto":
+        raise OptionError(
+            f"to={to!r} with outtype={outtype!r}; expected safetensors without a type, or gguf.",
+            "Use to='gguf' for a type.",
+        )
     if target.exists() and not target.is_dir():
         raise OptionError(
             f"{target} is a file; expected a folder.", "Use an output folder that is empty or does not exist."
@@ -522,7 +549,7 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     home = split_folder if (split_folder / CONFIG_NAME).exists() else named
     identity = _identity_of(store)
     beside = {name: path.read_bytes() for name, path in sidecars_of(home).items()}
-    tensors = {name: plain(stored, _dtype_of(stored, home)) for name, stored in store.tensors.items()}
+    tensors = {name: plain(stored, dtype_of(stored, home)) for name, stored in store.tensors.items()}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), SHARD_BYTES)
     before = (folder / INDEX_NAME).exists()
     if before:
@@ -555,7 +582,7 @@ def _identity_of(store: LayerStore) -> SourceIdentity:
     return SourceIdentity("split", store.folder.name, None, marks)
 
 
-def _dtype_of(stored: StoredTensor, home: Path) -> str:
+def dtype_of(stored: StoredTensor, home: Path) -> str:
     """The dtype to which a compressed tensor is dequantized: its original one, else the config's, else float32."""
     names = {entry.torch_name: name for name, entry in DTYPES.items() if entry.quantizable}
     if stored.quantized is not None and stored.quantized.dtype is not None:

@@ -1,0 +1,475 @@
+"""The metadata of a GGUF file for a model of transformers: its config, its tokenizer and its chat template.
+
+The keys are those from which transformers reads a config (`GGUF_CONFIG_MAPPING`), and those that llama.cpp needs in
+addition (https://github.com/ggml-org/llama.cpp, `conversion/`). What a file cannot say is found by reading it: the
+config that transformers makes of the metadata must be the model's own.
+
+Invariants: a model that would be another one after reading is refused by the name of the entry.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.checkpoints.config import quantized_as, read_config
+from rabbitllm.errors import CorruptVocabularyError, UnknownArchitectureError
+from rabbitllm.formats.bounded import read_json, short
+from rabbitllm.storage import durable
+
+if TYPE_CHECKING:
+    import gguf
+    import numpy as np
+    import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """A model type of transformers that can be written.
+
+    Attributes:
+        architecture: llama.cpp's name.
+        model_type: the type that transformers makes of it.
+        table: its key in `GGUF_CONFIG_MAPPING`.
+    """
+
+    architecture: str
+    model_type: str
+    table: str
+
+
+FAMILIES: Mapping[str, GgufFamily] = {
+    "llama": GgufFamily("llama", "llama", "llama"),
+    "mistral": GgufFamily("llama", "llama", "llama"),
+    "qwen2": GgufFamily("qwen2", "qwen2", "qwen2"),
+    "qwen3": GgufFamily("qwen3", "qwen3", "qwen3"),
+    "qwen3_moe": GgufFamily("qwen3moe", "qwen3_moe", "qwen3_moe"),
+    "gemma2": GgufFamily("gemma2", "gemma2", "gemma2"),
+    "gemma3_text": GgufFamily("gemma3", "gemma3_text", "gemma3"),
+}
+"""Model type -> how it is written. Each has a test that writes a model and reads it with transformers."""
+_WITHOUT_MEANING = (
+    *("attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "max_window_layers", "pad_token_id"),
+    *("output_router_logits", "pretraining_tp", "router_aux_loss_coef", "use_cache"),
+)
+"""Entries of configs that change no weights and no logits."""
+_REMEDY = "Use safetensors (without --to gguf), which RabbitLLM and transformers run. Nothing was written."
+_SAMPLES = (
+    "The quick brown fox, 12345 times: it's 3.14!",
+    "  two spaces\n\nand\ttabs",
+    "\u00c7a co\u00fbte 20 \u20ac \u2014 na\u00efve \u0444\u043e\u0440\u043c\u0430 \u03bb\u03cc\u03b3\u03bf\u03c2",
+    "\u6211\u60f3\u5728\u5de5\u4f5c \u3053\u3093\u306b\u3061\u306f \uc548\ub155 \u0645\u0631\u062d\u0628\u0627",
+    "\u0928\u092e\u0938\u094d\u0924\u0947 \U0001f407\U0001f3fd def f(x):\n    return x",
+)
+"""Texts on which the tokenizer that is read back is compared with the original."""
+
+
+def family_of(folder: Path, name: str) -> GgufFamily:
+    """How the model in a folder is written, by its config.json alone.
+
+    Raises:
+        UnknownArchitectureError: it cannot be written.
+    """
+    found = read_config(folder)
+    model_type = found.get("model_type")
+    if (method := quantized_as(found)) is not None:
+        raise UnknownArchitectureError(
+            f"The weights of {name} are published quantized ({method}), which is not written as GGUF.",
+            "Use the model's original weights in 16 or 32 bits. Nothing was written.",
+        )
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnknownArchitectureError(
+            f"{name} is of type {short(model_type, 40)}; as GGUF these are written: {', '.join(sorted(FAMILIES))}.",
+            _REMEDY,
+        )
+    return FAMILIES[model_type]
+
+
+def config_of(folder: Path, family: GgufFamily, name: str) -> Any:
+    """The model's config, of the class that transformers makes of a GGUF file.
+
+    Raises:
+        UnknownArchitectureError: transformers does not accept it, or it has what this class has not.
+    """
+    from transformers import CONFIG_MAPPING
+
+    given = read_config(folder)
+    try:
+        own = CONFIG_MAPPING[given["model_type"]].from_dict(given)
+        made = CONFIG_MAPPING[family.model_type].from_dict({**given, "model_type": family.model_type})
+    except Exception as error:  # a config of strangers makes transformers raise any error
+        raise UnknownArchitectureError(
+            f"transformers cannot read the config.json of {name}: {type(error).__name__}: {short(str(error), 200)}",
+            "Use the config.json that was published with the weights. Nothing was written.",
+        ) from error
+    window = getattr(own, "sliding_window", None)
+    if type(own) is not type(made) and window is not None and window < own.max_position_embeddings:
+        raise _not_said(name, "sliding_window", window, None)
+    return made
+
+
+def _not_said(name: str, entry: str, value: object, read: object) -> UnknownArchitectureError:
+    return UnknownArchitectureError(
+        f"A GGUF file cannot say {entry}={short(value, 80)} of {name}; it would be read as {short(read, 80)}.", _REMEDY
+    )
+
+
+def require_same_config(config: Any, read: Any, name: str) -> None:
+    """Refuse a model whose config is another one after it was written and read.
+
+    Args:
+        config: of the model.
+        read: of the file, as read by transformers.
+        name: of the model, for messages.
+
+    Raises:
+        UnknownArchitectureError: an entry differs that the file does not express for llama.cpp either.
+    """
+    own, other, known = config.to_dict(), read.to_dict(), type(config)().to_dict()
+    for entry in sorted(known.keys() - {*_WITHOUT_MEANING} - _of_all()):
+        value, found = own.get(entry), other.get(entry)
+        if entry == "rope_parameters":
+            value, found = _plain_rope(config), _plain_rope(read)
+        if not _same(value, found):
+            raise _not_said(name, entry, value, found)
+
+
+def _of_all() -> frozenset[str]:
+    from transformers import PreTrainedConfig
+
+    return frozenset(PreTrainedConfig().to_dict())
+
+
+def _same(value: object, found: object) -> bool:
+    """Whether two entries are equal; numbers are compared in float32, as a file has them."""
+    if isinstance(value, float | int) and isinstance(found, float | int):
+        return _single(value) == _single(found)
+    if isinstance(value, Mapping) and isinstance(found, Mapping):
+        return value.keys() == found.keys() and all(_same(value[key], found[key]) for key in value)
+    return value == found
+
+
+def _single(value: float) -> float:
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.inf
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    """The rotary parameters of layers with full attention."""
+    found: Mapping[str, Any] = config.rope_parameters or {}
+    full: Mapping[str, Any] = found.get("full_attention", found)
+    return full
+
+
+def _plain_rope(config: Any) -> dict[str, Any]:
+    """The rotary parameters that transformers reads from a file: bases, without scaling, which is checked elsewhere."""
+    found = config.rope_parameters or {}
+    groups = {name: group for name, group in found.items() if isinstance(group, Mapping)} or {"": found}
+    bases = {name: group.get("rope_theta") for name, group in groups.items()}
+    scaled = {name: group for name, group in groups.items() if name not in ("", "full_attention")}
+    return bases | {f"{name} scaling": group.get("rope_type") for name, group in scaled.items()}
+
+
+def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: str) -> npt.NDArray[np.float32] | None:
+    """Add the entries of a config.
+
+    Args:
+        writer: of the file.
+        config, family: of the model.
+        name: of the model.
+
+    Returns:
+        The factors by which Llama 3 divides its rotary frequencies, float32 (head dimension / 2,), which are a tensor
+        of the file; None for other models.
+
+    Raises:
+        UnknownArchitectureError: its rotary frequencies are scaled in a way that a file cannot say.
+    """
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    rope, architecture = _rope(config), family.architecture
+    values = {key: _value_of(config, entry) for key, entry in GGUF_CONFIG_MAPPING[family.table].items() if entry}
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values |= {"attention.key_length": head, "attention.value_length": head, "rope.freq_base": rope.get("rope_theta")}
+    values |= {
+        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+    }
+    factors, scaling = _scaling(config, rope, name)
+    for key, value in (values | scaling).items():
+        if isinstance(value, str):
+            writer.add_string(f"{architecture}.{key}", value)
+        elif isinstance(value, float) or key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
+            writer.add_float32(f"{architecture}.{key}", float(value))
+        elif value is not None:
+            writer.add_uint32(f"{architecture}.{key}", int(value))
+    return factors
+
+
+def _value_of(config: Any, entry: str) -> Any:
+    return getattr(config, entry, None)
+
+
+def _scaling(
+    config: Any, rope: Mapping[str, Any], name: str
+) -> tuple[npt.NDArray[np.float32] | None, dict[str, float | int | str | None]]:
+    """The factors of frequencies, and the metadata, of scaled rotary frequencies."""
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None, {}
+    if kind == "llama3":
+        return _llama3_factors(config, rope), {}
+    scaling = {"rope.scaling.type": kind, "rope.scaling.factor": rope.get("factor")}
+    if kind == "linear":
+        return None, scaling
+    if kind == "yarn" and not {"mscale", "mscale_all_dim", "truncate"} & rope.keys():
+        original = rope.get("original_max_position_embeddings")
+        scaling |= {
+            "rope.scaling.original_context_length": original,
+            "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
+        }
+        scaling |= {"rope.scaling.yarn_beta_slow": rope.get("beta_slow")}
+        if rope.get("attention_factor") is None and original is not None:
+            return None, scaling
+    raise _not_said(name, "rope_parameters", dict(rope), "other frequencies")
+
+
+def _llama3_factors(config: Any, rope: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head))
+    factors: npt.NDArray[np.float32] = (plain / scaled).numpy()
+    return factors
+
+
+# The tokenizer.
+
+
+def tokenizer_in(folder: Path, name: str) -> Any | None:
+    """The model's tokenizer; None if the folder has none.
+
+    Raises:
+        CorruptVocabularyError: transformers cannot load it.
+    """
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((folder / known).exists() for known in names):
+        logger.warning("%s has no tokenizer; the GGUF file will have none either, and llama.cpp needs one.", name)
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # files of strangers make transformers raise any error
+        raise CorruptVocabularyError(
+            f"transformers cannot load the tokenizer of {name}: {type(error).__name__}: {short(str(error), 200)}",
+            "Put the tokenizer files that were published with the weights into the folder. Nothing was written.",
+        ) from error
+    if not hasattr(found, "backend_tokenizer"):
+        raise CorruptVocabularyError(
+            f"The tokenizer of {name} is {type(found).__name__}, which has no tokenizer.json; expected one.",
+            "Use a checkpoint with a tokenizer.json. Nothing was written.",
+        )
+    return found
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any, folder: Path, name: str) -> None:
+    """Add a vocabulary, its merges, special tokens and chat template.
+
+    Args:
+        writer: of the file.
+        tokenizer: of transformers, with a `backend_tokenizer`.
+        config: of the model.
+        folder: has its config.json, and its generation_config.json if there is one.
+        name: of the model, for messages.
+
+    Raises:
+        CorruptVocabularyError: llama.cpp has no tokenizer like it.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = content["model"]
+    if model.get("type") != "BPE":
+        raise _unlike(name, f"its model is {model.get('type')}, not BPE")
+    count = config.vocab_size
+    words: dict[int, str] = {index: token for token, index in model["vocab"].items()}
+    added = {entry["id"]: entry for entry in content.get("added_tokens", ())}
+    words |= {index: entry["content"] for index, entry in added.items()}
+    if lost := [words[index] for index in sorted(words) if index >= count]:
+        logger.warning("%s: the model has no embeddings for %s; the GGUF file lacks them.", name, ", ".join(lost[:5]))
+    in_pieces = bool(model.get("byte_fallback"))
+    kinds = [_kind(index, words, added, tokenizer.unk_token, in_pieces) for index in range(count)]
+    texts = [words.get(index, f"[PAD{index}]") for index in range(count)]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if in_pieces:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        texts = [
+            text.replace("\u2581", " ") if kind == _USER_DEFINED else text
+            for text, kind in zip(texts, kinds, strict=True)
+        ]
+        writer.add_token_scores(_scores(texts, kinds, model["merges"]))
+        writer.add_add_space_prefix(_begins_with_space(content))
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_pre_tokenizer(content, name))
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    if merges and all(merge.count(" ") == 1 for merge in merges):
+        writer.add_token_merges(merges)
+    for kind, index in _special_ids(tokenizer, config, folder).items():
+        if 0 <= index < count:
+            writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", index)
+    begins, ends = _added_around(tokenizer)
+    writer.add_add_bos_token(begins)
+    writer.add_add_eos_token(ends)
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if template:
+        writer.add_chat_template(template)
+
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+"""gguf.TokenType"""
+
+
+def _kind(
+    index: int, words: Mapping[int, str], added: Mapping[int, Mapping[str, Any]], unknown: str | None, in_pieces: bool
+) -> int:
+    """The type of a token."""
+    if index not in words:
+        return _UNUSED
+    text = words[index]
+    if in_pieces and text == unknown:
+        return _UNKNOWN
+    if index in added:
+        return _CONTROL if added[index].get("special") else _USER_DEFINED
+    if in_pieces and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return _BYTE
+    return _NORMAL
+
+
+def _scores(texts: Sequence[str], kinds: Sequence[int], merges: Sequence[Any]) -> list[float]:
+    """Scores by which llama.cpp merges in the order of the merges: the rank of a token's first merge, negated.
+
+    A vocabulary of SentencePiece has such scores; characters, which no merge makes, come after all merges in it.
+    """
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)
+    found, last = [], len(merges)
+    for text, kind in zip(texts, kinds, strict=True):
+        if kind != _NORMAL:
+            found.append(0.0 if kind in (_CONTROL, _UNKNOWN, _BYTE) else -1000.0)
+        elif text in ranks:
+            found.append(-float(ranks[text]))
+        else:
+            found.append(-float(last))
+            last += 1
+    return found
+
+
+def _begins_with_space(content: Mapping[str, Any]) -> bool:
+    """Whether a space is put before a text, by a tokenizer.json."""
+    parts = []
+    for place in ("normalizer", "pre_tokenizer"):
+        part = content.get(place) or {}
+        parts += [part, *part.get("normalizers", ()), *part.get("pretokenizers", ())]
+    return any(
+        part.get("type") == "Prepend" or (part.get("type") == "Metaspace" and part.get("prepend_scheme") != "never")
+        for part in parts
+    )
+
+
+def _pre_tokenizer(content: Mapping[str, Any], name: str) -> str:
+    """llama.cpp's name of the way in which text is split before the merges, by a tokenizer.json."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    found = content.get("pre_tokenizer") or {}
+    parts = found.get("pretokenizers", [found])
+    *others, last = parts
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
+        if not others and last.get("use_regex", True):
+            return "gpt-2"
+        if len(others) == 1 and others[0].get("type") == "Digits" and last.get("use_regex", True):
+            if others[0].get("individual_digits"):
+                return "smollm"
+        elif len(others) == 1 and others[0].get("type") == "Split" and not last.get("use_regex", True):
+            regex = (others[0].get("pattern") or {}).get("Regex")
+            plain = others[0].get("behavior") == "Isolated" and not others[0].get("invert")
+            names = [str(key) for key, split in GGUF_PRE_TOKENIZER_SPLITS.items() if split == regex]
+            if plain and names:
+                return _USUAL.get(names[0], names[0])
+    raise _unlike(name, f"its pre-tokenizer is {short(json.dumps(found), 200)}")
+
+
+_USUAL = {"llama3": "llama-bpe"}
+"""Names that llama.cpp's converter writes, of those that have the same regular expression."""
+
+
+def _unlike(name: str, why: str) -> CorruptVocabularyError:
+    return CorruptVocabularyError(
+        f"llama.cpp has no tokenizer like that of {name} as far as known here: {why}.", _REMEDY
+    )
+
+
+def _special_ids(tokenizer: Any, config: Any, folder: Path) -> dict[str, int]:
+    """The ids of special tokens by llama.cpp's names; further ids that end a text end a turn or a message there."""
+    found: dict[str, int] = {}
+    for key, attribute in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        index = getattr(tokenizer, f"{attribute}_token_id", None)
+        if index is None and attribute != "unk":
+            index = getattr(config, f"{attribute}_token_id", None)
+        if isinstance(index, int):
+            found[key] = index
+    path = folder / "generation_config.json"
+    stops = read_json(path).get("eos_token_id") if path.exists() else config.eos_token_id
+    ordered = [found.get("eos"), *(stops if isinstance(stops, list) else [stops])]
+    unique = list(dict.fromkeys(stop for stop in ordered if isinstance(stop, int)))
+    return found | dict(zip(("eos", "eot", "eom"), unique, strict=False))
+
+
+def _added_around(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether the tokenizer puts the first and the last special token around a text."""
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    begins = bool(whole) and whole[0] == tokenizer.bos_token_id and whole[: len(plain)] != plain
+    return begins, whole[-1:] == [tokenizer.eos_token_id] and whole[-len(plain) :] != plain
+
+
+def warn_of_other_ids(tokenizer: Any, files: Mapping[str, bytes], folder: Path, name: str) -> None:
+    """Warn if the tokenizer that transformers makes of the metadata is another one.
+
+    Args:
+        tokenizer: the original.
+        files: of the one that was read: name -> content.
+        folder: a scratch folder, which they are written to.
+        name: of the model.
+    """
+    from transformers import AutoTokenizer
+
+    for file, content in files.items():
+        durable.write_scratch(folder / file, content)
+    read = AutoTokenizer.from_pretrained(folder)
+    for text in _SAMPLES:
+        if read.encode(text) != tokenizer.encode(text):
+            logger.warning(
+                "%s: transformers reads another tokenizer from the GGUF file than the original, which differs on %s. "
+                "llama.cpp uses the tokenizer that the file names.",
+                name,
+                short(text, 60),
+            )
+            return

@@ -1,0 +1,688 @@
+"""A model as one GGUF file, for llama.cpp: `rabbitllm convert --to gguf`.
+
+The header is made first, and read as `GgufCheckpoint` reads any GGUF file: that says which tensors of the model each
+tensor of the file becomes, and by which order and change of its elements. Writing does the opposite. So there is no
+table of permutations here, and a file is what transformers reads back. Of a source that is GGUF itself, all metadata
+and names are kept.
+
+Tensors are written one after the other, a few megabytes at a time. The file gets its name when it is complete and
+synced; an interrupted conversion starts again.
+
+Invariants: what cannot be written, and a disk that is too small, are refused before a byte of weights is written; rows
+of blocks of the type that is asked for are copied, not decoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm import prepare
+from rabbitllm.base.options import expand
+from rabbitllm.base.terminal import size
+from rabbitllm.checkpoints.checkpoint import Checkpoint, sidecars_in
+from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint, Target, stored_shapes
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.checkpoints.index import GGUF_SUFFIX
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
+from rabbitllm.errors import (
+    CorruptShardError,
+    IncompleteCheckpointError,
+    NotEnoughSpaceException,
+    OptionError,
+    UnreadableFormatError,
+    system_errors_by_name,
+)
+from rabbitllm.formats.bounded import short
+from rabbitllm.formats.gguf import GgufFile, parse_gguf, read_gguf
+from rabbitllm.formats.gguf_types import TENSOR_TYPES, TensorType
+from rabbitllm.formats.shard_header import read_shard_header
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, ValueChange, torch_dtype
+from rabbitllm.models import gguf_metadata
+from rabbitllm.models.convert import Conversion, WeightsInput, dtype_of, finished_split_of, is_single_file
+from rabbitllm.quant.schemes import STORED
+from rabbitllm.quant.stored_blocks import read_tensor
+from rabbitllm.storage import durable
+from rabbitllm.storage.files import PositionalFile
+from rabbitllm.storage.folders import bytes_freed_by_deleting
+from rabbitllm.store.layer_store import LayerStore, StoredTensor
+
+if TYPE_CHECKING:
+    import gguf
+    import numpy as np
+    import numpy.typing as npt
+
+AUTO = "auto"
+"""Each tensor keeps the type in which the source stores it."""
+OUTTYPES: Mapping[str, str] = {
+    name.lower(): name
+    for name in ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ1_0", "TQ2_0")
+}
+"""Option -> type of ggml, of those that the package `gguf` can encode."""
+PART_SUFFIX = ".part"
+PIECE_ELEMENTS = 1 << 19
+"""Elements that are encoded at a time; their float32 values and what the encoder needs take some megabytes."""
+CHUNK_BYTES = 8 << 20
+MAX_HALF = 65504.0
+"""The largest float16, which is also that of the scales of blocks."""
+_ALWAYS_SINGLE = ("ffn_gate_inp", "position_embd", "token_types", "ssm_conv1d", "shortconv.conv")
+"""Tensors of two dimensions that llama.cpp needs in float32."""
+_LATER_BYTES = 1 << 20
+
+
+# The source: tensors by name, each read in row-major order.
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor of the source.
+
+    Attributes:
+        shape: in torch's order.
+        kind: its type as stored.
+        chunks: its bytes in row-major order, as `kind` or, with True, as values: of the same dtype if that is plain, of
+            float32 otherwise.
+    """
+
+    shape: tuple[int, ...]
+    kind: TensorType
+    chunks: Callable[[bool], Iterator[memoryview]]
+
+
+def _kind_of(spec: TensorSpec) -> TensorType:
+    if spec.blocks is not None and spec.blocks.change is ValueChange.NONE:
+        return spec.blocks.kind
+    if spec.dtype not in TENSOR_TYPES:
+        raise UnreadableFormatError(
+            f"{spec.name} has the dtype {spec.dtype}, which is not written as GGUF.",
+            "Use a checkpoint of float32, float16 or bfloat16 weights. Nothing was written.",
+        )
+    return TENSOR_TYPES[spec.dtype]
+
+
+def _read(path: Path, spec: TensorSpec, begin: int, length: int) -> memoryview:
+    """A run of a tensor's bytes in row-major order."""
+    buffer = memoryview(bytearray(length))
+    with PositionalFile(path) as file:
+        if read_tensor(file, spec, begin, buffer) != length:
+            raise CorruptShardError(
+                f"{path} ends within {spec.name}: it was truncated while it was read.", "Restore the file."
+            )
+    return buffer
+
+
+def _chunks(path: Path, spec: TensorSpec, as_values: bool) -> Iterator[memoryview]:
+    if spec.blocks is not None and not as_values:
+        spec = spec._replace(dtype="U8", shape=(spec.blocks.nbytes,), nbytes=spec.blocks.nbytes, blocks=None)
+    for begin in range(0, spec.nbytes, CHUNK_BYTES):
+        yield _read(path, spec, begin, min(CHUNK_BYTES, spec.nbytes - begin))
+
+
+def _joined(pieces: Sequence[tuple[Path, TensorSpec]], as_values: bool) -> Iterator[memoryview]:
+    """The bytes of a tensor of two dimensions, or of one, of which files have pieces."""
+    import numpy as np
+
+    _, first = pieces[0]
+    assert first.piece is not None
+    ordered = sorted(pieces, key=lambda piece: piece[1].piece.begin if piece[1].piece is not None else 0)
+    if first.piece.dim == 0:
+        for path, spec in ordered:
+            yield from _chunks(path, spec, as_values)
+        return
+    rows, width = first.piece.shape[0], DTYPES[first.dtype].bits // 8
+    step = max(1, CHUNK_BYTES // (first.piece.shape[1] * width))
+    for row in range(0, rows, step):
+        count = min(step, rows - row)
+        parts = []
+        for path, spec in ordered:
+            length = spec.shape[1] * width
+            parts.append(np.frombuffer(_read(path, spec, row * length, count * length), np.uint8).reshape(count, -1))
+        yield memoryview(np.concatenate(parts, axis=1).reshape(-1))  # type: ignore[arg-type]
+
+
+def _tensors_of_files(checkpoint: LocalCheckpoint) -> dict[str, SourceTensor]:
+    """The tensors of a checkpoint under transformers' names."""
+    owner = checkpoint.index.weight_map
+    pieces: dict[str, list[tuple[Path, TensorSpec]]] = {}
+    for shard in checkpoint.index.shards:
+        path = checkpoint.acquire(shard)
+        for spec in checkpoint.taken_from(shard, read_shard_header(path, shard)).tensors:
+            if spec.piece is not None or owner.get(spec.name, shard) == shard:
+                pieces.setdefault(spec.whole.name, []).append((path, spec))
+    found = {}
+    for name, held in pieces.items():
+        path, spec = held[0]
+        if spec.piece is None:
+            found[name] = SourceTensor(spec.shape, _kind_of(spec), functools.partial(_chunks, path, spec))
+        else:
+            found[name] = SourceTensor(spec.whole.shape, _kind_of(spec), functools.partial(_joined, tuple(held)))
+    return found
+
+
+def _tensors_of_gguf(files: Mapping[Path, GgufFile]) -> dict[str, SourceTensor]:
+    """The tensors of GGUF files under the names of the files."""
+    found = {}
+    for path, file in files.items():
+        for spec in file.header.tensors:
+            found[spec.name] = SourceTensor(spec.shape, _kind_of(spec), functools.partial(_chunks, path, spec))
+    return found
+
+
+def _tensors_of_split(store: LayerStore, home: Path) -> dict[str, SourceTensor]:
+    """The tensors of a split directory; those at 4bit and 8bit are dequantized."""
+    return {name: _tensor_of_split(store, stored, dtype_of(stored, home)) for name, stored in store.tensors.items()}
+
+
+def _tensor_of_split(store: LayerStore, stored: StoredTensor, dtype: str) -> SourceTensor:
+    from rabbitllm.store.checkpoint_folder import PlainReader, plain  # with torch
+
+    form = stored.quantized
+    is_block = form is not None and bool(STORED[form.scheme].block_bytes)
+
+    def chunks(as_values: bool) -> Iterator[memoryview]:
+        read = replace(stored, quantized=None) if is_block and not as_values else stored
+        with PlainReader(store) as reader:
+            yield from reader.chunks(plain(read, "F32" if is_block else dtype))
+
+    if is_block:
+        assert form is not None
+        return SourceTensor(stored.shape, TENSOR_TYPES[form.scheme], chunks)
+    spec = stored.parts[0]._replace(name=stored.name)
+    return SourceTensor(stored.shape, _kind_of(spec) if form is None else TENSOR_TYPES[dtype], chunks)
+
+
+# The layout: what each tensor of the file is made of.
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """A run of elements of a tensor of the file, and the tensor of the source that they come from.
+
+    Attributes:
+        source: its name.
+        first: the first element in the tensor of the file.
+        sizes: dimensions of the source's elements, in row-major order.
+        order: those dimensions in the order of the file.
+        change: operation that reading does on each element.
+    """
+
+    source: str
+    first: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    change: ValueChange = ValueChange.NONE
+
+    @property
+    def fixed(self) -> int:
+        """Number of leading dimensions that the file has in the same order."""
+        return next((at for at, dim in enumerate(self.order) if at != dim), len(self.order))
+
+    @property
+    def together(self) -> int:
+        """Number of elements that are rearranged together."""
+        return math.prod(self.sizes[self.fixed :])
+
+    def keeps_blocks(self, kind: TensorType) -> bool:
+        """Whether blocks are moved as a whole."""
+        if self.change is not ValueChange.NONE:
+            return False
+        plain = kind.elements == 1 or self.fixed == len(self.order)
+        return plain or (self.order[-1] == len(self.order) - 1 and self.sizes[-1] % kind.elements == 0)
+
+
+def _part_of(target: Target) -> SourcePart:
+    """The opposite of reading `target`.
+
+    Raises:
+        UnreadableFormatError: it is a part of a tensor of the source, or leaves elements out.
+    """
+    elements = math.prod(target.shape)
+    if target.strides is None and target.piece is None:
+        return SourcePart(target.name, target.first, (elements,), (0,), target.change)
+    sizes, strides = target.view or target.shape, target.strides or ()
+    order = tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
+    expected = 1
+    for dim in reversed(order):
+        if strides[dim] != expected:
+            break
+        expected *= sizes[dim]
+    if target.piece is not None or expected != elements:
+        raise UnreadableFormatError(
+            f"transformers makes {target.name} of a GGUF file in a way that is not inverted here.",
+            "Use safetensors (without --to gguf). Nothing was written.",
+        )
+    return SourcePart(target.name, target.first, sizes, order, target.change)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInFile:
+    """A tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: TensorType
+    parts: tuple[SourcePart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.kind.elements * self.kind.nbytes
+
+
+def type_of(name: str, shape: tuple[int, ...], stored: TensorType, asked: str) -> TensorType:
+    """The type of a tensor of the file, by the rules of llama.cpp's converter.
+
+    Vectors, norms and routers are float32. Of a type whose blocks do not divide a row, float16 is taken instead.
+
+    Args:
+        name, shape: of the tensor in the file.
+        stored: its type in the source.
+        asked: a key of `OUTTYPES`, or `AUTO`.
+    """
+    if stored.dtype is not None and stored.dtype not in ("F64", "F32", "F16", "BF16"):
+        return stored
+    special = any(mark in name for mark in _ALWAYS_SINGLE) or not name.endswith(".weight")
+    if len(shape) < 2 or name.endswith("_norm.weight") or special:
+        return TENSOR_TYPES["F32"]
+    kind = stored if asked == AUTO else TENSOR_TYPES[OUTTYPES[asked]]
+    if kind.name == "F64":
+        return TENSOR_TYPES["F32"]
+    if kind.name in ("TQ1_0", "TQ2_0") and name in ("token_embd.weight", "output.weight"):
+        return TENSOR_TYPES["F16"]
+    return TENSOR_TYPES["F16"] if shape[-1] % kind.elements else kind
+
+
+# Encoding.
+
+
+def _rearranged(data: npt.NDArray[Any], part: SourcePart, width: int, last: int) -> npt.NDArray[Any]:
+    """Whole groups of `part.together` elements in the order of the file.
+
+    Args:
+        data: bytes or values, flat, in row-major order of the source.
+        width: entries of `data` for each unit of the last dimension.
+        last: units in that dimension.
+    """
+    if part.fixed == len(part.order):
+        return data
+    sizes = (*part.sizes[part.fixed : -1], last, width)
+    dims = [dim - part.fixed + 1 for dim in part.order[part.fixed :]]
+    grouped = data.reshape(-1, *sizes)
+    return grouped.transpose(0, *dims, len(sizes)).reshape(-1)
+
+
+def _encoded(values: npt.NDArray[np.float32], kind: TensorType, name: str) -> memoryview:
+    """The bytes of float32 values as a type.
+
+    Raises:
+        UnreadableFormatError: float16 cannot hold one of them.
+    """
+    import gguf
+    import numpy as np
+
+    if kind.name not in ("F32", "BF16") and values.size and not float(np.abs(values).max()) <= MAX_HALF:
+        raise UnreadableFormatError(
+            f"{name} has the value {float(np.abs(values).max())}, which is no float16; {kind.name} needs it.",
+            "Use --outtype bf16 or f32.",
+        )
+    made = gguf.quants.quantize(values.reshape(1, -1), gguf.GGMLQuantizationType[kind.name])
+    return memoryview(np.ascontiguousarray(made).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _pieces(source: SourceTensor, part: SourcePart, kind: TensorType, name: str) -> Iterator[memoryview]:
+    """The bytes of a part in the order of the file."""
+    import numpy as np
+    import torch
+
+    raw = source.kind is kind and part.keeps_blocks(kind)
+    read = source.kind if raw or source.kind.dtype is not None else TENSOR_TYPES["F32"]
+    group = math.lcm(part.together, kind.elements, read.elements)
+    step = max(1, PIECE_ELEMENTS // group) * group // read.elements * read.nbytes
+    for chunk in _in_steps(source.chunks(not raw), step):
+        if raw:
+            data = np.frombuffer(chunk, np.uint8)
+            yield memoryview(_rearranged(data, part, read.nbytes, part.sizes[-1] // read.elements))  # type: ignore[arg-type]
+            continue
+        assert read.dtype is not None
+        values = torch.frombuffer(chunk, dtype=torch_dtype(read.dtype)).float().numpy()
+        values = _rearranged(values, part, 1, part.sizes[-1])
+        if part.change is ValueChange.MINUS_ONE:
+            values = values + np.float32(1)
+        elif part.change is ValueChange.LOG_OF_NEGATIVE:
+            values = -np.exp(values)
+        yield _encoded(values, kind, name)
+
+
+def _in_steps(chunks: Iterable[memoryview], step: int) -> Iterator[memoryview]:
+    """The same bytes in pieces of `step`; the last may be shorter."""
+    held = bytearray()
+    for chunk in chunks:
+        held += chunk
+        while len(held) >= step:
+            yield memoryview(bytearray(held[:step]))
+            del held[:step]
+    if held:
+        yield memoryview(held)
+
+
+# The header.
+
+
+@dataclass
+class _Metadata:
+    """Metadata that are complete but for the types of tensors: `fill` adds them to a writer."""
+
+    architecture: str
+    fill: Callable[[gguf.GGUFWriter], object]
+
+    def header(self, tensors: Sequence[TensorInFile], file_type: int) -> tuple[bytes, list[int], int]:
+        """The bytes before the data, the offset of each tensor in the file, and the size of the file."""
+        import gguf
+        import numpy as np
+
+        with tempfile.TemporaryDirectory(prefix="rabbitllm-gguf-") as folder:
+            path = Path(folder) / "header.gguf"
+            writer = gguf.GGUFWriter(path, self.architecture)
+            self.fill(writer)
+            writer.add_file_type(file_type)
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            for tensor in tensors:
+                kind = gguf.GGMLQuantizationType(tensor.kind.number)
+                writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            writer.close()
+            head = path.read_bytes()
+        alignment = writer.data_alignment
+        at = -(-len(head) // alignment) * alignment
+        offsets = []
+        for tensor in tensors:
+            offsets.append(at)
+            at += -(-tensor.nbytes // alignment) * alignment
+        return head, offsets, at
+
+
+def file_type_of(tensors: Iterable[TensorInFile]) -> int:
+    """llama.cpp's number of the type that most bytes of a file have (`LlamaFileType`)."""
+    import gguf
+
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + tensor.nbytes * (len(tensor.shape) > 1)
+    most = max(sizes, key=lambda name: sizes[name], default="F32")
+    names = {found.name: int(found) for found in gguf.LlamaFileType}
+    known = (f"ALL_{most}", f"MOSTLY_{most}", f"MOSTLY_{most}_M", f"MOSTLY_{most}_MOE")
+    return next((names[name] for name in known if name in names), int(gguf.LlamaFileType.GUESSED))
+
+
+# The two ways: metadata of a model of transformers, and metadata of a GGUF file.
+
+
+def _of_model(folder: Path, name: str) -> tuple[_Metadata, list[tuple[str, tuple[int, ...]]], _Extra]:
+    """The metadata, and the tensors with their shapes, of the model whose small files are in a folder."""
+    family = gguf_metadata.family_of(folder, name)
+    config = gguf_metadata.config_of(folder, family, name)
+    tokenizer = gguf_metadata.tokenizer_in(folder, name)
+    factors: list[npt.NDArray[np.float32]] = []
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        writer.add_type("model")
+        writer.add_name(name.rstrip("/").rpartition("/")[2] or name)
+        found = gguf_metadata.add_config(writer, config, family, name)
+        factors[:] = [] if found is None else [found]
+        if tokenizer is not None:
+            gguf_metadata.add_tokenizer(writer, tokenizer, config, folder, name)
+
+    metadata = _Metadata(family.architecture, fill)
+    shapes = [*stored_shapes(config, family.architecture).items()]
+    drafts = [TensorInFile(tensor, shape, TENSOR_TYPES["F32"], ()) for tensor, shape in shapes]
+    head, _, end = metadata.header(drafts, 0)
+    checkpoint = _as_read(head, end)
+    gguf_metadata.require_same_config(config, checkpoint.config, name)
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory(prefix="rabbitllm-tokenizer-") as scratch:
+            gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), Path(scratch), name)
+    extra = _Extra(checkpoint, factors[0] if factors else None)
+    return metadata, shapes, extra
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """The header as it is read, and the factors of Llama 3's rotary frequencies."""
+
+    checkpoint: GgufCheckpoint
+    factors: npt.NDArray[np.float32] | None
+
+
+_FACTORS_NAME = "rope_freqs.weight"
+
+
+def _as_read(head: bytes, end: int) -> GgufCheckpoint:
+    """The checkpoint that a file with this header is."""
+
+    def read(offset: int, length: int) -> bytes:
+        return head[offset : offset + length]
+
+    file = "model.gguf"
+    return GgufCheckpoint((file,), {file: parse_gguf(read, end, file)}, read)
+
+
+def _layout(
+    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    extra: _Extra,
+    tensors: Mapping[str, SourceTensor],
+    asked: str,
+    name: str,
+) -> tuple[list[TensorInFile], dict[str, SourceTensor]]:
+    """The tensors of the file of a model of transformers, and what they are made of.
+
+    Raises:
+        IncompleteCheckpointError: the source lacks tensors, or has them in other shapes, or has others.
+    """
+    found, used, problems = [], set[str](), []
+    for gguf_name, shape in shapes:
+        targets = extra.checkpoint.targets(gguf_name, shape)
+        for target in targets:
+            used.add(target.name)
+            own = tensors.get(target.name)
+            if own is None:
+                problems.append(f"{target.name} is missing")
+            elif own.shape != target.shape:
+                problems.append(f"{target.name} has shape {own.shape}, expected {target.shape}")
+        if not problems:
+            parts = tuple(_part_of(target) for target in targets)
+            kinds = {tensors[part.source].kind for part in parts}
+            stored = kinds.pop() if len(kinds) == 1 else TENSOR_TYPES["F32"]
+            if any(not part.keeps_blocks(stored) for part in parts) and stored.dtype is None:
+                stored = TENSOR_TYPES["F16"] if asked == AUTO else stored
+            found.append(TensorInFile(gguf_name, shape, type_of(gguf_name, shape, stored, asked), parts))
+    tied = {"lm_head.weight"} if extra.checkpoint.config.tie_word_embeddings else set[str]()
+    others = sorted(key for key in tensors.keys() - used - tied if not key.endswith("rotary_emb.inv_freq"))
+    problems += [f"{other} has no place in a GGUF file" for other in others]
+    if problems:
+        some = "; ".join(short(problem, 160) for problem in problems[:3])
+        raise IncompleteCheckpointError(
+            f"The weights of {name} are not those of its config: {some}"
+            + (f"; and {len(problems) - 3} more." if len(problems) > 3 else "."),
+            "Use the config.json that was published with the weights. Nothing was written.",
+        )
+    sources = dict(tensors)
+    if extra.factors is not None:
+        data, shape = extra.factors.tobytes(), tuple(extra.factors.shape)
+        sources[_FACTORS_NAME] = SourceTensor(
+            shape, TENSOR_TYPES["F32"], lambda as_values: iter([memoryview(bytearray(data))])
+        )
+        part = SourcePart(_FACTORS_NAME, 0, shape, (0,))
+        found.append(TensorInFile(_FACTORS_NAME, shape, TENSOR_TYPES["F32"], (part,)))
+    return found, sources
+
+
+def _of_gguf(first: Path) -> _Metadata:
+    """The metadata of a GGUF file, but what depends on the types of its tensors and on its parts."""
+    import gguf
+
+    reader = gguf.GGUFReader(first)
+    architecture = str(reader.fields["general.architecture"].contents())
+    of_writer = tuple(f"general.{key}" for key in ("architecture", "file_type", "quantization_version", "alignment"))
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        for key, field in reader.fields.items():
+            if not key.startswith(("GGUF.", "split.", *of_writer)):
+                kind, *inner = field.types
+                writer.add_key_value(key, field.contents(), kind, inner[-1] if inner else None)
+
+    return _Metadata(architecture, fill)
+
+
+# The whole conversion.
+
+
+@system_errors_by_name()
+def convert_to_gguf(
+    path_or_repo_id: str, file: Path, outtype: str, access: HubAccess, *, max_disk: int | None, min_free: int
+) -> Conversion:
+    """Write a model as one GGUF file.
+
+    Args:
+        path_or_repo_id: a folder, a split directory, a repository or a single file of weights.
+        file: the file to write; must not exist.
+        outtype: a key of `OUTTYPES`, or "auto".
+        access: options for the hub.
+        max_disk: limit of the file, bytes.
+        min_free: bytes of the disk that must stay free.
+
+    Raises:
+        OptionError: the file exists, or an option is invalid.
+        UnknownArchitectureError: the model cannot be written.
+    """
+    if outtype != AUTO and outtype not in OUTTYPES:
+        raise OptionError(
+            f"outtype={outtype!r} is not a type of a GGUF file.", f"Use one of: {', '.join([AUTO, *OUTTYPES])}."
+        )
+    if file.suffix != GGUF_SUFFIX or file.is_dir():
+        raise OptionError(
+            f"{file} is not the name of a GGUF file.", f"Use a name such as {file.with_suffix(GGUF_SUFFIX)}."
+        )
+    if file.exists():
+        raise OptionError(f"{file} exists already. Nothing was changed.", "Use another name, or delete the file.")
+    with system_errors_by_name(str(file)), _source(path_or_repo_id, outtype, access) as (metadata, tensors, sources):
+        head, offsets, nbytes = metadata.header(tensors, file_type_of(tensors))
+        _require_room(file, nbytes, max_disk, min_free)
+        _write(file, head, tensors, offsets, sources, nbytes)
+    return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), ())
+
+
+@contextlib.contextmanager
+def _source(
+    name: str, asked: str, access: HubAccess
+) -> Iterator[tuple[_Metadata, list[TensorInFile], Mapping[str, SourceTensor]]]:
+    """What is to be written, by the headers and small files of the source."""
+    if (made := finished_split_of(name)) is not None:
+        store = LayerStore(made)
+        home = made if (made / CONFIG_NAME).exists() else expand(name)
+        with _copies(sidecars_in(home), {}) as folder:
+            metadata, shapes, extra = _of_model(folder, name)
+            layout, sources = _layout(shapes, extra, _tensors_of_split(store, home), asked, name)
+            yield metadata, layout, sources
+        return
+    with contextlib.ExitStack() as stack:
+        if is_single_file(name):
+            checkpoint: Checkpoint = WeightsInput(name, expand(name), expand(name).parent).open()
+            assert isinstance(checkpoint, LocalCheckpoint)
+        else:
+            source = prepare.find(prepare.ModelSpec(name, None, None, access), only_look=True)
+            if source.repository is not None and source.repository.gguf_entry() is None:
+                remote = prepare.open_weights(source, [source.split_folder])
+                assert remote is not None
+                with _copies(remote.sidecars(), remote.derived()) as folder:  # refused before a shard is fetched
+                    _of_model(folder, name)
+            checkpoint, lock = prepare.whole_checkpoint(source)
+            stack.callback(lock.close)
+        if checkpoint.gguf is not None:
+            yield _from_gguf(checkpoint, asked)
+            return
+        with _copies(checkpoint.sidecars(), checkpoint.derived()) as folder:
+            metadata, shapes, extra = _of_model(folder, name)
+            layout, sources = _layout(shapes, extra, _tensors_of_files(checkpoint), asked, name)
+            yield metadata, layout, sources
+
+
+def _from_gguf(
+    checkpoint: LocalCheckpoint, asked: str
+) -> tuple[_Metadata, list[TensorInFile], Mapping[str, SourceTensor]]:
+    """The same for a source that is GGUF: its tensors keep their names and orders."""
+    assert checkpoint.gguf is not None
+    paths = [checkpoint.acquire(shard) for shard in checkpoint.gguf.shards]
+    tensors = _tensors_of_gguf({path: read_gguf(path) for path in paths})
+    layout = []
+    for name, tensor in tensors.items():
+        part = SourcePart(name, 0, (math.prod(tensor.shape),), (0,))
+        kind = tensor.kind if asked == AUTO else type_of(name, tensor.shape, tensor.kind, asked)
+        layout.append(TensorInFile(name, tensor.shape, kind, (part,)))
+    return _of_gguf(paths[-1]), layout, tensors
+
+
+@contextlib.contextmanager
+def _copies(paths: Mapping[str, Path], contents: Mapping[str, bytes]) -> Iterator[Path]:
+    """A scratch folder with the small files of a model."""
+    with tempfile.TemporaryDirectory(prefix="rabbitllm-convert-") as made:
+        folder = Path(made)
+        for name, path in paths.items():
+            if "/" not in name:
+                durable.write_scratch(folder / name, path.read_bytes())
+        for name, content in contents.items():
+            durable.write_scratch(folder / name, content)
+        yield folder
+
+
+def _require_room(file: Path, nbytes: int, max_disk: int | None, min_free: int) -> None:
+    at = next(path for path in file.absolute().parents if path.exists())
+    part = file.with_name(file.name + PART_SUFFIX)
+    free = shutil.disk_usage(at).free + (bytes_freed_by_deleting(part, at.stat().st_dev) if part.exists() else 0)
+    need = nbytes + _LATER_BYTES
+    have, where = free - min_free, f"free on the disk of {at}, of which {size(min_free)} must stay free"
+    if max_disk is not None and max_disk < have:
+        have, where = max_disk, "allowed by max_disk"
+    if need > have:
+        raise NotEnoughSpaceException(
+            f"Writing {file} as GGUF needs {size(need)}; {size(max(have, 0))} are {where}.",
+            f"Free {size(need - have)}, use another disk, or a smaller --outtype. Nothing was written.",
+        )
+
+
+def _write(
+    file: Path,
+    head: bytes,
+    tensors: Sequence[TensorInFile],
+    offsets: Sequence[int],
+    sources: Mapping[str, SourceTensor],
+    nbytes: int,
+) -> None:
+    """Write the file under another name, sync it, and give it its name."""
+    durable.make_folder(file.absolute().parent)
+    part_path = file.with_name(file.name + PART_SUFFIX)
+    durable.remove(part_path)
+    written = durable.GrowingFile(part_path, nbytes, write_back=True)
+    try:
+        written.write_at(memoryview(head), 0)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            for part in tensor.parts:
+                at = offset + part.first // tensor.kind.elements * tensor.kind.nbytes
+                for piece in _pieces(sources[part.source], part, tensor.kind, part.source):
+                    written.write_at(piece, at)
+                    at += len(piece)
+        written.sync()
+    except BaseException:  # an interrupt too: what is written is useless
+        written.close()
+        durable.remove(part_path)
+        raise
+    written.close()
+    durable.publish(part_path, file.absolute())

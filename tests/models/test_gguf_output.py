@@ -1,0 +1,505 @@
+"""Models written as GGUF: what transformers and RabbitLLM read of the file is the model, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, pre_tokenizers, trainers
+
+import rabbitllm
+from rabbitllm.errors import (
+    CorruptVocabularyError,
+    IncompleteCheckpointError,
+    NotEnoughSpaceException,
+    OptionError,
+    UnknownArchitectureError,
+    UnreadableFormatError,
+)
+from rabbitllm.lazy.load import lazy_load
+from rabbitllm.models.convert import convert
+from rabbitllm.models.gguf_metadata import FAMILIES
+from rabbitllm.models.gguf_output import OUTTYPES
+from rabbitllm.storage import durable
+from tests.support.crashes import KILLED
+from tests.support.gguf_files import TEMPLATE, write_gguf
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.small_disk import small_disk
+from tests.support.splitting import names_in, split
+from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
+
+ROOT = Path(__file__).parent.parent.parent
+IDS = torch.arange(3, 60)[None]
+WORDS = 320
+SHARED = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 256,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("LlamaConfig", {"head_dim": 32}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 32, **_EXPERTS}),
+    "gemma2": ("Gemma2Config", {"head_dim": 32, "sliding_window": 32}),
+    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 32}),
+}
+FAST = ("llama",)
+TEXTS = (
+    "The quick brown fox: it's 12345 times 3.14!",
+    "  two spaces\n\nand\ttabs, then  more   of them ",
+    "\u00c7a co\u00fbte 20 \u20ac \u2014 \u0444\u043e\u0440\u043c\u0430 \u03bb\u03cc\u03b3\u03bf\u03c2",
+    "\u6211\u60f3\u5728\u5de5\u4f5c \u3053\u3093\u306b\u3061\u306f \uc548\ub155 \u0645\u0631\u062d\u0628\u0627",
+    "\u0928\u092e\u0938\u094d\u0924\u0947 \U0001f407\U0001f3fd<|end|>\ndef f(x):\n    return x",
+)
+
+
+def config_of(family: str, **more: Any) -> Any:
+    name, own = CONFIGS[family]
+    return getattr(transformers, name)(**{**SHARED, **own, **more})
+
+
+def build(folder: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Path:
+    """A checkpoint with random weights of few bits, so that a norm plus one minus one is the norm."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(family, **more))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((torch.randn(parameter.shape) * 16).round() / 64)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def theirs(path: Path, config: Any = None, **options: Any) -> Any:
+    """What transformers makes of a folder or a GGUF file."""
+    if path.is_dir():
+        return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+    own = {} if config is None else {"config": config}
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **own, **options)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+def stored(file: Path) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:
+    """Tensors of a file: name -> its type, and its bytes or values."""
+    return {one.name: (one.tensor_type.name, np.asarray(one.data)) for one in gguf.GGUFReader(file).tensors}
+
+
+def test_every_family_has_a_model_here_and_every_encoder_of_the_package_a_name() -> None:
+    assert CONFIGS.keys() == FAMILIES.keys()
+    encoders = set()
+    for kind in gguf.GGMLQuantizationType:
+        try:
+            gguf.quants.quantize(np.ones((1, 512), np.float32), kind)
+        except NotImplementedError:
+            continue
+        encoders.add(kind.name)
+    assert {*OUTTYPES.values()} == encoders
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, dtype, marks=() if family in FAST and dtype is torch.bfloat16 else pytest.mark.long)
+        for family in CONFIGS
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ],
+)
+def test_what_is_read_back_is_the_model(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """transformers reads no width of heads and experts of some types; RabbitLLM takes it from the shapes."""
+    folder, file = build(tmp_path / "model", family, dtype), tmp_path / "model.gguf"
+    made = convert(folder, file, to="gguf")
+    assert made.folder == file
+    expected = logits(theirs(folder, dtype=dtype))
+    narrow = config_of(family) if family.startswith("qwen3") else None
+    assert torch.equal(logits(theirs(file, narrow, dtype=dtype)), expected)
+    read = rabbitllm.AutoModel.from_pretrained(file, device="cpu", exact=True)
+    assert read.dtype is dtype
+    assert torch.equal(logits(read), expected)
+    assert names_in(tmp_path, "*.part") == []
+
+
+@pytest.mark.long
+@pytest.mark.bits
+def test_wider_types_hold_the_same_numbers(tmp_path: Path) -> None:
+    folder = build(tmp_path / "model", "llama")
+    plain = theirs(folder, dtype=torch.float32)
+    for outtype in ("f32", "f16", "bf16"):
+        file = tmp_path / f"{outtype}.gguf"
+        convert(folder, file, to="gguf", outtype=outtype)
+        assert {kind for kind, data in stored(file).values() if data.ndim > 1} == {outtype.upper()}
+        assert torch.equal(logits(theirs(file, dtype=torch.float32)), logits(plain))
+
+
+def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of a Llama's queries or keys in the order of GGUF (llama.cpp, conversion/llama.py)."""
+    rows = weight.shape[0] // heads // 2
+    return weight.reshape(heads, 2, rows, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("outtype", ["q8_0", *(pytest.param(one, marks=pytest.mark.long) for one in OUTTYPES)])
+def test_blocks_are_those_of_the_package_gguf(outtype: str, tmp_path: Path) -> None:
+    folder, file = build(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512), tmp_path / "model.gguf"
+    convert(folder, file, to="gguf", outtype=outtype)
+    tensors, found = lazy_load(folder), stored(file)
+    kind = OUTTYPES[outtype]
+    layer = "model.layers.1."
+    expected = {
+        "blk.1.attn_q.weight": permuted(tensors[f"{layer}self_attn.q_proj.weight"].float(), 4),
+        "blk.1.attn_k.weight": permuted(tensors[f"{layer}self_attn.k_proj.weight"].float(), 2),
+        "blk.1.attn_v.weight": tensors[f"{layer}self_attn.v_proj.weight"].float(),
+        "blk.1.ffn_down.weight": tensors[f"{layer}mlp.down_proj.weight"].float(),
+    }
+    for name, weight in expected.items():
+        assert found[name][0] == kind
+        blocks = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
+        assert found[name][1].tobytes() == blocks.tobytes(), name
+    assert found["blk.1.attn_norm.weight"][0] == found["output_norm.weight"][0] == "F32"
+
+
+@pytest.mark.long
+def test_rows_that_blocks_do_not_divide_are_float16(tmp_path: Path) -> None:
+    folder, file = build(tmp_path / "model", "llama", intermediate_size=80), tmp_path / "model.gguf"
+    convert(folder, file, to="gguf", outtype="q8_0")
+    found = stored(file)
+    assert found["blk.0.ffn_down.weight"][0] == "F16"
+    assert found["blk.0.ffn_up.weight"][0] == "Q8_0"
+
+
+@pytest.mark.parametrize("files", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_gguf_source_keeps_its_metadata_and_the_blocks_of_the_same_type(files: int, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "in" / "model.gguf", "llama", files=files) if mkdir(tmp_path / "in") else None
+    assert source is not None
+    before: dict[str, Any] = {}
+    for path in sorted((tmp_path / "in").iterdir()):
+        before |= stored(path)
+    convert(source, tmp_path / "same.gguf", to="gguf")
+    after = stored(tmp_path / "same.gguf")
+    assert after.keys() == before.keys()
+    for name, (kind, data) in before.items():
+        assert after[name][0] == kind
+        assert after[name][1].tobytes() == data.tobytes()
+    old, new = (gguf.GGUFReader(path).fields for path in (source, tmp_path / "same.gguf"))
+    kept = {key for key in old if not key.startswith(("GGUF.", "split.", "general.quant", "general.file_type"))}
+    assert kept == {key for key in new if not key.startswith(("GGUF.", "general.quant", "general.file_type"))}
+    assert all(old[key].contents() == new[key].contents() for key in kept)
+    convert(source, tmp_path / "eight.gguf", to="gguf", outtype="q8_0")
+    eight = stored(tmp_path / "eight.gguf")
+    assert {kind for kind, data in eight.values() if data.ndim > 1} == {"Q8_0"}
+    assert any(kind == "Q8_0" for kind, _ in before.values())
+    for name, (kind, data) in before.items():
+        if kind == "Q8_0":
+            assert eight[name][1].tobytes() == data.tobytes()
+        elif data.ndim > 1:
+            values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+            blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            assert eight[name][1].tobytes() == blocks.tobytes()
+
+
+def mkdir(folder: Path) -> bool:
+    folder.mkdir()
+    return True
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "qwen3moe"])
+def test_a_split_of_blocks_becomes_the_same_blocks(family: str, tmp_path: Path) -> None:
+    """Also those of queries, whose rows the split has in another order, and of experts, which it has one by one."""
+    mkdir(tmp_path / "in")
+    source = write_gguf(tmp_path / "in" / "model.gguf", family, types="Q8_0")
+    directory = split(source, sequential=False)
+    convert(directory, tmp_path / "again.gguf", to="gguf")
+    before, after = stored(source), stored(tmp_path / "again.gguf")
+    assert {name for name, (kind, _) in before.items() if kind == "Q8_0"} >= {"blk.0.attn_q.weight"}
+    for name, (kind, data) in before.items():
+        if name != "output.weight" or name in after:
+            assert (after[name][0], after[name][1].tobytes()) == (kind, data.tobytes()), name
+
+
+@pytest.mark.long
+def test_a_compressed_split_becomes_the_dtype_of_its_config(tmp_path: Path) -> None:
+    folder = build(tmp_path / "model", "qwen2", hidden_size=128, intermediate_size=256)
+    directory = split(folder, sequential=False, compression="8bit")
+    convert(directory, tmp_path / "model.gguf", to="gguf")
+    convert(directory, tmp_path / "plain")
+    assert torch.equal(
+        logits(theirs(tmp_path / "model.gguf", dtype=torch.bfloat16)),
+        logits(theirs(tmp_path / "plain", dtype=torch.bfloat16)),
+    )
+
+
+@pytest.mark.long
+def test_a_repository(local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path) -> None:
+    folder = build(tmp_path / "hub" / "acme" / "tiny", "qwen2")
+    convert("acme/tiny", tmp_path / "hub.gguf", to="gguf")
+    convert(folder, tmp_path / "folder.gguf", to="gguf")
+    assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "folder.gguf").read_bytes()
+
+
+# Tokenizers.
+
+
+def trained(byte_level: bool) -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=not byte_level))
+    special = ["<unk>", "<s>", "</s>"] + ([] if byte_level else [f"<0x{code:02X}>" for code in range(256)])
+    made.pre_tokenizer = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if byte_level
+        else pre_tokenizers.Metaspace(prepend_scheme="never")
+    )
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if byte_level else []
+    made.train_from_iterator(
+        [text for text in TEXTS for _ in range(3)],
+        trainers.BpeTrainer(vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    return made
+
+
+def tokenizer_of(kind: str) -> Any:
+    content = json.loads(trained(kind in ("qwen2", "llama3", "gpt2")).to_str())["model"]
+    vocabulary, merges = content["vocab"], [tuple(merge) for merge in content["merges"]]
+    names = {"llama": "LlamaTokenizer", "gemma": "GemmaTokenizer", "qwen2": "Qwen2Tokenizer", "gpt2": "GPT2Tokenizer"}
+    options = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    made = getattr(transformers, names[kind])(vocab=vocabulary, merges=merges, **options)
+    made.add_tokens([tokenizers.AddedToken("<|end|>", special=True, normalized=False)])
+    made.add_tokens([tokenizers.AddedToken("<think>", special=False, normalized=False)])
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        pytest.param(kind, family, marks=() if kind == "qwen2" else pytest.mark.long)
+        for kind, family in (("llama", "llama"), ("gemma", "gemma3_text"), ("qwen2", "qwen2"), ("gpt2", "llama"))
+    ],
+)
+def test_the_tokenizer_gives_the_same_ids(
+    kind: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    folder = build(tmp_path / "model", family, vocab_size=len(tokenizer) + 5)
+    tokenizer.save_pretrained(folder)
+    stops = {"eos_token_id": [tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.eos_token_id]}
+    (folder / "generation_config.json").write_text(json.dumps(stops))
+    file = tmp_path / "model.gguf"
+    convert(folder, file, to="gguf")
+    assert "another tokenizer" not in caplog.text
+    original = transformers.AutoTokenizer.from_pretrained(folder)
+    model = rabbitllm.AutoModel.from_pretrained(file, device="cpu")
+    for read in (transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name), model.tokenizer):
+        for text in (*TEXTS, "a <think> b"):
+            assert read.encode(text) == original.encode(text), text
+        assert read.chat_template == TEMPLATE
+        assert read.eos_token == "</s>"
+    assert sorted(model.generation_config.eos_token_id) == sorted(stops["eos_token_id"])
+
+
+@pytest.mark.long
+def test_scores_rise_with_the_merges_as_in_sentencepiece(tmp_path: Path) -> None:
+    """llama.cpp has no merges for such vocabularies: it joins the pair whose token has the highest score."""
+    tokenizer = tokenizer_of("llama")
+    folder = build(tmp_path / "model", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    convert(folder, tmp_path / "model.gguf", to="gguf")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    tokens, scores = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "scores"))
+    by_token = dict(zip(tokens, scores, strict=True))
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    found = [by_token["".join(merge)] for merge in merges]
+    assert len(found) > 50
+    assert found == sorted(found, reverse=True)
+    kinds = dict(zip(tokens, fields["tokenizer.ggml.token_type"].contents(), strict=True))
+    assert (kinds["<unk>"], kinds["<s>"], kinds["<0x41>"], kinds["<think>"], kinds["<|end|>"]) == (2, 3, 6, 4, 3)
+
+
+@pytest.mark.long
+def test_an_unknown_way_to_split_text_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("gpt2")
+    folder = build(tmp_path / "model", "llama", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "Whitespace"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    with pytest.raises(CorruptVocabularyError, match=r"its pre-tokenizer is .*Whitespace"):
+        convert(folder, tmp_path / "model.gguf", to="gguf")
+
+
+# Rotary frequencies.
+
+
+@pytest.mark.long
+def test_scaled_rotary_frequencies_are_written_for_llama_cpp(tmp_path: Path) -> None:
+    scaled = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    folder = build(tmp_path / "llama3", rope_parameters=scaled)
+    convert(folder, tmp_path / "llama3.gguf", to="gguf")
+    kind, factors = stored(tmp_path / "llama3.gguf")["rope_freqs.weight"]
+    assert (kind, factors.shape, factors.min(), factors.max()) == ("F32", (16,), 1.0, 8.0)
+    assert ((factors[1:] - factors[:-1]) >= 0).all()
+    folder = build(
+        tmp_path / "linear", "qwen2", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    )
+    convert(folder, tmp_path / "linear.gguf", to="gguf")
+    fields = gguf.GGUFReader(tmp_path / "linear.gguf").fields
+    assert fields["qwen2.rope.scaling.type"].contents() == "linear"
+    assert fields["qwen2.rope.scaling.factor"].contents() == 4.0
+
+
+# What is refused.
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "message"),
+    [
+        ("llama", {"attention_bias": True}, "cannot say attention_bias=True"),
+        ("llama", {"hidden_act": "gelu"}, "cannot say hidden_act='gelu'"),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                ("qwen3_moe", {"norm_topk_prob": False}, "cannot say norm_topk_prob=False"),
+                ("gemma3_text", {"query_pre_attn_scalar": 168}, "cannot say query_pre_attn_scalar=168"),
+                ("mistral", {"sliding_window": 32}, "cannot say sliding_window=32"),
+                ("llama", {"rope_parameters": DYNAMIC}, "cannot say rope_parameters=.*dynamic"),
+            )
+        ),
+    ],
+)
+def test_a_config_that_a_file_cannot_say_is_refused(
+    family: str, more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = build(tmp_path / "model", family, **more)
+    seen: list[durable.Step] = []
+    with durable.observe_steps(seen.append), pytest.raises(UnknownArchitectureError, match=message):
+        convert(folder, tmp_path / "model.gguf", to="gguf")
+    assert seen == []
+
+
+def test_other_families_are_refused_by_name_before_a_shard_is_fetched(
+    local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hub" / "acme" / "bloom"
+    config = transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=300)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with pytest.raises(
+        UnknownArchitectureError, match="acme/bloom is of type 'bloom'; as GGUF these are written: gemma2"
+    ):
+        convert("acme/bloom", tmp_path / "model.gguf", to="gguf")
+    assert not list(tmp_path.rglob("blobs/*.safetensors"))
+    assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.long
+def test_other_weights_than_the_config_s_are_refused(tmp_path: Path) -> None:
+    folder = build(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(IncompleteCheckpointError, match=r"layers\.2\.\S+ is missing"):
+        convert(folder, tmp_path / "model.gguf", to="gguf")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(IncompleteCheckpointError, match=r"layers\.1\.\S+ has no place in a GGUF file"):
+        convert(folder, tmp_path / "model.gguf", to="gguf")
+
+
+@pytest.mark.long
+def test_a_value_that_float16_cannot_hold_is_refused_and_nothing_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+    with torch.no_grad():
+        model.lm_head.weight[7, 3] = 1e6
+    model.save_pretrained(folder)
+    with pytest.raises(UnreadableFormatError, match=r"lm_head.weight has the value 1000000.0, which is no float16"):
+        convert(folder, tmp_path / "model.gguf", to="gguf", outtype="f16")
+    assert names_in(tmp_path) == ["model"] or not names_in(tmp_path, "*.gguf*")
+    convert(folder, tmp_path / "model.gguf", to="gguf", outtype="bf16")
+
+
+def test_options(tmp_path: Path) -> None:
+    folder = build(tmp_path / "model")
+    for options, message in (
+        ({"to": "gguf", "outtype": "q4_k"}, "outtype='q4_k' is not a type"),
+        ({"to": "gguf", "sequential": True}, "apply only to safetensors"),
+        ({"outtype": "q8_0"}, "expected safetensors without a type"),
+        ({"to": "ggml"}, "to='ggml'"),
+    ):
+        with pytest.raises(OptionError, match=re.escape(message)):
+            convert(folder, tmp_path / "model.gguf", **options)
+    with pytest.raises(OptionError, match=r"Use a name such as .*out\.gguf"):
+        convert(folder, tmp_path / "out", to="gguf")
+    (tmp_path / "model.gguf").write_bytes(b"mine")
+    with pytest.raises(OptionError, match="exists already"):
+        convert(folder, tmp_path / "model.gguf", to="gguf")
+    assert (tmp_path / "model.gguf").read_bytes() == b"mine"
+
+
+def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path) -> None:
+    folder = build(tmp_path / "model", "llama", vocab_size=9000)
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        disk.leave(1 << 20)
+        seen: list[durable.Step] = []
+        with durable.observe_steps(seen.append), pytest.raises(NotEnoughSpaceException, match="are free on the disk"):
+            convert(folder, disk.path / "model.gguf", to="gguf", min_free_disk=0)
+        assert seen == []
+        disk.give_back()
+        convert(folder, disk.path / "model.gguf", to="gguf", min_free_disk=0)
+    with pytest.raises(NotEnoughSpaceException, match="allowed by max_disk"):
+        convert(folder, tmp_path / "model.gguf", to="gguf", max_disk="1MiB")
+
+
+KILL = """
+import os, signal, sys
+from rabbitllm.models.convert import convert
+from rabbitllm.storage import durable
+
+steps = []
+def die(step):
+    steps.append(step)
+    if len(steps) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with durable.observe_steps(die):
+    convert(sys.argv[1], sys.argv[2], to="gguf")
+"""
+
+
+@pytest.mark.long
+def test_a_killed_conversion_leaves_no_file_and_starts_again(tmp_path: Path) -> None:
+    assert KILLED == -signal.SIGKILL
+    folder, file = build(tmp_path / "model", "llama"), tmp_path / "model.gguf"
+    command = [sys.executable, "-c", KILL, str(folder), str(file), "12"]
+    assert subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == KILLED
+    assert names_in(tmp_path, "*.gguf*") == ["model.gguf.part"]
+    convert(folder, file, to="gguf")
+    convert(folder, tmp_path / "other.gguf", to="gguf")
+    assert file.read_bytes() == (tmp_path / "other.gguf").read_bytes()
+    assert names_in(tmp_path, "*.gguf*") == ["model.gguf", "other.gguf"]
