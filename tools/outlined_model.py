@@ -17,7 +17,7 @@ from typing import Any
 
 from rabbitllm.formats.safetensors_file import read_header
 
-_LAYER = re.compile(r"model\.layers\.(\d+)(\..*)")
+_LAYER = re.compile(r"(model\.(?:language_model\.)?layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)")
 Form = list[Any]
 """A shape, after its dtype unless that is BF16."""
@@ -25,26 +25,28 @@ Form = list[Any]
 
 def entry_of(config: Mapping[str, Any], tensors: Mapping[str, Form]) -> dict[str, Any]:
     """Return the entry of a model with these tensors, by name."""
-    number = config["num_hidden_layers"]
+    text = config.get("text_config", config)
+    number, stem = text["num_hidden_layers"], "model.layers."
     layers: list[dict[str, Form]] = [{} for _ in range(number)]
     around: dict[str, Form] = {}
     for name, form in tensors.items():
         found = _LAYER.fullmatch(name)
-        if found and int(found[1]) < number:
-            layers[int(found[1])][found[2]] = form
+        if found and int(found[2]) < number:
+            stem = found[1]
+            layers[int(found[2])][found[3]] = form
         else:
             around[name] = form
     firsts = [at for at, layer in enumerate(layers) if layer not in layers[:at]]
     kinds = [layers[at] for at in firsts]
     sample: dict[str, Any] = {"num_hidden_layers": len(kinds)}
-    if config.get("layer_types"):
-        sample["layer_types"] = [config["layer_types"][at] for at in firsts]
-    if "first_k_dense_replace" in config:
-        sample["first_k_dense_replace"] = sum(at < config["first_k_dense_replace"] for at in firsts)
-    inside = {f"model.layers.{at}{rest}": form for at, kind in enumerate(kinds) for rest, form in kind.items()}
+    if text.get("layer_types"):
+        sample["layer_types"] = [text["layer_types"][at] for at in firsts]
+    if "first_k_dense_replace" in text:
+        sample["first_k_dense_replace"] = sum(at < text["first_k_dense_replace"] for at in firsts)
+    inside = {f"{stem}{at}{rest}": form for at, kind in enumerate(kinds) for rest, form in kind.items()}
     return {
         "config": dict(config),
-        "sample": sample,
+        "sample": {"text_config": sample} if "text_config" in config else sample,
         "layers": "".join(str(kinds.index(layer)) for layer in layers),
         "tensors": _folded({**around, **inside}),
     }

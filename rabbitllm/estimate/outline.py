@@ -27,7 +27,8 @@ from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompre
 
 SHARD = "outline.safetensors"
 """Name of the nonexistent file that the tensors are assumed to be in."""
-_LAYER = re.compile(r"layers\.(\d+)$")
+_LAYER = re.compile(r"(?:language_model\.)?layers\.(\d+)")
+"""Ids of decoder layers; a sample has as many layers of encoders for pictures, and of extra heads, as the model."""
 _MANY = re.compile(r"\{(\d+)\}")
 
 
@@ -63,7 +64,7 @@ class Outline:
 
     def times(self, layer: str) -> int:
         """Return how often the model has a layer of the sample, by the layer's id."""
-        found = _LAYER.search(layer)
+        found = _LAYER.fullmatch(layer)
         return self._counts.get(int(found[1]), 1) if found else 1
 
     @cached_property
@@ -143,4 +144,7 @@ def outline_of(entry: Mapping[str, Any]) -> Outline:
         numbers: Sequence[object] = range(int(many[1])) if many else [""]
         stored += [OutlinedTensor(_MANY.sub(str(number), name), tuple(shape), dtype) for number in numbers]
     layers = tuple(map(int, entry["layers"]))
-    return Outline(entry["config"], {**entry["config"], **entry["sample"]}, tuple(stored), layers)
+    config, sample = entry["config"], {**entry["config"], **entry["sample"]}
+    if "text_config" in entry["sample"]:
+        sample["text_config"] = {**config["text_config"], **entry["sample"]["text_config"]}
+    return Outline(config, sample, tuple(stored), layers)

@@ -178,6 +178,7 @@ def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> Load
         machine: the machine to place it on.
     """
     own = [name for name, source in sample.sources.items() if source.unit.is_layer]
+    own = [name for name in own if "language_model." in name] or own  # an encoder has layers too
     names = {f"{own[like].rpartition('.')[0]}.{at}": own[like] for at, like in enumerate(layers)}
     sources: dict[str, UnitSource] = {}
     for name, source in sample.sources.items():

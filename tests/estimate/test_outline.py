@@ -20,7 +20,7 @@ from rabbitllm.estimate import predict as predictions
 from rabbitllm.estimate.machine import Machine, Overhead, product_key
 from rabbitllm.estimate.module_calls import ExpertCalls
 from rabbitllm.estimate.outline import Outline, Published, outline_of, published
-from rabbitllm.estimate.predict import predict_outline
+from rabbitllm.estimate.predict import predict_outline, stretched
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter.plan import PlannedFiles
 from tests.estimate.test_predict import known_rates, predict  # noqa: F401  slow ones, of which everything follows
@@ -32,6 +32,7 @@ from tests.support.tiny_models import one_thread  # noqa: F401  one more
 from tools.outlined_model import entry_of, tensors_in
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3"]
+FURTHER_HEADS = ("num_nextn_predict", "mtp_num_hidden")
 LAYERS = 4
 MANY = {"num_hidden_layers": LAYERS}
 
@@ -48,9 +49,9 @@ def all_of(outline: Outline) -> Counter[tuple[str, tuple[int, ...], str]]:
     for one in outline.stored:
         head, layers, rest = one.name.partition(".layers.")
         number = rest.partition(".")[0]
-        found[head + rest.removeprefix(number), one.shape, one.dtype] += (
-            outline.times(f"layers.{number}") if layers else 1
-        )
+        is_decoder = layers and head in ("model", "model.language_model")
+        name = head + rest.removeprefix(number) if is_decoder else one.name
+        found[name, one.shape, one.dtype] += outline.times(f"layers.{number}") if is_decoder else 1
     return found
 
 
@@ -118,18 +119,23 @@ def test_two_gpus_get_what_a_plan_gives_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", published(), ids=lambda model: model.repository)
 def test_published_figures_are_those_of_the_models_own_class(model: Published) -> None:
-    """Every parameter, in a model of that config on the meta device; DeepSeek counts the routers' biases among them."""
+    """Every parameter, and every buffer that is saved, in a model of that config on the meta device.
+
+    Of the heads that predict further tokens Qwen's checkpoints have tensors, and the class has none.
+    """
     quantized = model.outline.config.get("quantization_config")
     plain = {key: value for key, value in model.outline.config.items() if key != "quantization_config"}
     config = transformers.AutoConfig.for_model(**plain)
     with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+        skeleton = getattr(transformers, plain["architectures"][0])(config)
     parameters = {id(one): one for one in skeleton.parameters()}.values()
-    biases = sum(one.numel() for name, one in skeleton.named_buffers() if "e_score_correction_bias" in name)
-    assert sum(one.numel() for one in parameters) + biases == model.parameters
-    elements = sum(math.prod(shape) * times for (_, shape, _), times in all_of(model.outline).items())
+    saved = skeleton.state_dict().keys()
+    buffers = sum(one.numel() for name, one in skeleton.named_buffers() if name in saved)
+    assert sum(one.numel() for one in parameters) + buffers == model.parameters
+    tensors = all_of(model.outline).items()
+    elements = sum(math.prod(shape) * times for (name, shape, _), times in tensors if not name.startswith("mtp."))
     assert quantized or elements == model.parameters
-    assert len(model.outline.layers) == config.num_hidden_layers
+    assert len(model.outline.layers) == config.get_text_config().num_hidden_layers
     assert 0 < model.largest_shard_bytes <= model.outline.checkpoint_bytes * 1.01
 
 
@@ -140,8 +146,9 @@ def test_the_engine_takes_the_sample_of_a_published_model(tmp_path: Path, model:
     files = PlannedFiles(model.outline.plans[None], tmp_path / "split")
     drawn = make_load_plan(files, RunOptions(device="cpu", max_memory={"cpu": 1 << 45}), tmp_path, [CpuDevice()])
     number = len(model.outline.layers)
-    assert all(f".layers.{number}." in name for name in drawn.weights.unused)
-    assert bool(drawn.weights.unused) == bool(model.outline.config.get("num_nextn_predict_layers"))
+    assert all(f".layers.{number}." in name or name.startswith("mtp.") for name in drawn.weights.unused)
+    text = model.outline.config.get("text_config", model.outline.config)
+    assert bool(drawn.weights.unused) == any(text.get(f"{key}_layers") for key in FURTHER_HEADS)
 
 
 def test_sizes_that_are_published() -> None:
@@ -150,6 +157,24 @@ def test_sizes_that_are_published() -> None:
     assert known["Qwen/Qwen2.5-72B-Instruct"] == 145_412_407_296
     assert known["Qwen/Qwen3-Coder-Next"] == 159_348_782_592
     assert known["deepseek-ai/DeepSeek-V3"] == pytest.approx(688_586_727_753, rel=1e-4)
+    assert known["Qwen/Qwen3.6-35B-A3B"] == 71_903_645_408
+    assert known["google/gemma-4-31B-it"] == 62_546_177_752
+
+
+@pytest.mark.parametrize(
+    "model", [one for one in published() if "text_config" in one.outline.config], ids=lambda m: m.repository
+)
+def test_layers_of_an_encoder_are_not_multiplied(tmp_path: Path, model: Published) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model.outline.sample))
+    files = PlannedFiles(model.outline.plans[None], tmp_path / "split")
+    machine = Machine([CpuDevice()], RunOptions(device="cpu", max_memory={"cpu": 1 << 45}), 0)
+    sample = make_load_plan(files, machine.options, tmp_path, machine.devices)
+    found = stretched(sample, model.outline.layers, machine)
+    decoder = [name for name in found.sources if "language_model.layers." in name]
+    assert len(decoder) == len(model.outline.layers)
+    assert [name for name in found.sources if name not in decoder] == [
+        name for name in sample.sources if "language_model.layers." not in name
+    ]
 
 
 def test_a_rough_machine_measures_each_kind_once() -> None:
