@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tools.outlined_model import entry_of, tensors_in
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3"]
 FURTHER_HEADS = ("num_nextn_predict", "mtp_num_hidden")
+DECODER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)")
 LAYERS = 4
 MANY = {"num_hidden_layers": LAYERS}
 
@@ -43,15 +45,18 @@ def tiny(folder: Path, family: str, **settings: Any) -> tuple[Path, Outline]:
     return built, outline_of(entry_of(json.loads((built / "config.json").read_text()), tensors_in(built)))
 
 
+def times_of(outline: Outline, name: str) -> int:
+    """How often the whole model has a tensor of the sample, by its name."""
+    found = DECODER.match(name)
+    return outline.times(f"layers.{found[1]}") if found else 1
+
+
 def all_of(outline: Outline) -> Counter[tuple[str, tuple[int, ...], str]]:
     """The tensors of the whole model, without the numbers of layers."""
     found: Counter[tuple[str, tuple[int, ...], str]] = Counter()
     for one in outline.stored:
-        head, layers, rest = one.name.partition(".layers.")
-        number = rest.partition(".")[0]
-        is_decoder = layers and head in ("model", "model.language_model")
-        name = head + rest.removeprefix(number) if is_decoder else one.name
-        found[name, one.shape, one.dtype] += outline.times(f"layers.{number}") if is_decoder else 1
+        name = DECODER.sub("", one.name)
+        found[name, one.shape, one.dtype] += times_of(outline, one.name)
     return found
 
 
@@ -60,8 +65,7 @@ def test_an_outline_has_each_kind_of_layer_once_and_all_tensors(tmp_path: Path, 
     folder, outline = tiny(tmp_path, family)
     saved: Counter[tuple[str, tuple[int, ...], str]] = Counter()
     for tensor in read_header(folder / "model.safetensors").tensors:
-        head, layers, rest = tensor.name.partition(".layers.")
-        saved[head + rest.removeprefix(rest.partition(".")[0]) if layers else head, tensor.shape, tensor.dtype] += 1
+        saved[DECODER.sub("", tensor.name), tensor.shape, tensor.dtype] += 1
     assert all_of(outline) == saved
     assert len(outline.layers) == LAYERS
     assert outline.sample["num_hidden_layers"] == len(set(outline.layers)) < LAYERS
@@ -121,7 +125,7 @@ def test_two_gpus_get_what_a_plan_gives_them(tmp_path: Path) -> None:
 def test_published_figures_are_those_of_the_models_own_class(model: Published) -> None:
     """Every parameter, and every buffer that is saved, in a model of that config on the meta device.
 
-    Of the heads that predict further tokens Qwen's checkpoints have tensors, and the class has none.
+    Of the heads that predict further tokens some checkpoints have tensors, and the class has none.
     """
     quantized = model.outline.config.get("quantization_config")
     plain = {key: value for key, value in model.outline.config.items() if key != "quantization_config"}
@@ -132,8 +136,9 @@ def test_published_figures_are_those_of_the_models_own_class(model: Published) -
     saved = skeleton.state_dict().keys()
     buffers = sum(one.numel() for name, one in skeleton.named_buffers() if name in saved)
     assert sum(one.numel() for one in parameters) + buffers == model.parameters
-    tensors = all_of(model.outline).items()
-    elements = sum(math.prod(shape) * times for (name, shape, _), times in tensors if not name.startswith("mtp."))
+    further = (f"model.layers.{len(model.outline.layers)}.", "mtp.")
+    used = [one for one in model.outline.stored if not one.name.startswith(further)]
+    elements = sum(math.prod(one.shape) * times_of(model.outline, one.name) for one in used)
     assert quantized or elements == model.parameters
     assert len(model.outline.layers) == config.get_text_config().num_hidden_layers
     assert 0 < model.largest_shard_bytes <= model.outline.checkpoint_bytes * 1.01
@@ -159,6 +164,8 @@ def test_sizes_that_are_published() -> None:
     assert known["deepseek-ai/DeepSeek-V3"] == pytest.approx(688_586_727_753, rel=1e-4)
     assert known["Qwen/Qwen3.6-35B-A3B"] == 71_903_645_408
     assert known["google/gemma-4-31B-it"] == 62_546_177_752
+    assert known["zai-org/GLM-5.1"] == 1_507_728_316_928
+    assert known["deepseek-ai/DeepSeek-V4-Flash"] == 159_609_485_896
 
 
 @pytest.mark.parametrize(
