@@ -79,7 +79,7 @@ def races(place: Place) -> Iterator[Row]:
         for name, source in sources.items():
             try:
                 folder = _split(source, place.work / f"layers-{name}")
-                for gpus in sets[1:] if place.is_rehearsal else sets:
+                for gpus in sets[-1:] if place.is_rehearsal else sets:
                     yield from _late(name, folder, gpus, 2 if place.is_rehearsal else PASSES)
                 yield from _beside_the_cpu(name, folder, found[0])
                 yield _interrupted(name, folder, found[0])
