@@ -309,6 +309,7 @@ def started(shown: Shown, scene: Scene, hub: Path) -> str:
 
 
 @pytest.mark.parametrize("text", OTHERS, ids=OTHERS)
+@pytest.mark.long
 def test_command(text: str, scene: Scene, local_hub: LocalHub, tmp_path: Path) -> None:
     shown = STARTED[text]
     if "--ray" in text:

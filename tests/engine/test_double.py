@@ -66,6 +66,7 @@ def case(root: Path, family: str, dtype: torch.dtype, **more: Any) -> Case:
         pytest.param("gpt_oss", torch.float32, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_every_tier_has_the_bits_of_bitsandbytes(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     made = case(tmp_path, family, dtype)
     kinds = {t.quantized.scheme for t in LayerStore(made.directory).tensors.values() if t.quantized}

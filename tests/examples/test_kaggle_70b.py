@@ -232,6 +232,7 @@ def test_is_a_tidy_notebook() -> None:
 
 
 @pytest.mark.parametrize("driver", [True, False])
+@pytest.mark.long
 def test_a_gpu_that_torch_cannot_use_ends_the_install_cell(tmp_path: Path, driver: bool) -> None:
     if driver:
         (tmp_path / "nvidia0").touch()

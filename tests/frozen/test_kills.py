@@ -58,6 +58,7 @@ def check(crashes: seam.Crashes, original: Path, folder: Path, scheme: str, deat
 
 
 @pytest.mark.parametrize("scheme", ["none", "4bit-double"])
+@pytest.mark.long
 def test_dead_from_drawn_steps_on(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """A stand-in for kills, in this process."""
     monkeypatch.chdir(tmp_path)

@@ -184,6 +184,7 @@ def test_everything_is_in_one_group_and_no_group_could_have_had_the_next(sizes: 
     assert all(sum(one) + after[0] > most for one, after in itertools.pairwise(groups))
 
 
+@pytest.mark.long
 def test_a_pass_without_enough_memory_is_made_again_with_fewer_sequences(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     gpu, told = FakeGpu(0, capacity=ALL), list[list[Event]]()

@@ -36,7 +36,6 @@ PARTS: Mapping[str, int] = {
     "engine/test_around_the_weights.py::test_caches": 12,
     "engine/test_first_use.py::test_a_split_that_an_earlier_version_made": 6,
     "engine/test_first_use.py::test_no_answer_comes_of_a_flipped_bit": 32,
-    "engine/test_double.py::test_every_tier_has_the_bits_of_bitsandbytes": 12,
     "engine/test_double.py::test_experts_come_and_go": 4,
     "engine/test_every_architecture.py::test_every_type_has_the_bits_of_transformers": 8,
     "engine/test_experts.py::test_bits_do_not_depend_on_where_experts_are": 12,
@@ -107,7 +106,6 @@ PARTS: Mapping[str, int] = {
     "support/test_rounding.py::test_sums_in_any_order_are_right": 4,
     "test_auto_model.py::test_routes": 6,
     "test_auto_model.py::test_ways_to_generate": 4,
-    "test_documented_commands.py::test_command": 120,
     "test_rabbitllm_1_names.py::test_constructing_any_class_gives_the_model": 6,
     "test_supported_models.py::test_generating_class": 150,
 }
