@@ -27,7 +27,6 @@ from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES
 from rabbitllm.splitter import journal, split_estimate
 from rabbitllm.splitter.bit_allocation import allocation_of, with_choice
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
-from rabbitllm.splitter.disk_sampler import existing
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split, resumed_disk_budget
 from rabbitllm.splitter.split_estimate import (
@@ -44,6 +43,7 @@ from rabbitllm.splitter.split_estimate import (
     big_layers,
     commonest_dtype,
 )
+from rabbitllm.storage.folders import existing
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.manifest import (
     AUTO,

@@ -52,7 +52,7 @@ from rabbitllm.quant.schemes import STORED
 from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile
-from rabbitllm.storage.folders import bytes_freed_by_deleting
+from rabbitllm.storage.folders import bytes_freed_by_deleting, existing
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ OUTTYPES: Mapping[str, str] = {
     for name in ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ1_0", "TQ2_0")
 }
 """Option -> type of ggml, of those that the package `gguf` can encode."""
-PART_SUFFIX = ".part"
 PIECE_ELEMENTS = 1 << 19
 """Elements that are encoded at a time; their float32 values and what the encoder needs take some megabytes."""
 CHUNK_BYTES = 8 << 20
@@ -644,8 +643,8 @@ def _copies(paths: Mapping[str, Path], contents: Mapping[str, bytes]) -> Iterato
 
 
 def _require_room(file: Path, nbytes: int, max_disk: int | None, min_free: int) -> None:
-    at = next(path for path in file.absolute().parents if path.exists())
-    part = file.with_name(file.name + PART_SUFFIX)
+    at = existing(file.absolute().parent)
+    part = file.with_name(file.name + durable.PART_SUFFIX)
     free = shutil.disk_usage(at).free + (bytes_freed_by_deleting(part, at.stat().st_dev) if part.exists() else 0)
     need = nbytes + _LATER_BYTES
     have, where = free - min_free, f"free on the disk of {at}, of which {size(min_free)} must stay free"
@@ -668,7 +667,7 @@ def _write(
 ) -> None:
     """Write the file under another name, sync it, and give it its name."""
     durable.make_folder(file.absolute().parent)
-    part_path = file.with_name(file.name + PART_SUFFIX)
+    part_path = file.with_name(file.name + durable.PART_SUFFIX)
     durable.remove(part_path)
     written = durable.GrowingFile(part_path, nbytes, write_back=True)
     try:

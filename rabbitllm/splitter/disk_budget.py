@@ -18,8 +18,8 @@ from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
 from rabbitllm.quant.schemes import COMPRESSIONS
-from rabbitllm.splitter.disk_sampler import existing
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, recompressed
+from rabbitllm.storage.folders import existing
 from rabbitllm.store import checksums
 from rabbitllm.store.manifest import AUTO
 

@@ -22,6 +22,7 @@ from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import DiskSampled, tell
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import DiskFullError
+from rabbitllm.storage.folders import existing
 
 DISK_SHARE = 0.01
 """Share of a core that may be spent on summing the folder's files; with very many files they are summed less often."""
@@ -166,8 +167,3 @@ def occupied(entry: os.DirEntry[str] | Path) -> int:
     if sys.platform == "win32":
         return status.st_size
     return status.st_blocks * 512
-
-
-def existing(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent, which is on the same disk."""
-    return next(path for path in (folder, *folder.parents) if path.exists())

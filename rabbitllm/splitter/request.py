@@ -26,10 +26,11 @@ from rabbitllm.splitter.disk_budget import (
     on_disk,
     own_records_bytes,
 )
-from rabbitllm.splitter.disk_sampler import disk_bytes, existing, occupied
+from rabbitllm.splitter.disk_sampler import disk_bytes, occupied
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
+from rabbitllm.storage.folders import existing
 from rabbitllm.store.layer_file import FORMAT_VERSION
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.store.manifest import AUTO, FITTED, BitAllocation

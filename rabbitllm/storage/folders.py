@@ -117,6 +117,11 @@ def host_of(environment: Mapping[str, str], root: Path = Path("/")) -> Host | No
     return found
 
 
+def existing(folder: Path) -> Path:
+    """Return the folder, or its nearest existing parent, which is on the same disk."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def folder_at(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Folder:
     """Return the facts about one folder."""
     return folder_of((), path.expanduser().absolute(), file_systems(mounts), host_of(os.environ))
@@ -124,7 +129,7 @@ def folder_at(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Folder
 
 def folder_of(uses: tuple[str, ...], path: Path, kinds: Mapping[Path, str], known: Host | None) -> Folder:
     """Return the facts about one folder, on one of the file systems `kinds`, used for `uses`."""
-    there = next(place for place in (path, *path.parents) if place.exists())
+    there = existing(path)
     found = shutil.disk_usage(there)
     real = there.resolve()
     kind = next((kinds[place] for place in (real, *real.parents) if place in kinds), None)

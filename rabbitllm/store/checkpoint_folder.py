@@ -43,6 +43,7 @@ from rabbitllm.quant.quantize import dequantize, expand_scales
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, STORED, Quantized
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
+from rabbitllm.storage.folders import existing
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
@@ -346,7 +347,7 @@ def _refuse_other(folder: Path, sidecars: Mapping[str, bytes]) -> None:
 
 def _require_room(folder: Path, shards: Sequence[Shard], sidecars: Mapping[str, bytes]) -> None:
     need = sum(_file_size(shard) for shard in shards) + sum(map(len, sidecars.values())) + _LATER_BYTES
-    at = next(path for path in (folder, *folder.parents) if path.exists())
+    at = existing(folder)
     free = shutil.disk_usage(at).free
     if need > free:
         raise NotEnoughSpaceException(
