@@ -180,7 +180,7 @@ def _plain_rope(config: Any) -> dict[str, Any]:
     return bases | {f"{name} scaling": group.get("rope_type") for name, group in scaled.items()}
 
 
-def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: str) -> npt.NDArray[np.float32] | None:
+def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: str) -> None:
     """Add the entries of a config.
 
     Args:
@@ -188,17 +188,13 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
         config, family: of the model.
         name: of the model.
 
-    Returns:
-        The factors by which Llama 3 divides its rotary frequencies, float32 (head dimension / 2,), which are a tensor
-        of the file; None for other models.
-
     Raises:
         UnknownArchitectureError: its rotary frequencies are scaled in a way that a file cannot say.
     """
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     rope, architecture = _rope(config), family.architecture
-    values = {key: _value_of(config, entry) for key, entry in GGUF_CONFIG_MAPPING[family.table].items() if entry}
+    values = {key: getattr(config, entry, None) for key, entry in GGUF_CONFIG_MAPPING[family.table].items() if entry}
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values |= {"attention.key_length": head, "attention.value_length": head, "rope.freq_base": rope.get("rope_theta")}
     values |= {
@@ -206,33 +202,25 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
         "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
     }
-    factors, scaling = _scaling(config, rope, name)
-    for key, value in (values | scaling).items():
+    for key, value in (values | _scaling(rope, name)).items():
+        if value is None:
+            continue
         if isinstance(value, str):
             writer.add_string(f"{architecture}.{key}", value)
         elif isinstance(value, float) or key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
             writer.add_float32(f"{architecture}.{key}", float(value))
-        elif value is not None:
+        else:
             writer.add_uint32(f"{architecture}.{key}", int(value))
-    return factors
 
 
-def _value_of(config: Any, entry: str) -> Any:
-    return getattr(config, entry, None)
-
-
-def _scaling(
-    config: Any, rope: Mapping[str, Any], name: str
-) -> tuple[npt.NDArray[np.float32] | None, dict[str, float | int | str | None]]:
-    """The factors of frequencies, and the metadata, of scaled rotary frequencies."""
+def _scaling(rope: Mapping[str, Any], name: str) -> dict[str, float | int | str | None]:
+    """The metadata of scaled rotary frequencies; those of Llama 3 are a tensor, see `rotary_factors`."""
     kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return None, {}
-    if kind == "llama3":
-        return _llama3_factors(config, rope), {}
+    if kind in ("default", "llama3"):
+        return {}
     scaling = {"rope.scaling.type": kind, "rope.scaling.factor": rope.get("factor")}
     if kind == "linear":
-        return None, scaling
+        return scaling
     if kind == "yarn" and not {"mscale", "mscale_all_dim", "truncate"} & rope.keys():
         original = rope.get("original_max_position_embeddings")
         scaling |= {
@@ -241,11 +229,18 @@ def _scaling(
         }
         scaling |= {"rope.scaling.yarn_beta_slow": rope.get("beta_slow")}
         if rope.get("attention_factor") is None and original is not None:
-            return None, scaling
+            return scaling
     raise _not_said(name, "rope_parameters", dict(rope), "other frequencies")
 
 
-def _llama3_factors(config: Any, rope: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+def rotary_factors(config: Any) -> npt.NDArray[np.float32] | None:
+    """The factors by which Llama 3 divides its rotary frequencies, float32 (head dimension / 2,).
+
+    They are a tensor of the file; None for other models.
+    """
+    rope = _rope(config)
+    if rope.get("rope_type") != "llama3":
+        return None
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -430,13 +430,11 @@ def _of_model(folder: Path, name: str) -> tuple[_Metadata, list[tuple[str, tuple
     family = gguf_metadata.family_of(folder, name)
     config = gguf_metadata.config_of(folder, family, name)
     tokenizer = gguf_metadata.tokenizer_in(folder, name)
-    factors: list[npt.NDArray[np.float32]] = []
 
     def fill(writer: gguf.GGUFWriter) -> None:
         writer.add_type("model")
         writer.add_name(name.rstrip("/").rpartition("/")[2] or name)
-        found = gguf_metadata.add_config(writer, config, family, name)
-        factors[:] = [] if found is None else [found]
+        gguf_metadata.add_config(writer, config, family, name)
         if tokenizer is not None:
             gguf_metadata.add_tokenizer(writer, tokenizer, config, folder, name)
 
@@ -449,8 +447,7 @@ def _of_model(folder: Path, name: str) -> tuple[_Metadata, list[tuple[str, tuple
     if tokenizer is not None:
         with tempfile.TemporaryDirectory(prefix="rabbitllm-tokenizer-") as scratch:
             gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), Path(scratch), name)
-    extra = _Extra(checkpoint, factors[0] if factors else None)
-    return metadata, shapes, extra
+    return metadata, shapes, _Extra(checkpoint, gguf_metadata.rotary_factors(config))
 
 
 @dataclass(frozen=True)
