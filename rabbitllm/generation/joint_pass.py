@@ -159,6 +159,7 @@ class Member(greenlet):  # type: ignore[misc]
         error: the error that ended it, if any.
         waits: the call at which it waits; None while it runs and after it has ended.
         is_in_pass: whether it computes a call of the model, and so meets others.
+        inside: the modules whose calls it computes by itself; a unit may have another one in it, such as a table.
         positions: what its pictures add to the positions behind them, which modules with `POSITIONS` remember.
     """
 
@@ -176,6 +177,7 @@ class Member(greenlet):  # type: ignore[misc]
         self.waits: MemberCall | None = None
         self.error: BaseException | None = None
         self.is_in_pass = False
+        self.inside: list[MeetingPoint] = []
         self.positions: list[Any] = []
 
     def _run(self, answer: Any = None) -> None:
@@ -193,10 +195,9 @@ class Member(greenlet):  # type: ignore[misc]
         """Whether it waits for the next pass."""
         return self.waits is not None and self.waits.point is None
 
-    @property
-    def is_inside_a_unit(self) -> bool:
-        """Whether it waits inside a unit."""
-        return self.waits is not None and self.waits.point is not None and not self.waits.point.is_unit
+    def waits_inside(self, point: MeetingPoint) -> bool:
+        """Whether it waits inside a module that it computes by itself."""
+        return self.waits is not None and point in self.inside
 
     @property
     def tokens(self) -> int:
@@ -435,9 +436,13 @@ class JointPasses:
             if not member.is_in_pass:  # `generate` of some models reads pictures before it calls the model
                 return ordinary(*args, **kwargs)
             answer = self._wait(MemberCall(point, args, kwargs))
-            if isinstance(answer, MemberCall):
+            if not isinstance(answer, MemberCall):
+                return answer
+            member.inside.append(point)
+            try:
                 return point.forward(*answer.args, **answer.kwargs)
-            return answer
+            finally:
+                member.inside.pop()
 
         return call
 
@@ -532,7 +537,7 @@ class JointPasses:
         def all_of_them(*brought: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for member, (args, kwargs) in zip(members, brought, strict=True):
                 self._go_on(member, MemberCall(point, args, kwargs))
-            while inside := [member for member in members if member.is_inside_a_unit]:
+            while inside := [member for member in members if member.waits_inside(point)]:
                 self._meet(inside)
 
         with point.replaced(all_of_them):

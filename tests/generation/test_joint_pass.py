@@ -82,6 +82,16 @@ def test_experts_are_asked_once_for_all(tmp_path: Path, name: str) -> None:
     assert Counter(rows for layer, rows in calls if layer == 0)[LENGTHS[0] + 6 + LENGTHS[2]] == 1
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_members_that_wait_at_a_table_inside_of_a_layer_are_still_in_the_layer(tmp_path: Path, exact: bool) -> None:
+    """The table is a unit of its own, some of whose rows are read; the layer's weights are needed after it."""
+    model = load(split(build_checkpoint(tmp_path / "model", HYBRIDS["qwen4_exp"])), 60_000, exact=exact)
+    units = {placed.unit for placed in model.placement.units}
+    assert any(one.startswith(f"{other}.") for one in units for other in units)
+    given = prompts()
+    assert_alike(together(model, given, exact=exact), alone(model, given))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return split(build_checkpoint(tmp_path_factory.mktemp("products") / "model", "llama"))

@@ -282,7 +282,7 @@ class TakingTurns(JointPasses):
                     self._offload.take(member)
                     brought = boundary(module, call.args, call.kwargs) if boundary is not None else None
                     self._go_on(member, call if brought is None else MemberCall(point, *brought))
-            while inside := [member for member in members if member.is_inside_a_unit]:
+            while inside := [member for member in members if member.waits_inside(point)]:
                 self._meet(inside)
 
         with point.replaced(all_of_them):
