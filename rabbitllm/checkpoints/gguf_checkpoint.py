@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.forks import own_lock
+from rabbitllm.checkpoints.gguf_rotary import FACTOR_TENSORS, rope_parameters
 from rabbitllm.checkpoints.index import CheckpointIndex, gguf_number
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, TOKENIZER_NAMES
 from rabbitllm.checkpoints.meta_llama import as_json
@@ -130,7 +131,6 @@ class GgufCheckpoint:
         self.metadata = files[self._first].metadata
         for name, file in files.items():
             self._check_part(name, file)
-        self._warn_of_scaling()
         self.dtype = _DTYPES.get(self._number("general.file_type", -1), "F32")
 
     def _check_part(self, name: str, file: GgufFile) -> None:
@@ -145,12 +145,6 @@ class GgufCheckpoint:
                 f"{name} says that it is file {short(number)} (from 0) of {short(count)}; its name says another.",
                 "Download the files again, with their names, or join them with llama-gguf-split --merge.",
             )
-
-    def _warn_of_scaling(self) -> None:
-        """Warn of scaled rotary frequencies, which transformers reads for one architecture only."""
-        kind = self.metadata.get(f"{self.metadata.get('general.architecture')}.rope.scaling.type")
-        if kind not in (None, "none") and self.architecture != "gpt-oss":
-            _warn_of_scaling(self._first, short(kind, 40))
 
     def _number(self, key: str, default: int) -> int:
         found = self.metadata.get(key, default)
@@ -176,7 +170,7 @@ class GgufCheckpoint:
         for stored in header.tensors:
             targets = self._model.targets(stored.name, stored.shape)
             specs += [target.spec(stored, self.dtype, may_stay=self.keeps_blocks) for target in targets]
-            left_out += [] if targets else [stored.name]
+            left_out += [] if targets or stored.name in FACTOR_TENSORS else [stored.name]
         if left_out:
             _warn_of(shard, tuple(left_out))
         return Header(tuple(specs), header.metadata, header.data_start, header.comes_first)
@@ -224,7 +218,28 @@ class GgufCheckpoint:
             digest.update(self._read(at, min(READ_BYTES, end - at)))
         for name in sorted(self._files):
             digest.update(repr([(spec.name, spec.shape) for spec in self._files[name].header.tensors]).encode())
+        for name, factors in self._factors.items():
+            digest.update(name.encode() + factors.tobytes())
         return digest.hexdigest()
+
+    @functools.cached_property
+    def _factors(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The tensors of divisors of rotary frequencies; they belong to the config, so that they are read at once."""
+        import numpy as np
+
+        found = {}
+        for shard, file in self._files.items():
+            for spec in file.header.tensors:
+                if spec.name not in FACTOR_TENSORS:
+                    continue
+                if shard != self._first or spec.blocks is not None or spec.dtype != "F32" or spec.nbytes > READ_BYTES:
+                    raise UnreadableFormatError(
+                        f"{shard} has {spec.name} as {spec.dtype} of shape {spec.shape}; expected F32 of at most "
+                        f"{READ_BYTES:,} bytes in {self._first}.",
+                        f"Join the files with llama-gguf-split --merge. {_ORIGINAL}",
+                    )
+                found[spec.name] = np.frombuffer(self._read(spec.offset, spec.nbytes), "<f4").reshape(spec.shape)
+        return found
 
     def _generation(self) -> dict[str, Any]:
         """The ids of tokens; also those that end a turn or a message, which llama.cpp stops at too."""
@@ -315,7 +330,24 @@ class GgufCheckpoint:
         count = tokens.count if isinstance(tokens, GgufArray) else len(_texts(tokens)) or None
         shapes = {spec.name: spec.shape for file in self._files.values() for spec in file.header.tensors}
         with self._outline(long_arrays=False) as folder:
-            return _read_model(folder, self.architecture, count, shapes, self._first)
+            return _read_model(folder, self.architecture, count, shapes, self._first, self._set_rotary_frequencies)
+
+    def _set_rotary_frequencies(self, config: Any) -> None:
+        """Set the rotary frequencies of a config of transformers, which reads their base alone.
+
+        Raises:
+            UnreadableFormatError: a config cannot say them.
+        """
+        prefix = f"{self.architecture}."
+        own = {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
+        try:
+            found = rope_parameters(config, own, self._factors)
+        except ValueError as error:
+            raise UnreadableFormatError(
+                f"The rotary frequencies of {self._first} cannot be read: {error}.", f"{_ORIGINAL} Nothing was changed."
+            ) from None
+        if found is not None:
+            config.rope_parameters = found
 
 
 _OUTLINE = "outline.gguf"
@@ -346,16 +378,6 @@ def _warn_of(shard: str, names: tuple[str, ...]) -> None:
     logger.warning("%s: transformers has no parameter for %s, which is left out.", shard, some)
 
 
-@functools.cache
-def _warn_of_scaling(shard: str, kind: str) -> None:
-    """Warn once that transformers does not read the scaling of rotary frequencies."""
-    logger.warning(
-        "%s: transformers ignores its scaled rotary frequencies (%s); answers differ from those of llama.cpp.",
-        shard,
-        kind,
-    )
-
-
 def _line(error: Exception) -> str:
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return text if len(text) <= 400 else text[:397] + "..."
@@ -365,7 +387,12 @@ def _line(error: Exception) -> str:
 
 
 def _read_model(
-    folder: Path, architecture: str, tokens: int | None, shapes: Mapping[str, tuple[int, ...]], file: str
+    folder: Path,
+    architecture: str,
+    tokens: int | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    file: str,
+    complete: Callable[[Any], None],
 ) -> _Model:
     """The model that the metadata in a folder's outline describe.
 
@@ -375,6 +402,7 @@ def _read_model(
         tokens: length of the vocabulary.
         shapes: of the tensors by their names in the files.
         file: name of the first file, for messages.
+        complete: sets entries of the config that transformers does not read.
 
     Raises:
         UnknownArchitectureError: transformers does not read this architecture from GGUF.
@@ -391,9 +419,10 @@ def _read_model(
         if tokens is not None:
             known.setdefault("vocab_size", tokens)
         config = CONFIG_MAPPING[known["model_type"]].from_dict(known | _by_shapes(shapes))
+        complete(config)
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=known)
         return _Model(config, processor, file)
-    except (UnknownArchitectureError, CorruptShardError):
+    except (UnknownArchitectureError, UnreadableFormatError, CorruptShardError):
         raise
     except Exception as error:  # metadata of strangers make transformers raise any error
         raise _unknown(architecture, file, _line(error)) from error

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.checkpoints.config import quantized_as, read_config
+from rabbitllm.checkpoints.gguf_rotary import of_full_attention, scaling_metadata
 from rabbitllm.errors import CorruptVocabularyError, UnknownArchitectureError
 from rabbitllm.formats.bounded import read_json, short
 from rabbitllm.storage import durable
 
 if TYPE_CHECKING:
     import gguf
-    import numpy as np
-    import numpy.typing as npt
 
 logger = logging.getLogger(__name__)
 
@@ -137,9 +136,15 @@ def require_same_config(config: Any, read: Any, name: str) -> None:
     for entry in sorted(known.keys() - {*_WITHOUT_MEANING} - _of_all()):
         value, found = own.get(entry), other.get(entry)
         if entry == "rope_parameters":
-            value, found = _plain_rope(config), _plain_rope(read)
+            value, found = _without_nones(value), _without_nones(found)
         if not _same(value, found):
             raise _not_said(name, entry, value, found)
+
+
+def _without_nones(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_nones(one) for key, one in value.items() if one is not None}
 
 
 def _of_all() -> frozenset[str]:
@@ -164,22 +169,6 @@ def _single(value: float) -> float:
         return math.inf
 
 
-def _rope(config: Any) -> Mapping[str, Any]:
-    """The rotary parameters of layers with full attention."""
-    found: Mapping[str, Any] = config.rope_parameters or {}
-    full: Mapping[str, Any] = found.get("full_attention", found)
-    return full
-
-
-def _plain_rope(config: Any) -> dict[str, Any]:
-    """The rotary parameters that transformers reads from a file: bases, without scaling, which is checked elsewhere."""
-    found = config.rope_parameters or {}
-    groups = {name: group for name, group in found.items() if isinstance(group, Mapping)} or {"": found}
-    bases = {name: group.get("rope_theta") for name, group in groups.items()}
-    scaled = {name: group for name, group in groups.items() if name not in ("", "full_attention")}
-    return bases | {f"{name} scaling": group.get("rope_type") for name, group in scaled.items()}
-
-
 def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: str) -> None:
     """Add the entries of a config.
 
@@ -193,7 +182,11 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
     """
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-    rope, architecture = _rope(config), family.architecture
+    rope, architecture = of_full_attention(config), family.architecture
+    try:
+        scaling = scaling_metadata(config)
+    except ValueError as error:
+        raise _not_said(name, "rope_parameters", dict(rope), str(error)) from None
     values = {key: getattr(config, entry, None) for key, entry in GGUF_CONFIG_MAPPING[family.table].items() if entry}
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values |= {"attention.key_length": head, "attention.value_length": head, "rope.freq_base": rope.get("rope_theta")}
@@ -202,7 +195,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
         "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
     }
-    for key, value in (values | _scaling(rope, name)).items():
+    for key, value in (values | scaling).items():
         if value is None:
             continue
         if isinstance(value, str):
@@ -211,44 +204,6 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
             writer.add_float32(f"{architecture}.{key}", float(value))
         else:
             writer.add_uint32(f"{architecture}.{key}", int(value))
-
-
-def _scaling(rope: Mapping[str, Any], name: str) -> dict[str, float | int | str | None]:
-    """The metadata of scaled rotary frequencies; those of Llama 3 are a tensor, see `rotary_factors`."""
-    kind = rope.get("rope_type", "default")
-    if kind in ("default", "llama3"):
-        return {}
-    scaling = {"rope.scaling.type": kind, "rope.scaling.factor": rope.get("factor")}
-    if kind == "linear":
-        return scaling
-    if kind == "yarn" and not {"mscale", "mscale_all_dim", "truncate"} & rope.keys():
-        original = rope.get("original_max_position_embeddings")
-        scaling |= {
-            "rope.scaling.original_context_length": original,
-            "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
-        }
-        scaling |= {"rope.scaling.yarn_beta_slow": rope.get("beta_slow")}
-        if rope.get("attention_factor") is None and original is not None:
-            return scaling
-    raise _not_said(name, "rope_parameters", dict(rope), "other frequencies")
-
-
-def rotary_factors(config: Any) -> npt.NDArray[np.float32] | None:
-    """The factors by which Llama 3 divides its rotary frequencies, float32 (head dimension / 2,).
-
-    They are a tensor of the file; None for other models.
-    """
-    rope = _rope(config)
-    if rope.get("rope_type") != "llama3":
-        return None
-    import torch
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head))
-    factors: npt.NDArray[np.float32] = (plain / scaled).numpy()
-    return factors
 
 
 # The tokenizer.

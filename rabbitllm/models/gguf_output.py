@@ -29,6 +29,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, sidecars_in
 from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint, Target, stored_shapes
+from rabbitllm.checkpoints.gguf_rotary import FACTORS, rotary_factors
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import GGUF_SUFFIX
 from rabbitllm.checkpoints.local import LocalCheckpoint
@@ -440,14 +441,17 @@ def _of_model(folder: Path, name: str) -> tuple[_Metadata, list[tuple[str, tuple
 
     metadata = _Metadata(family.architecture, fill)
     shapes = [*stored_shapes(config, family.architecture).items()]
-    drafts = [TensorInFile(tensor, shape, TENSOR_TYPES["F32"], ()) for tensor, shape in shapes]
-    head, _, end = metadata.header(drafts, 0)
-    checkpoint = _as_read(head, end)
+    factors = rotary_factors(config)
+    extra = [] if factors is None else [(FACTORS, factors.shape)]
+    drafts = [TensorInFile(tensor, shape, TENSOR_TYPES["F32"], ()) for tensor, shape in [*extra, *shapes]]
+    head, offsets, end = metadata.header(drafts, 0)
+    data = {} if factors is None else {offsets[0]: factors.tobytes()}
+    checkpoint = _as_read(head, data, end)
     gguf_metadata.require_same_config(config, checkpoint.config, name)
     if tokenizer is not None:
         with tempfile.TemporaryDirectory(prefix="rabbitllm-tokenizer-") as scratch:
             gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), Path(scratch), name)
-    return metadata, shapes, _Extra(checkpoint, gguf_metadata.rotary_factors(config))
+    return metadata, shapes, _Extra(checkpoint, factors)
 
 
 @dataclass(frozen=True)
@@ -458,14 +462,11 @@ class _Extra:
     factors: npt.NDArray[np.float32] | None
 
 
-_FACTORS_NAME = "rope_freqs.weight"
-
-
-def _as_read(head: bytes, end: int) -> GgufCheckpoint:
-    """The checkpoint that a file with this header is."""
+def _as_read(head: bytes, data: Mapping[int, bytes], end: int) -> GgufCheckpoint:
+    """The checkpoint that a file with this header, and this data at some offsets, is."""
 
     def read(offset: int, length: int) -> bytes:
-        return head[offset : offset + length]
+        return (data.get(offset) or head[offset:])[:length]
 
     file = "model.gguf"
     return GgufCheckpoint((file,), {file: parse_gguf(read, end, file)}, read)
@@ -513,11 +514,11 @@ def _layout(
     sources = dict(tensors)
     if extra.factors is not None:
         data, shape = extra.factors.tobytes(), tuple(extra.factors.shape)
-        sources[_FACTORS_NAME] = SourceTensor(
+        sources[FACTORS] = SourceTensor(
             shape, TENSOR_TYPES["F32"], lambda as_values: iter([memoryview(bytearray(data))])
         )
-        part = SourcePart(_FACTORS_NAME, 0, shape, (0,))
-        found.append(TensorInFile(_FACTORS_NAME, shape, TENSOR_TYPES["F32"], (part,)))
+        part = SourcePart(FACTORS, 0, shape, (0,))
+        found.append(TensorInFile(FACTORS, shape, TENSOR_TYPES["F32"], (part,)))
     return found, sources
 
 

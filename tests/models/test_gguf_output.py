@@ -387,29 +387,57 @@ def test_an_unknown_way_to_split_text_is_refused(tmp_path: Path) -> None:
 # Rotary frequencies.
 
 
-@pytest.mark.long
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": (
+        "llama",
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "linear": ("qwen2", {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "yarn": (
+        "qwen3",
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+    ),
+    "in full attention": (
+        "gemma3_text",
+        {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_rotary_frequencies_come_back(name: str, tmp_path: Path) -> None:
+    """transformers with `gguf_file=` ignores them, so the checkpoint is compared."""
+    family, rope = SCALED[name]
+    folder = build(tmp_path / "model", family, torch.float32, rope_parameters=rope)
+    convert(folder, tmp_path / "model.gguf", to="gguf")
+    model = rabbitllm.AutoModel.from_pretrained(tmp_path / "model.gguf", device="cpu", exact=True)
+    assert model.config.rope_parameters == rope
+    assert torch.equal(logits(model), logits(theirs(folder, dtype=torch.float32)))
+
+
 def test_scaled_rotary_frequencies_are_written_for_llama_cpp(tmp_path: Path) -> None:
-    scaled = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
-    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    folder = build(tmp_path / "llama3", rope_parameters=scaled)
-    convert(folder, tmp_path / "llama3.gguf", to="gguf")
+    for name in ("llama3", "yarn"):
+        family, rope = SCALED[name]
+        convert(build(tmp_path / name, family, rope_parameters=rope), tmp_path / f"{name}.gguf", to="gguf")
     kind, factors = stored(tmp_path / "llama3.gguf")["rope_freqs.weight"]
     assert (kind, factors.shape, factors.min(), factors.max()) == ("F32", (16,), 1.0, 8.0)
     assert ((factors[1:] - factors[:-1]) >= 0).all()
-    folder = build(
-        tmp_path / "linear", "qwen2", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-    )
-    convert(folder, tmp_path / "linear.gguf", to="gguf")
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    convert(build(tmp_path / "yarn", "qwen3", rope_parameters=yarn), tmp_path / "yarn.gguf", to="gguf")
     fields = gguf.GGUFReader(tmp_path / "yarn.gguf").fields
     said = {
         key: fields[f"qwen3.rope.scaling.{key}"].contents() for key in ("type", "factor", "original_context_length")
     }
     assert said == {"type": "yarn", "factor": 4.0, "original_context_length": 64}
-    fields = gguf.GGUFReader(tmp_path / "linear.gguf").fields
-    assert fields["qwen2.rope.scaling.type"].contents() == "linear"
-    assert fields["qwen2.rope.scaling.factor"].contents() == 4.0
 
 
 # What is refused.

@@ -1,0 +1,223 @@
+"""Rotary frequencies of GGUF files, in both directions: metadata and tensors, and transformers' `rope_parameters`.
+
+transformers 5.23 reads their base alone, but for gpt-oss. llama.cpp also reads `rope.scaling.*`, the number of rotated
+elements, and tensors with a divisor for each frequency: `rope_freqs` (Llama 3), `rope_factors_short` and
+`rope_factors_long` (Phi 3). Sources: gguf's constants (`Keys.Rope`), llama.cpp's `convert_hf_to_gguf.py` (the divisors
+of Llama 3) and `ggml_rope_ext`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+FACTORS = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+FACTOR_TENSORS = frozenset({FACTORS, _SHORT, _LONG})
+"""Tensors of divisors of rotary frequencies, float32 (rotated elements of a head / 2,)."""
+_FULL = "full_attention"
+"""The layers that scaling is for, if a model has others."""
+_NEAR = 1e-4
+"""Relative difference of divisors that converters computed with other roundings."""
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""What every Llama has, and llama.cpp's converter takes if a config lacks it."""
+
+
+def of_full_attention(config: Any) -> Mapping[str, Any]:
+    """The rotary parameters of layers with full attention, of a config of transformers."""
+    found: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    full = found.get(_FULL)
+    return full if isinstance(full, Mapping) else found
+
+
+# Of a file.
+
+
+def rope_parameters(
+    config: Any, metadata: Mapping[str, object], factors: Mapping[str, npt.NDArray[np.float32]]
+) -> dict[str, Any] | None:
+    """The `rope_parameters` that a file describes.
+
+    Args:
+        config: as transformers made it of the metadata, without scaling.
+        metadata: the entries of the architecture, without its prefix: "rope.scaling.type".
+        factors: the tensors of `FACTOR_TENSORS` that the file has.
+
+    Returns:
+        Those of the config with what it lacks; None if the model has no rotary frequencies, and the file none.
+
+    Raises:
+        ValueError: an entry is malformed, or no config of transformers can say it.
+    """
+    given: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    rope = dict(of_full_attention(config))
+    scaling = _scaling(metadata)
+    if not given:
+        if scaling or factors:
+            raise ValueError("the model has scaled rotary frequencies in its metadata and none in transformers")
+        return given
+    if rope.get("rope_type", "default") != "default":  # transformers has read them
+        if factors:
+            raise ValueError(f"the file has {', '.join(sorted(factors))} and frequencies of {rope['rope_type']}")
+        return given
+    flat = of_full_attention(config) is given
+    if not flat and not isinstance(given.get(_FULL), Mapping):
+        raise ValueError("layers have several rotary frequencies")
+    head = _head(config)
+    rotated = _number(metadata, "rope.dimension_count", default=0.0)
+    if flat and 0 < rotated <= head and int(rotated) != int(head * rope.get("partial_rotary_factor", 1.0)):
+        rope["partial_rotary_factor"] = rotated / head
+    count = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    rope |= scaling
+    if factors:
+        if scaling.get("rope_type", "longrope") != "longrope":
+            raise ValueError(f"the file has {', '.join(sorted(factors))} and scaling of type {scaling['rope_type']}")
+        rope |= _divided(config, metadata, {name: _checked(name, one, count) for name, one in factors.items()})
+    elif scaling.get("rope_type") == "longrope":
+        raise ValueError(f"scaling of type longrope needs the tensors {_SHORT} and {_LONG}")
+    return rope if flat else {**given, _FULL: rope}
+
+
+def _scaling(metadata: Mapping[str, object]) -> dict[str, Any]:
+    """The scaling that the metadata describe; as llama.cpp, one without a type is linear."""
+    kind = metadata.get("rope.scaling.type", "linear")
+    factor = _number(metadata, "rope.scaling.factor", default=_number(metadata, "rope.scale_linear", default=0.0))
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+        return {}
+    if kind == "longrope":
+        return {"rope_type": kind}
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"rope.scaling.type is {kind!r}; linear, yarn, longrope and none are read")
+    if not factor:
+        raise ValueError(f"scaling of type {kind} has no rope.scaling.factor")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    for name in ("yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
+        if f"rope.scaling.{name}" in metadata:
+            raise ValueError(f"transformers has nothing that is rope.scaling.{name}")
+    original = _number(metadata, "rope.scaling.original_context_length", "context_length")
+    found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
+    for name in ("beta_fast", "beta_slow"):
+        if f"rope.scaling.yarn_{name}" in metadata:
+            found[name] = _number(metadata, f"rope.scaling.yarn_{name}")
+    if (attention := _number(metadata, "rope.scaling.attn_factor", default=1.0)) != 1.0:
+        found["attention_factor"] = attention * (1.0 + 0.1 * math.log(factor))
+    return found
+
+
+def _number(metadata: Mapping[str, object], *keys: str, default: float | None = None) -> float:
+    """The first entry that is there; it must be positive, or zero where that is the default."""
+    for key in keys:
+        if (found := metadata.get(key)) is None:
+            continue
+        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+            raise ValueError(f"{key} is no number")
+        if found < 0 or (found == 0 and default != 0):
+            raise ValueError(f"{key} is {found}; it must be more than 0")
+        return float(found)
+    if default is None:
+        raise ValueError(f"{' and '.join(keys)} are missing")
+    return default
+
+
+def _checked(name: str, factors: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float64]:
+    import numpy as np
+
+    if factors.shape != (count,):
+        raise ValueError(f"{name} has shape {factors.shape}, expected ({count},)")
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise ValueError(f"{name} has values that are no positive numbers")
+    return factors.astype(np.float64)
+
+
+def _divided(
+    config: Any, metadata: Mapping[str, object], factors: Mapping[str, npt.NDArray[np.float64]]
+) -> dict[str, Any]:
+    """The parameters of frequencies with a divisor each."""
+    if factors.keys() == {FACTORS}:
+        found = factors[FACTORS]
+        if not (abs(found - 1.0) > _NEAR).any():
+            return {}
+        if (known := _llama3(found, of_full_attention(config)["rope_theta"])) is not None:
+            return known
+        length = int(_number(metadata, "context_length"))
+        short, long, attention = found.tolist(), found.tolist(), 1.0
+    elif factors.keys() == {_SHORT, _LONG}:
+        length = int(_number(metadata, "rope.scaling.original_context_length"))
+        short, long = factors[_SHORT].tolist(), factors[_LONG].tolist()
+        attention = _number(metadata, "rope.scaling.attn_factor", default=1.0)
+    else:
+        raise ValueError(f"the file has {', '.join(sorted(factors))} and not the others of {_SHORT} and {_LONG}")
+    scaling = {"short_factor": short, "long_factor": long, "attention_factor": attention}
+    return {"rope_type": "longrope", **scaling, "original_max_position_embeddings": length}
+
+
+def _llama3(factors: npt.NDArray[np.float64], base: float) -> dict[str, Any] | None:
+    """The parameters of Llama 3 that have these divisors; None if there are none."""
+    import numpy as np
+
+    factor = float(np.round(factors.max(), 3))
+    lengths = 2 * np.pi * base ** (np.arange(len(factors)) / len(factors))  # of a wave, in tokens
+    between = np.flatnonzero((factors > 1.01) & (factors < 0.99 * factor))
+    if not between.size:
+        return None
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    at = between[between.size // 2]
+    smooth = (1 / factors[at] - 1 / factor) / (1 - 1 / factor)
+    original = round(float((smooth * (high - low) + low) * lengths[at]))
+    smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
+    if not np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=_NEAR, atol=0):
+        return None
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3, "original_max_position_embeddings": original}
+
+
+def _head(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+# Of a config.
+
+
+def scaling_metadata(config: Any) -> dict[str, float | int | str | None]:
+    """The metadata of a config's rotary frequencies, without the prefix of an architecture.
+
+    Raises:
+        ValueError: a file cannot say them.
+    """
+    rope = of_full_attention(config)
+    kind = rope.get("rope_type", "default")
+    if kind in ("default", "llama3"):  # the divisors of Llama 3 are a tensor, see `rotary_factors`
+        return {}
+    scaling = {"rope.scaling.type": kind, "rope.scaling.factor": rope.get("factor")}
+    if kind == "linear":
+        return scaling
+    if kind == "yarn" and not {"mscale", "mscale_all_dim", "truncate"} & rope.keys():
+        original = rope.get("original_max_position_embeddings")
+        scaling |= {
+            "rope.scaling.original_context_length": original,
+            "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
+            "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
+        }
+        if rope.get("attention_factor") is None and original is not None:
+            return scaling
+    raise ValueError(f"frequencies of type {kind}")
+
+
+def rotary_factors(config: Any) -> npt.NDArray[np.float32] | None:
+    """The divisors of Llama 3's rotary frequencies, float32 (head dimension / 2,); None for other models."""
+    rope = of_full_attention(config)
+    if rope.get("rope_type") != "llama3":
+        return None
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    head = _head(config)
+    plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head))
+    factors: npt.NDArray[np.float32] = (plain / scaled).numpy()
+    return factors
