@@ -136,7 +136,7 @@ def test_a_second_start_splits_nothing(endless: Path) -> None:
     layers = {path: path.stat().st_mtime_ns for path in (endless / "splitted_model").iterdir()}
     with serving(endless, RABBITLLM_API_KEY="k") as (process, address):
         assert "split         existed, in " in process.said
-        process.until(r"API key +needed")
+        process.until(r"API key +required")
         assert httpx.get(f"{address}/v1/models", trust_env=False).status_code == 401
     assert {path: path.stat().st_mtime_ns for path in layers} == layers
 
@@ -148,7 +148,7 @@ def test_a_second_signal_ends_it_at_once(endless: Path) -> None:
         threads = [ask(address, 490, answers) for _ in range(4)]
         runs(address)
         process.process.send_signal(signal.SIGINT)
-        process.until("ending")
+        process.until("shutting down")
         process.process.send_signal(signal.SIGINT)
         assert process.ended() == exit_codes.INTERRUPTED
         assert "Traceback" not in process.said
