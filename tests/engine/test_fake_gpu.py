@@ -237,7 +237,7 @@ def test_compressed_models_have_the_bits_of_the_cpu(tmp_path: Path, family: str,
             assert_same(found, expected)
             seen |= set(tiers(model).values())
     missing = {Tier.ELSEWHERE, Tier.MAPPED} | ({Tier.ROUTED} if family == "llama" else set())
-    assert seen == set(Tier) - missing - ({Tier.ROWS} if compression == "8bit" else set())
+    assert seen == set(Tier) - missing
 
 
 @pytest.mark.parametrize("rooms", [(ALL, 1), (1, ALL)])
