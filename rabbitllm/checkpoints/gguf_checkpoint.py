@@ -66,6 +66,10 @@ MAX_PROBE = 1 << 24
 """Elements of a tensor that an operation is tried on as a whole, if it cannot be tried on one column."""
 _ORIGINAL = "Use the model's original weights (safetensors), which RabbitLLM splits and compresses itself."
 _STOPS = ("eos", "eot", "eom")
+_AS_GPT2 = frozenset({"gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion"})
+_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+"""Names of ways to split text before the merges that transformers lacks. llama.cpp (llama-vocab.cpp) splits like GPT-2,
+or sets each digit apart and then splits like GPT-2."""
 _BUILDING = own_lock(threading.RLock())
 
 
@@ -259,7 +263,15 @@ class GgufCheckpoint:
             select_tokenizer_builder(self.architecture, self.metadata.get("tokenizer.ggml.model"))
         except ValueError:
             return True
-        return False
+        return not self._knows_how_text_is_split()
+
+    def _knows_how_text_is_split(self) -> bool:
+        """Whether transformers, or `_tokenizer`, splits text before the merges as this vocabulary was made."""
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+        kind = self.metadata.get("tokenizer.ggml.pre", "gpt-2")
+        known = {*GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2, *_DIGITS_FIRST}
+        return self.metadata.get("tokenizer.ggml.model") != "gpt2" or kind in known
 
     def _tokenizer(self) -> dict[str, bytes]:
         self._check_vocabulary()
@@ -277,6 +289,13 @@ class GgufCheckpoint:
                     "Put the tokenizer.json of the original model into the same folder; it is then used instead.",
                 ) from error
             files = {path.name: path.read_bytes() for path in sorted(Path(made).iterdir()) if path.is_file()}
+        if self.metadata.get("tokenizer.ggml.pre") in _DIGITS_FIRST:
+            whole = json.loads(files["tokenizer.json"])
+            digits = {"type": "Digits", "individual_digits": True}
+            whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, whole["pre_tokenizer"]]}
+            files["tokenizer.json"] = as_json(whole)
+        elif not self._knows_how_text_is_split():
+            _warn_of_splitting(self._first, short(self.metadata.get("tokenizer.ggml.pre"), 40))
         config = json.loads(files["tokenizer_config.json"])
         # by this class tokenizer.json is used as it is; others build their own from its vocabulary
         config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -376,6 +395,17 @@ def _warn_of(shard: str, names: tuple[str, ...]) -> None:
     """Warn once of tensors that transformers does not use either."""
     some = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
     logger.warning("%s: transformers has no parameter for %s, which is left out.", shard, some)
+
+
+@functools.cache
+def _warn_of_splitting(shard: str, kind: str) -> None:
+    """Warn once that transformers does not split text as the vocabulary was made."""
+    logger.warning(
+        "%s: transformers does not know how its vocabulary splits text (%s), and splits it like GPT-2; some ids differ "
+        "from those of llama.cpp. With the tokenizer.json of the original model in the same folder none do.",
+        shard,
+        kind,
+    )
 
 
 def _line(error: Exception) -> str:

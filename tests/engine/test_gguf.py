@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, pre_tokenizers
 
 import rabbitllm
 from rabbitllm.checkpoints.local import LocalCheckpoint
@@ -70,6 +71,39 @@ def test_the_tokenizer_is_that_of_transformers_own_class(family: str, sentencepi
     for one in (made, theirs):  # the classes add tokens that the file does not have
         one["added_tokens"] = [token for token in one["added_tokens"] if token["id"] < VOCABULARY]
     assert made == theirs
+
+
+def tokenizer_of(file: Path) -> Tokenizer:
+    """The one that is made of a file; else that in its folder."""
+    made = LocalCheckpoint(file.parent, entry=file.name).derived()
+    found = made.get("tokenizer.json") or (file.parent / "tokenizer.json").read_bytes()
+    return Tokenizer.from_str(found.decode())
+
+
+def split_by(file: Path, kind: str) -> Path:
+    return write_gguf(file, changed=lambda writer: setattr(writer.kv_data[0]["tokenizer.ggml.pre"], "value", kind))
+
+
+def test_digits_are_set_apart_where_llama_cpp_does(tmp_path: Path) -> None:
+    """As the tokenizer.json of SmolLM2 says: spaces and line ends before a digit are then one piece."""
+    plain_one, own = (tokenizer_of(split_by(tmp_path / f"{kind}.gguf", kind)) for kind in ("gpt-2", "smollm"))
+    assert isinstance(plain_one.pre_tokenizer, pre_tokenizers.ByteLevel)
+    splitting = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    for text in ("x = 5\n 6\t7", "3.14159  22"):
+        assert own.pre_tokenizer.pre_tokenize_str(text) == splitting.pre_tokenize_str(text)
+        assert own.pre_tokenizer.pre_tokenize_str(text) != plain_one.pre_tokenizer.pre_tokenize_str(text)
+
+
+def test_a_way_to_split_text_that_is_not_known_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = split_by(tmp_path / "unknown.gguf", "zebra")
+    guessed = tokenizer_of(file)
+    assert "does not know how its vocabulary splits text ('zebra')" in caplog.text
+    own = Tokenizer.from_str(guessed.to_str())
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    own.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_of(file).to_str() == own.to_str()
 
 
 @pytest.mark.bits
