@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib import llama_file
 from benchmarks.lib.checkpoint import SCALES
 from benchmarks.lib.peers import LLAMA_CPP, Environment, Outcome, make_layer_files, run_worker
 from benchmarks.lib.runs import Run, equal_in_turn
@@ -58,8 +59,7 @@ def prepare_files(runner: Runner, checkpoint: Path, place: Path, work: Path, lab
     if place.exists():
         return
     if runner.environment == LLAMA_CPP:
-        job = {"task": "gguf", "package": runner.package, "kind": runner.loader, "path": str(place)}
-        run_worker(LLAMA_CPP, job | {"checkpoint": str(checkpoint)}, work, label, [checkpoint])
+        llama_file.write(checkpoint, place, runner.loader)
     elif runner.loader == "layered":
         compression = runner.options.get("compression")
         make_layer_files(runner.environment, runner.package, checkpoint, place, compression, work, label)

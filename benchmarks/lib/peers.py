@@ -81,12 +81,12 @@ OLLM = Environment(
 )
 LLAMA_CPP = Environment(
     "llama-cpp-python-0.3.36",
-    ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
+    ("llama-cpp-python==0.3.36", "numpy==2.4.6"),
     built_here=("llama-cpp-python",),
 )
 """Compiled for this processor, with the compiler that is here: the published wheels are for any."""
-LLAMA_SERVER = Environment("llama-server-0.3.36", ("gguf==0.19.0", "numpy==2.4.6", "cmake>=3.28", "ninja"))
-"""What builds llama.cpp's own server (`lib/llama_server.py`), and writes its file."""
+LLAMA_SERVER = Environment("llama-server-0.3.36", ("cmake>=3.28", "ninja"))
+"""What builds llama.cpp's own server (`lib/llama_server.py`)."""
 
 
 def over_this(environment: Environment) -> Environment:

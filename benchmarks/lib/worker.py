@@ -32,7 +32,6 @@ DISTRIBUTIONS = (
     "huggingface_hub",
     "numpy",
     "llama-cpp-python",
-    "gguf",
 )
 _SPLITTERS = ("rabbitllm", "airllm")
 
@@ -302,8 +301,8 @@ TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "requests": requests,
     "predict": predict,
 }
-LLAMA_CPP = ("llama_cpp", "gguf")
-"""Packages that need no torch, which they would be idle with."""
+LLAMA_CPP = "llama_cpp"
+"""It needs no torch, which it would be idle with."""
 OTHERS = {
     "bulk": "worker_batch.py",
     "score": "worker_batch.py",
@@ -338,7 +337,7 @@ def main() -> None:
             TASKS.update(other_tasks(OTHERS[job["task"]], job))
         answer({"ready": versions})
         if sys.stdin.readline():
-            if job["package"] in LLAMA_CPP:
+            if job["package"] == LLAMA_CPP:
                 TASKS.update(other_tasks("worker_llama_cpp.py", job))
             answer(TASKS[job["task"]](job))
     except Exception as error:

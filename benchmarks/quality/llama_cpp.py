@@ -19,12 +19,12 @@ from benchmarks.lib import llama_server
 from benchmarks.lib.idle_process import PeerError
 from benchmarks.lib.peers import LLAMA_SERVER
 from benchmarks.lib.server_process import served
-from benchmarks.lib.worker_llama_cpp import write_gguf
+from rabbitllm.formats.tensor_spec import TensorSpec
 
 _ARGUMENTS = ("--parallel", "1", "--threads", "2", "--flash-attn", "off", "--cache-type-k", "f32")
 _SECONDS = 60.0
 PLAIN = "BF16"
-PRESETS = ("Q4_0", "Q4_K_M", "Q8_0")
+PRESETS = ("Q2_K", "Q3_K_M", "IQ4_XS", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 
 
 def tool(work: Path) -> Path:
@@ -34,12 +34,6 @@ def tool(work: Path) -> Path:
         PeerError: it cannot be built here.
     """
     return llama_server.built(work, "llama-quantize")
-
-
-def plain_file(checkpoint: Path, path: Path) -> Path:
-    """A checkpoint in bfloat16 as llama.cpp's file, matrices bit for bit; norms become float32."""
-    write_gguf({"checkpoint": str(checkpoint), "path": str(path), "kind": PLAIN})
-    return path
 
 
 def quantized(program: Path, plain: Path, path: Path, preset: str) -> Path:
@@ -88,3 +82,20 @@ def next_tokens(path: Path, contexts: Sequence[Sequence[int]], vocabulary: int, 
     if not torch.isfinite(found).all():
         raise PeerError("llama-server did not give every token's probability")
     return found
+
+
+def types(found: Sequence[TensorSpec]) -> str:
+    """Which types the matrices of a file have, for people: "1 Q4_0 and 1 Q6_K: ffn_down", …"""
+    counted: dict[str, dict[str, int]] = {}
+    for spec in found:
+        if len(spec.shape) > 1:
+            role = spec.name.removesuffix(".weight").rpartition(".")[2]
+            kinds, kind = counted.setdefault(role, {}), spec.dtype if spec.blocks is None else spec.blocks.kind.name
+            kinds[kind] = kinds.get(kind, 0) + 1
+    by_mixture: dict[str, list[str]] = {}
+    for role, kinds in counted.items():
+        said = (
+            next(iter(kinds)) if len(kinds) == 1 else " and ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+        )
+        by_mixture.setdefault(said, []).append(role)
+    return "; ".join(f"{said}: {', '.join(roles)}" for said, roles in by_mixture.items())

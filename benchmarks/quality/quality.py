@@ -18,7 +18,6 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,16 @@ from typing import Any
 import torch
 
 import rabbitllm.demo
-from benchmarks.lib import command_line, pictures, report
+from benchmarks.lib import command_line, llama_file, pictures, report
 from benchmarks.lib.idle_process import PeerError
 from benchmarks.lib.measure import fresh_folder
-from benchmarks.quality.gguf_weights import types, weights
-from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, plain_file, quantized, tool
+from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, quantized, tool, types
 from rabbitllm import AutoModel
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.evaluation.compare import Summary, at_positions, compare, summary_of
 from rabbitllm.evaluation.quality import answers_of, number, text_of, windows
+from rabbitllm.formats.gguf import read_gguf
 from rabbitllm.generation.scoring import ScoredText
 from tools.demo_prose import held_out_prose
 
@@ -107,9 +106,9 @@ class Subject:
         )
         self.targets = [torch.tensor(text.continuation) for text in self.texts]
         self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.weights = {name: p.detach().clone() for name, p in self.plain.named_parameters()}
         self.logits = list(self._logits(self.plain))
-        self.nbytes = sum(2 * weight.numel() for weight in self.weights.values())
+        self.weights = sum(weight.numel() for weight in self.plain.parameters())
+        self.nbytes = 2 * self.weights
 
     @torch.inference_mode()
     def _logits(self, model: Any) -> Iterator[torch.Tensor]:
@@ -133,23 +132,6 @@ class Subject:
         """Logits there."""
         read = [torch.tensor([ids]) for ids, _ in self.middles()]
         return torch.stack([model(input_ids=ids, use_cache=False).logits[0, -1] for ids in read])
-
-    @contextmanager
-    def with_weights(self, values: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-        """The model with other weights, for a while.
-
-        Raises:
-            ValueError: others than it has.
-        """
-        if {name: value.shape for name, value in values.items()} != {n: w.shape for n, w in self.weights.items()}:
-            raise ValueError(f"these are not the weights of {self.name}")
-        try:
-            for name, parameter in self.plain.named_parameters():
-                parameter.data = values[name]
-            yield self.plain
-        finally:
-            for name, parameter in self.plain.named_parameters():
-                parameter.data = self.weights[name]
 
 
 def ours(subject: Subject, work: Path) -> Iterator[Row]:
@@ -216,27 +198,33 @@ def _bytes(*tensors: torch.Tensor) -> int:
 
 
 def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
-    """What its tool makes of its file of the checkpoint, which is the first row; norms are float32 in both."""
+    """What its tool makes of the checkpoint's GGUF file, which is the first row; norms are float32 in both."""
     try:
         program = tool(work.parent)
         with fresh_folder(work / "gguf") as folder:
-            plain = plain_file(subject.folder, folder / f"{PLAIN}.gguf")
+            plain = llama_file.write(subject.folder, folder / f"{PLAIN}.gguf", PLAIN)
             for preset in (PLAIN, *PRESETS):
                 path = plain if preset == PLAIN else quantized(program, plain, folder / f"{preset}.gguf", preset)
-                found = list(weights(path))
-                with subject.with_weights({one.name: torch.tensor(one.values) for one in found}) as model:
+                with fresh_folder(folder / "split") as split:
+                    model = AutoModel.from_pretrained(
+                        path, device="cpu", dtype="float32", layer_shards_saving_path=split, show_layer_progress=False
+                    )
                     summary, expected = subject.summary(model), subject.at_middles(model)
+                    del model
                 said = next_tokens(path, [ids for ids, _ in subject.middles()], expected.shape[1], work.parent)
                 targets = torch.tensor([token for _, token in subject.middles()])
                 own = summary_of([at_positions(expected, said, targets)])
+                tensors = read_gguf(path).header.tensors
                 note = (
-                    f"{types(found)}. llama.cpp itself is "
+                    f"{types(tensors)}. llama.cpp itself is "
                     f"{number(own.divergence.mean)} ± {number(own.divergence.error)} "
                     f"from these weights in float32 at {own.positions} positions, and finds the same token most likely "
                     f"at {round(own.agreement * own.positions)}."
                 )
-                nbytes = sum(one.nbytes for one in found)
+                nbytes = sum(spec.nbytes if spec.blocks is None else spec.blocks.nbytes for spec in tensors)
                 yield Row(subject.name, LLAMA_CPP, preset, nbytes, summary, note)
+                if path != plain:
+                    path.unlink()
     except PeerError as error:
         print(f"{LLAMA_CPP} is left out: {error}", file=sys.stderr)
 
@@ -244,14 +232,13 @@ def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
 def table(rows: Sequence[Row], subject: Subject) -> report.Table:
     """Of one model, the smallest first."""
     shown = []
-    elements = sum(weight.numel() for weight in subject.weights.values())
     for row in sorted(rows, key=lambda row: row.nbytes):
         divergence = row.summary.divergence
         shown.append(
             (
                 f"{row.maker} {row.name}",
                 f"{row.nbytes / 1e6:.3f}",
-                f"{8 * row.nbytes / elements:.2f}",
+                f"{8 * row.nbytes / subject.weights:.2f}",
                 f"{number(divergence.mean)} ± {number(divergence.error)}",
                 number(divergence.percentile),
                 f"{row.summary.perplexity:.4f}",
@@ -285,10 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         others = () if options.smallest else of_llama_cpp(subject, options.work)
         rows = [*ours(subject, options.work), *of_bitsandbytes(subject), *others]
         positions, perplexity = rows[0].summary.positions, rows[0].summary.reference_perplexity
-        million = sum(weight.numel() for weight in subject.weights.values()) / 1e6
-        tables[f"{name}: {million:.1f} million weights, {positions:,} positions, perplexity {perplexity:.4f}"] = table(
-            rows, subject
-        )
+        tables[
+            f"{name}: {subject.weights / 1e6:.1f} million weights, {positions:,} positions, perplexity {perplexity:.4f}"
+        ] = table(rows, subject)
         notes += [f"{name}, {row.maker} {row.name}: {row.note}" for row in rows if row.note]
         every += rows
         drawn[name] = picture(name, rows)

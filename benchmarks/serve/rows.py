@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import llama_server
-from benchmarks.lib.peers import LLAMA_SERVER, THIS, TRANSFORMERS_SERVE, Environment, make_layer_files, run_worker
+from benchmarks.lib import llama_file, llama_server
+from benchmarks.lib.peers import LLAMA_SERVER, THIS, TRANSFORMERS_SERVE, Environment, make_layer_files
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,8 @@ def prepare_files(row: str, workload: Workload, work: Path) -> None:
         folder, compression = place.parent, server.compression
         make_layer_files(THIS, "rabbitllm", workload.checkpoint, folder, compression, work, f"serve-{row}-files")
         return
-    job = {"task": "gguf", "package": "gguf", "kind": server.kind, "path": str(place)}
-    job["checkpoint"] = str(workload.checkpoint)
-    run_worker(LLAMA_SERVER, job, work, f"serve-{row}-files", [workload.checkpoint])
+    if server.kind is not None:
+        llama_file.write(workload.checkpoint, place, server.kind)
 
 
 def prepared(row: str, workload: Workload) -> Path:
