@@ -38,6 +38,7 @@ from tests.support.builders import (
 )
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.meta_files import write_meta
 from tests.support.one_thread import THREADS
 from tests.support.splitting import contents
 from tests.support.tiny_models import INPUT, NEW_TOKENS, assert_same, dequantized, plain_model, run, tiers
@@ -822,9 +823,19 @@ def test_what_only_a_split_can_do(checkpoint: Path, tmp_path: Path) -> None:
     for option in ({"compression": "4bit"}, {"sequential_shard_processing": True}, {"delete_original": True}):
         with pytest.raises(OptionError, match="split=False does not split"):
             AutoModel.from_pretrained(checkpoint, split=False, **option, **STREAM)
-    folder = write_unsplit(tmp_path / "transposed", "torch")
-    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
-    torch.save({name: tensor.t().contiguous().t() for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
-    with pytest.raises(UnreadableFormatError, match="strided, or a piece") as refused:
+    # two ranks of Meta's: a matrix is in pieces
+    model = transformers.AutoModelForCausalLM.from_pretrained(build_checkpoint(tmp_path / "whole", "llama"))
+    folder = write_meta(tmp_path / "meta", model, ranks=2)
+    with pytest.raises(UnreadableFormatError, match="is a piece of a larger one") as refused:
         AutoModel.from_pretrained(folder, split=False, **STREAM)
     assert "Remove split=False" in refused.value.remedy
+
+
+@pytest.mark.parametrize("room", ["1GiB", 0])
+def test_transposed_tensors_without_a_split(tmp_path: Path, room: Any) -> None:
+    folder = write_unsplit(tmp_path / "transposed", "torch")
+    expected = reference_logits(folder, INPUT, torch.float32)
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    torch.save({name: tensor.t().contiguous().t() for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
+    model = AutoModel.from_pretrained(folder, split=False, **{**STREAM, "max_memory": {"cpu": room}})
+    assert_same(run(model), expected)

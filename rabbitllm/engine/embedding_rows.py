@@ -39,7 +39,7 @@ def can_bring_rows(source: UnitSource, tables: Sequence[nn.Module]) -> bool:
         return False
     stored = [source.stored[name] for _, name in job.recipe.sources]
     width = module.weight.shape[1]
-    if any(len(tensor.shape) != 2 or tensor.shape[1] != width for tensor in stored):
+    if any(len(tensor.shape) != 2 or tensor.shape[1] != width or not tensor.is_one_run for tensor in stored):
         return False
     if any(tensor.quantized is not None and width % _codes_a_byte(tensor.quantized) for tensor in stored):
         return False

@@ -150,6 +150,8 @@ def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | Non
 
 def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block | None:
     first = stored[0]
+    if not all(tensor.is_one_run for tensor in stored):
+        return None
     if len(stored) == 1 and len(first.shape) >= 2 and first.shape[0] == experts and experts > 1:
         return _slices(pattern, first, experts)
     if len(stored) != experts or [_number(tensor.name) for tensor in stored] != list(range(experts)):

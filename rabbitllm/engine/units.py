@@ -27,6 +27,7 @@ from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.quantize import dequantize, expanded_bytes, operands
 from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant.stored_blocks import arranged
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
@@ -343,19 +344,22 @@ class UnitSource:
         def read(spec: TensorSpec) -> torch.Tensor:
             span = self.spans[bisect.bisect_right(begins, (spec.file, spec.offset)) - 1]
             begin = span.at + spec.offset - span.offset
-            return typed(buffer[begin : begin + spec.nbytes], spec)
+            return typed(buffer[begin : begin + spec.extent], spec)
 
         return read
 
 
 def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Bytes, uint8 (nbytes,), as a tensor of the spec's dtype and shape; copied if not aligned to 64 bytes.
+    """Bytes as in the file, uint8 (extent,), as a tensor of the spec's dtype and shape.
 
+    They are copied if they are rearranged, or not aligned to 64 bytes.
     Kernels round differently on weights that are aligned to less than 16 bytes.
     """
     dtype = torch_dtype(spec.dtype)
     if flat.data_ptr() % TENSOR_ALIGNMENT:
         flat = flat.clone()
+    if not spec.is_one_run:
+        return arranged(flat, spec)
     shape = spec.shape if DTYPES[spec.dtype].bits >= 8 else (*spec.shape[:-1], spec.shape[-1] // 2)
     return flat.view(dtype).view(shape)
 
@@ -406,7 +410,7 @@ def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
     if recipe.converter is not None:
         return recipe.wraps
     tensor = stored[recipe.sources[0][1]]
-    if tensor.quantized is not None:
+    if tensor.quantized is not None or not tensor.parts[0].is_one_run:
         return False
     dtype = torch_dtype(tensor.parts[0].dtype)
     return dtype == recipe.dtype or not dtype.is_floating_point
@@ -417,7 +421,7 @@ def _spans(stored: Mapping[str, StoredTensor]) -> tuple[FileSpan, ...]:
 
     If several begin at one offset, as weights that share a storage do, the longest comes last.
     """
-    parts = sorted((part.file, part.offset, part.nbytes) for tensor in stored.values() for part in tensor.parts)
+    parts = sorted((part.file, part.offset, part.extent) for tensor in stored.values() for part in tensor.parts)
     spans: list[FileSpan] = []
     end = 0
     for file, run in itertools.groupby(((f, o, n) for f, o, n in parts if n), key=operator.itemgetter(0)):

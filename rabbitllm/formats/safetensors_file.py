@@ -265,13 +265,13 @@ class MappedFile:
         self._path = path
 
     def bytes_of(self, spec: TensorSpec) -> memoryview:
-        """The tensor's bytes, unread until accessed.
+        """The tensor's bytes as in the file, unread until accessed.
 
         Raises:
             CorruptShardError: the file was truncated after its header was read.
         """
-        found = self._bytes[spec.offset : spec.offset + spec.nbytes]
-        if len(found) != spec.nbytes:
+        found = self._bytes[spec.offset : spec.offset + spec.extent]
+        if len(found) != spec.extent:
             raise CorruptShardError(
                 f"{self._path} ends within {spec.name!r}: the file was truncated after the model was loaded.",
                 "Put the whole file back and load the model again.",

@@ -153,6 +153,11 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def is_one_run(self) -> bool:
+        """Whether its bytes in the file are its elements in row-major order."""
+        return self.strides is None and self.blocks is None
+
+    @property
     def extent(self) -> int:
         """Bytes of the file from the first of its elements to the end of the last."""
         if self.blocks is not None:

@@ -5,6 +5,7 @@ Depends on the checkpoint and splitter packages; on the engine only for the chec
 
 from rabbitllm.prepare.finding import (
     ModelSpec,
+    SmallFiles,
     Source,
     config_folder,
     family_of,
@@ -27,6 +28,7 @@ from rabbitllm.splitter.lock import read_lock
 
 __all__ = [
     "ModelSpec",
+    "SmallFiles",
     "Source",
     "acceptance",
     "check_before_fetching",

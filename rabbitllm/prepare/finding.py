@@ -10,11 +10,13 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rabbitllm.base.options import ShardPolicy, SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
@@ -252,6 +254,55 @@ def config_folder(source: Source) -> Iterator[Path]:
         for name in filter(derived.__contains__, (CONFIG_NAME, GENERATION_NAME)):
             durable.write_scratch(Path(folder) / name, derived[name])
         yield Path(folder)
+
+
+class SmallFiles:
+    """A folder with the config and tokenizer of a checkpoint that is not split; a scratch one if they are derived.
+
+    A context manager; the scratch folder is deleted at its end unless it is kept.
+
+    Args:
+        checkpoint: the checkpoint.
+
+    Attributes:
+        folder: the folder.
+
+    Raises:
+        CheckpointError: the files that they would be derived from are invalid.
+    """
+
+    def __init__(self, checkpoint: LocalCheckpoint) -> None:
+        self.folder = checkpoint.folder
+        self._delete: weakref.finalize[..., SmallFiles] | None = None
+        if derived := checkpoint.derived():
+            contents = {name: path.read_bytes() for name, path in checkpoint.sidecars().items() if "/" not in name}
+            contents |= derived
+            self.folder = Path(tempfile.mkdtemp(prefix="rabbitllm-config-"))
+            self._names = tuple(contents)
+            self._delete = weakref.finalize(self, _delete_own, self.folder, self._names, os.getpid())
+            for name, content in contents.items():
+                durable.write_scratch(self.folder / name, content)
+
+    def keep_for(self, user: object) -> None:
+        """Keep the folder until `user` is garbage collected."""
+        if self._delete is not None and self._delete.detach() is not None:
+            weakref.finalize(user, _delete_own, self.folder, self._names, os.getpid())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._delete is not None:
+            self._delete()
+
+
+def _delete_own(folder: Path, names: Sequence[str], process: int) -> None:
+    """Delete a scratch folder of this process with these files; a forked child leaves it to its parent."""
+    if os.getpid() == process:
+        with contextlib.suppress(OSError):
+            for name in names:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
 
 
 def _is_gguf(source: Source) -> bool:

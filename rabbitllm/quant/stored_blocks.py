@@ -1,6 +1,7 @@
-"""Reads tensors of any specification in row-major order; those that a file has as blocks are dequantized.
+"""Tensors of any specification in row-major order, from a file or from memory; those of blocks are dequantized.
 
-A tensor is read in pieces. The blocks that contain a piece are read and dequantized, a bounded number at a time.
+From a file a tensor is read in pieces. The blocks that contain a piece are read and dequantized, a bounded number at a
+time.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ def read_tensor(file: Readable, spec: TensorSpec, begin: int, buffer: memoryview
     dense = spec._replace(offset=0, blocks=None)
     together = spec.granule * DTYPES[spec.dtype].bits // 8 <= STAGING_BYTES  # rows of a head are dequantized once
     gap = STAGING_BYTES if together else GAP_BYTES
-    return read_run(_Dequantized(file, spec, spec.blocks), dense, begin, buffer, gap)
+    return read_run(_Values(file, spec, spec.blocks), dense, begin, buffer, gap)
 
 
-class _Dequantized:
+class _Values:
     """The elements of a tensor in the order of its file, as if they were stored as its dtype from offset 0 on."""
 
     def __init__(self, file: Readable, spec: TensorSpec, blocks: StoredBlocks) -> None:
@@ -96,7 +97,7 @@ class _Dequantized:
             raw = bytearray(length)
             if self._file.read_into(memoryview(raw), self._spec.offset + begins) != length:
                 return max(at - first, 0) * self._width
-            values = changed(dequantized(self._blocks, raw), self._blocks.change).to(self._dtype)
+            values = _dequantized(self._blocks, torch.frombuffer(raw, dtype=torch.uint8)).to(self._dtype)
             wanted = values[max(first - at, 0) : first + count - at].view(torch.uint8)
             to = max(at - first, 0) * self._width
             into[to : to + wanted.numel()] = wanted
@@ -104,24 +105,39 @@ class _Dequantized:
         return len(buffer)
 
 
-def dequantized(blocks: StoredBlocks, raw: bytearray) -> torch.Tensor:
-    """The values of some blocks: float32, of one dimension."""
+def arranged(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A tensor in row-major order, from its bytes in the file.
+
+    Args:
+        data: uint8 (spec.extent,), aligned for the dtype.
+        spec: the tensor.
+
+    Returns:
+        A contiguous tensor of the specification's dtype and shape on the same device; a view of `data` if it is stored
+        so.
+    """
+    import torch
+
+    dtype = torch_dtype(spec.dtype)
+    values = data.view(dtype) if spec.blocks is None else _dequantized(spec.blocks, data).to(dtype)
+    if spec.strides is not None:
+        values = torch.as_strided(values, spec.sizes, spec.strides)
+    return values.reshape(spec.shape).contiguous()
+
+
+def _dequantized(blocks: StoredBlocks, data: torch.Tensor) -> torch.Tensor:
+    """The values of some blocks after their change: float32, of one dimension."""
+    import numpy as np
     import torch
 
     kind = blocks.kind
     if kind.dtype is not None:
-        return torch.frombuffer(raw, dtype=torch_dtype(kind.dtype)).float()
-    count = len(raw) // kind.nbytes
-    return dequantize(kind.name, torch.frombuffer(raw, dtype=torch.uint8), (count * kind.elements,), torch.float32)
-
-
-def changed(values: torch.Tensor, change: ValueChange) -> torch.Tensor:
-    """The same values after an elementwise operation, as numpy computes it in float32."""
-    import numpy as np
-    import torch
-
-    if change is ValueChange.MINUS_ONE:
+        values = data.view(torch_dtype(kind.dtype)).float()
+    else:
+        count = data.numel() // kind.nbytes
+        values = dequantize(kind.name, data, (count * kind.elements,), torch.float32)
+    if blocks.change is ValueChange.MINUS_ONE:
         return values - 1
-    if change is ValueChange.LOG_OF_NEGATIVE:
-        return torch.from_numpy(np.log(-values.numpy()))
+    if blocks.change is ValueChange.LOG_OF_NEGATIVE:  # as numpy computes it
+        return torch.from_numpy(np.log(-values.cpu().numpy())).to(values.device)
     return values

@@ -41,6 +41,7 @@ from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_
 from rabbitllm.quant import gguf_blocks
 from rabbitllm.quant.quantize import dequantize, expand_scales
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, STORED, Quantized
+from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.storage.folders import existing
@@ -172,7 +173,7 @@ class PlainReader:
     def _read(self, part: TensorSpec, begin: int, length: int, *, own: bool = False) -> memoryview:
         """A run of a part's bytes, in the shared buffer or in newly allocated memory."""
         into = memoryview(bytearray(length)) if own else self._buffer[:length]
-        came = self._file(part.file).read_into(into, part.offset + begin)
+        came = read_tensor(self._file(part.file), part, begin, into)
         if came != length:
             raise IncompleteSplitError(
                 f"{self._store.path(part.file)} ends within {part.name!r}: the file was truncated after the model was "

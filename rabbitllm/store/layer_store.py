@@ -1,9 +1,9 @@
 """Files of weights opened for reading, a split directory or a checkpoint's own shards; and the verification of a split.
 
 Only headers are read at first. With `split=False` the engine reads a checkpoint's shards instead of layer files:
-nothing is written, nothing is compressed. Two properties of a split are missing then: tensors begin where the
-checkpoint's writer put them, so unaligned ones are copied when they are used; and the tensors of a layer may be spread
-over a file, or over several.
+nothing is written, nothing is compressed. Three properties of a split are missing then: tensors begin where the
+checkpoint's writer put them, so unaligned ones are copied when they are used; some are in another order there, and are
+rearranged in each use; and the tensors of a layer may be spread over a file, or over several.
 
 Verification reads every byte of every layer file; it changes nothing. Of the sources it uses only the shard names in a
 manifest, by which a damaged layer can be made again.
@@ -29,7 +29,15 @@ from rabbitllm.errors import (
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import Header, TensorSpec
-from rabbitllm.quant.schemes import Quantized, part_names, read_state, state_key, stored_schemes
+from rabbitllm.quant.schemes import (
+    Quantized,
+    part_names,
+    read_state,
+    row_blocks,
+    scheme_of,
+    state_key,
+    stored_schemes,
+)
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store.checksums import (
     LayerChecks,
@@ -77,7 +85,12 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Bytes on the disk."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.extent for part in self.parts)
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether the bytes of each part are its elements in row-major order."""
+        return all(part.is_one_run for part in self.parts)
 
 
 def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantized | None]:
@@ -250,7 +263,7 @@ class UnsplitStore(MappedWeights):
         """
         Raises:
             MissingShardError: a shard is missing.
-            UnreadableFormatError: a tensor is not contiguous, so the checkpoint has to be split first.
+            UnreadableFormatError: a tensor is in pieces, so the checkpoint has to be split first.
             CheckpointError: see `read_shard_header`.
         """
         super().__init__(checkpoint.folder, checkpoint.label)
@@ -265,23 +278,20 @@ class UnsplitStore(MappedWeights):
             self._headers[shard] = header
             for spec in header.tensors:
                 if owner.get(spec.name, shard) == shard:
-                    self.tensors[spec.name] = StoredTensor(spec.name, (_in_one_run(spec),), None)
+                    self.tensors[spec.name] = _stored(spec)
 
 
-def _in_one_run(spec: TensorSpec) -> TensorSpec:
-    if spec.blocks is not None:
+def _stored(spec: TensorSpec) -> StoredTensor:
+    """A tensor of a checkpoint as the engine reads it: blocks that a split would keep stay blocks."""
+    if spec.piece is not None:
         raise UnreadableFormatError(
-            f"The tensor {spec.name!r} in {spec.file} has blocks of {spec.blocks.kind.name}, or is changed when it is "
-            "read; split=False reads only plain tensors.",
-            "Remove split=False: a split dequantizes the tensors.",
+            f"The tensor {spec.name!r} in {spec.file} is a piece of a larger one; split=False reads whole ones only.",
+            "Remove split=False: a split joins the pieces.",
         )
-    if spec.strides is not None or spec.piece is not None:
-        raise UnreadableFormatError(
-            f"The tensor {spec.name!r} in {spec.file} is strided, or a piece of a larger one; split=False reads only "
-            "contiguous tensors.",
-            "Remove split=False: a split stores every tensor contiguously.",
-        )
-    return spec
+    scheme, payload = scheme_of(spec, None), row_blocks(spec)
+    if scheme is None or payload is None:
+        return StoredTensor(spec.name, (spec,), None)
+    return StoredTensor(spec.name, (payload,), Quantized(scheme, spec.shape, None))
 
 
 @dataclass(frozen=True, slots=True)

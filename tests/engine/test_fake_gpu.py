@@ -15,7 +15,9 @@ import transformers
 from safetensors.torch import save_file
 from transformers.integrations import sdpa_attention
 
+from rabbitllm import AutoModel
 from rabbitllm.base.options import RunOptions
+from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.engine import expert_pool, forwards
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
@@ -23,7 +25,9 @@ from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
 from rabbitllm.errors import NotEnoughMemoryError, RabbitLLMError
+from rabbitllm.prepare import SmallFiles
 from rabbitllm.quant import products
+from rabbitllm.store.layer_store import UnsplitStore
 from rabbitllm.telemetry.passes import (
     EXPERT_TIERS,
     EXPERTS_IN_HOST_MEMORY,
@@ -35,6 +39,7 @@ from rabbitllm.telemetry.passes import (
 from tests.engine.test_prefetch import until
 from tests.support.builders import FAMILIES, SINGLE_NAME, Reference, build_checkpoint, read_tensors, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, current, watched
+from tests.support.gguf_files import write_gguf
 from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
 
@@ -69,6 +74,20 @@ def wait_for_copies_ahead(model: Any, gpu: FakeGpu) -> None:
 def no_gpu_of_another_test_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "_repeating", set())
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe"])
+@pytest.mark.parametrize(("budget", "host"), [(0, 0), (0, ALL), (ALL, 0)])
+def test_a_gguf_file_without_a_split(family: str, budget: int, host: int, tmp_path: Path) -> None:
+    """Rows and values are rearranged on the device."""
+    file = write_gguf(tmp_path / "model.gguf", family)
+    expected = run(AutoModel.from_pretrained(file, device="cpu", exact=True, layer_shards_saving_path=tmp_path / "out"))
+    checkpoint, gpu = LocalCheckpoint(tmp_path, entry=file.name), FakeGpu(0)
+    limits = {gpu.name: budget, "cpu": host}
+    with SmallFiles(checkpoint) as small, watched():
+        options = RunOptions(max_memory=limits, show_progress=False, exact=True)
+        found = run(load_model(UnsplitStore(checkpoint), options, small.folder, [gpu]))
+    assert_same(found, expected)
 
 
 # The fake itself

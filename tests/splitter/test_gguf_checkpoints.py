@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import rabbitllm
 from rabbitllm.cli.main import app
-from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, MissingShardError, UnreadableFormatError
+from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, MissingShardError
 from rabbitllm.store.layer_store import verify
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.gguf_files import write_gguf
@@ -168,12 +168,6 @@ def test_inspect_and_plan(tmp_path: Path) -> None:
     assert {"Q4_K", "F32"} <= {*json.loads(ran.stdout)["dtypes"]}
     ran = CliRunner().invoke(app, ["plan", str(file), "--json"])
     assert ran.exit_code == 0, ran.output
-
-
-def test_the_whole_file_is_needed_in_one_piece_without_a_split(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf")
-    with pytest.raises(UnreadableFormatError, match="has blocks"):
-        rabbitllm.AutoModel.from_pretrained(file, device="cpu", split=False)
 
 
 def test_lazy_loading_dequantizes_a_tensor_when_it_is_used(tmp_path: Path) -> None:
