@@ -56,6 +56,7 @@ def set_data(weight: Any) -> None:
     weight.data = torch.ones(tuple(weight.shape))
 
 
+with_vectors = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
 WRITES: list[Callable[[Any], Any]] = [
     add_in_place,
     set_an_item,
@@ -77,7 +78,7 @@ def test_no_writing_to_what_is_not_there(write: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "compression", "budget", "name", "kind"),
     [
-        ("llama", "4bit", ALL, "model.layers.1.mlp.up_proj.weight", QuantizedWeight),
+        pytest.param("llama", "4bit", ALL, "model.layers.1.mlp.up_proj.weight", QuantizedWeight, marks=with_vectors),
         ("qwen3_moe", None, 0, "model.layers.1.mlp.experts.down_proj", ExpertStack),
     ],
 )
@@ -295,7 +296,6 @@ def test_copies_and_pickles() -> None:
         safetensors.torch.save({"weight": weight.detach()})
 
 
-with_vectors = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
 WIDE = {"hidden_size": 128, "intermediate_size": 192}
 
 
