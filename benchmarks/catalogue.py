@@ -49,6 +49,11 @@ CATALOGUE: Mapping[str, Benchmark] = {
     "decode.capped": Benchmark(
         "seconds a token with less memory than the model has", (GROUPS, PEERS), "10 GB; 96 runs of at most 90 s"
     ),
+    "decode.gguf": Benchmark(
+        "seconds a token from GGUF files, compared with llama.cpp on the same file",
+        (GROUPS, PEERS),
+        "6 GB; 72 runs of at most 90 s",
+    ),
     "decode.predict": Benchmark(
         "seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB; 27 plans and runs"
     ),

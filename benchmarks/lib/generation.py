@@ -112,6 +112,7 @@ class Workload:
         label: str,
         *,
         checkpoint: Path | None = None,
+        place: Path | None = None,
         cap_bytes: int | None = None,
         limit_seconds: float | None = None,
         options: Mapping[str, Any] | None = None,
@@ -122,25 +123,26 @@ class Workload:
             runner: what generates.
             work, label, cap_bytes, limit_seconds: see `run_worker`.
             checkpoint: another one, for a runner that cannot read this one.
+            place: of the files that it loads beside it; by default those that `prepare_files` made.
             options: in addition to the runner's.
 
         Raises:
             PeerError: it failed.
         """
-        place, source = str(self.folder / runner.files_name), checkpoint or self.checkpoint
+        files, source = str(place or self.folder / runner.files_name), checkpoint or self.checkpoint
         job = {
             "task": "decode",
             "package": runner.package,
             "loader": runner.loader,
             "kind": runner.loader,
-            "path": place,
+            "path": files,
             "checkpoint": str(source),
-            "options": {"layer_shards_saving_path": place, **runner.options, **(options or {})},
+            "options": {"layer_shards_saving_path": files, **runner.options, **(options or {})},
             "offload_folder": str(self.folder / "offload"),
             "prompt": list(self.prompt),
             "tokens": self.tokens,
         }
-        cold = [source, self.folder]
+        cold = [source if source.is_dir() else source.parent, self.folder]
         return run_worker(runner.environment, job, work, label, cold, cap_bytes=cap_bytes, limit_seconds=limit_seconds)
 
 

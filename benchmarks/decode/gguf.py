@@ -1,0 +1,129 @@
+"""Generating from GGUF files on the CPU, compared with llama.cpp on the same file, with and without a cap on memory.
+
+A Llama of 0.7 billion random weights, quantized by llama.cpp's own tool, a prompt of 16 tokens, then greedy tokens,
+batch 1, in turns; files are not in the page cache at the start. Under a cap every process runs in a control group that
+is bounded, once everything is imported, to what it takes then and a share of the file. Seconds a token are the median
+of the steps after the first token; bytes a token are what the process read from the disk in those steps.
+
+    sudo python -m benchmarks decode.gguf [--turns 3] [--types Q4_K_M Q8_0] [--shares 50] [--only ROW ...]
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.lib import command_line, llama_file, report
+from benchmarks.lib.checkpoint import make_checkpoint
+from benchmarks.lib.generation import Runner, StepsRun, Workload, prompt_for
+from benchmarks.lib.measure import drop_cached, fresh_folder
+from benchmarks.lib.peers import LLAMA_CPP, THIS, make_layer_files, prepare, room
+from benchmarks.lib.runs import failures, ratios, run_cases, status, versions
+from benchmarks.quality.llama_cpp import PLAIN, quantized, tool
+
+PEER, OURS, UNSPLIT = "llama.cpp", "rabbitllm-2", "rabbitllm-2-no-split"
+RUNNERS = {
+    PEER: Runner(LLAMA_CPP, "llama_cpp"),
+    OURS: Runner(THIS, "rabbitllm"),
+    UNSPLIT: Runner(THIS, "rabbitllm", options={"split": False}),
+}
+TYPES = ("Q4_0", "Q4_K_M", "Q6_K", "Q8_0")
+RUN_LIMIT_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class FileCase:
+    """A row: a file, what reads it, and a cap, as a share of the file in percent, or none."""
+
+    kind: str
+    runner: str
+    share: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.runner}, {'no cap' if self.share is None else f'{self.share} %'}"
+
+    @property
+    def peer(self) -> FileCase:
+        return FileCase(self.kind, PEER, self.share)
+
+
+def tabulate(runs: Sequence[StepsRun], cases: Sequence[FileCase], turns: int) -> report.Table:
+    """A line a row."""
+    columns: report.Columns[FileCase, StepsRun] = {
+        "load s": report.each(lambda run: run.load_seconds),
+        "first token s": report.each(lambda run: run.first_token_seconds),
+        "s/token": report.each(lambda run: run.token_seconds, 3),
+        "x llama.cpp": lambda case, found: report.shown(ratios(runs, case.peer.name, case.name)),
+        "MB/token from disk": report.each(lambda run: statistics.median(run.step_bytes), 0, 1e6),
+        "anon MiB over idle": report.ADDED_MEMORY,
+    }
+    return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
+
+
+def write_files(checkpoint: Path, folder: Path, kinds: Sequence[str], work: Path) -> dict[str, Path]:
+    """The files, by type; those that this project cannot encode are made by llama.cpp's tool.
+
+    Raises:
+        PeerError: the tool cannot be built here.
+    """
+    plain = llama_file.write(checkpoint, folder / f"{PLAIN}.gguf", PLAIN)
+    others = [kind for kind in kinds if kind != PLAIN]
+    made = {PLAIN: plain} if PLAIN in kinds else {}
+    made |= {kind: quantized(tool(work), plain, folder / f"{kind}.gguf", kind) for kind in others}
+    if PLAIN not in kinds:
+        plain.unlink()
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; not 0 if a row of this project failed."""
+    parser = command_line.parser(__doc__, 3, list(RUNNERS))
+    parser.add_argument("--tokens", type=int, default=16, help="to generate, at least 2 (default: %(default)s)")
+    parser.add_argument("--types", nargs="+", default=list(TYPES), help="of the files (default: %(default)s)")
+    parser.add_argument("--shares", type=int, nargs="*", default=[50], help="of the file, in percent")
+    options = command_line.parsed(parser, arguments, only=[OURS, UNSPLIT], tokens=3, types=[PLAIN], shares=[])
+    command_line.settle(options, "gguf")
+    command_line.check_tokens(options)
+    work = options.work_dir
+    checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
+    workload = Workload(checkpoint, work / "gguf-run", prompt_for(options.scale), options.tokens)
+    unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
+    shares = (None, *options.shares)
+    cases = [FileCase(kind, row, share) for kind in options.types for share in shares for row in options.only]
+    with fresh_folder(workload.folder):
+        paths = write_files(checkpoint, workload.folder, options.types, work)
+        for kind in options.types if OURS in options.only else ():
+            folder = workload.folder / kind
+            make_layer_files(THIS, "rabbitllm", paths[kind], folder, None, work, f"gguf-{kind}-split")
+
+        def measure(run: StepsRun, case: FileCase) -> None:
+            path = paths[case.kind]
+            place = workload.folder / (case.kind if case.runner == OURS else "none")
+            outcome = workload.decode(
+                RUNNERS[case.runner],
+                work,
+                f"gguf-{case.kind}-{case.runner}-{case.share}-{run.turn}",
+                checkpoint=path,
+                place=path if case.runner == PEER else place,
+                cap_bytes=room(path.stat().st_size, case.share),
+                limit_seconds=RUN_LIMIT_SECONDS,
+            )
+            run.take(outcome)
+
+        drop_cached(workload.folder)
+        machine = report.describe_machine(work)
+        runs = run_cases(cases, options.turns, StepsRun, measure, unusable)
+        sizes = ", ".join(f"{kind} {path.stat().st_size / 1e6:.0f} MB" for kind, path in paths.items())
+    notes = [
+        f"Files: {sizes}.",
+        "x llama.cpp: how many times as many tokens a second as llama.cpp with the same file under the same cap.",
+        report.MEMORY_NOTE,
+        *versions(runs),
+        *failures(runs),
+    ]
+    title = f"{options.tokens} tokens from a GGUF file, on the CPU, {command_line.turns(options)}"
+    report.write(options.results, title, machine, tabulate(runs, cases, options.turns), notes, runs)
+    return status(runs, lambda row: OURS in row)
