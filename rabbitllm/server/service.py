@@ -17,6 +17,7 @@ from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import RunOptions, expand
+from rabbitllm.checkpoints.index import GGUF_SUFFIX, is_gguf
 from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.memory import left_to_requests
@@ -103,11 +104,13 @@ def with_room(run: RunOptions, cache_bytes: int | None, pass_bytes: int = 0) -> 
 
 
 def served_name(name: str) -> str:
-    """The model name in requests: the id of a repository, or the last part of a folder's path.
+    """The model name in requests: the id of a repository, or the last part of the path of a folder or a GGUF file.
 
     Args:
         name: the name as the user wrote it.
     """
+    if is_gguf(name):
+        return expand(name).name.removesuffix(GGUF_SUFFIX)
     found = meant(name)
     path = expand(found)
     if not path.is_dir():

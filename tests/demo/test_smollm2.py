@@ -72,7 +72,9 @@ def greedy(model: Any, tokenizer: Any, question: str) -> list[int]:
 
 
 def test_an_answer_straight_out_of_the_gguf_file(file: Path) -> None:
-    ran = CliRunner().invoke(app, ["run", str(file), PROMPTS[0], "--no-split", "--device", "cpu", "--max-new-tokens", "8"])
+    ran = CliRunner().invoke(
+        app, ["run", str(file), PROMPTS[0], "--no-split", "--device", "cpu", "--max-new-tokens", "8"]
+    )
     assert ran.exit_code == 0, ran.output
     assert "Paris" in ran.stdout
     assert not list(file.parent.glob("splitted*"))

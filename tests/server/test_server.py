@@ -98,6 +98,10 @@ def test_the_name_that_requests_use(tmp_path: Path) -> None:
     for name in (folder, folder / "splitted_model.4bit", folder / "model.safetensors"):
         assert served_name(str(name)) == "my-model"
     assert served_name("org/name") == served_name("hf://org/name") == "org/name"
+    (tmp_path / "files").mkdir()
+    write_gguf(tmp_path / "files" / "Tiny-Q4_K_M.gguf")
+    assert served_name(str(tmp_path / "files" / "Tiny-Q4_K_M.gguf")) == "Tiny-Q4_K_M"
+    assert served_name("org/name:Q4_K_M") == "org/name:Q4_K_M"
 
 
 def test_weights_leave_room_for_requests() -> None:
