@@ -27,6 +27,7 @@ from rabbitllm.server.settings import bound, check_guarded, hosts_of, is_local
 from tests.server.serving import Running
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
+from tests.support.gguf_files import write_gguf
 
 
 def said(served: Running, split: tuple[bool, Path] | None, *, is_local: bool = True) -> str:
