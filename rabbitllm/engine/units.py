@@ -352,11 +352,12 @@ class UnitSource:
 def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Bytes as in the file, uint8 (extent,), as a tensor of the spec's dtype and shape.
 
-    They are copied if they are rearranged, or not aligned to 64 bytes.
-    Kernels round differently on weights that are aligned to less than 16 bytes.
+    They are copied if they are rearranged, or not aligned to 64 bytes: kernels round differently on weights that are
+    aligned to less than 16 bytes. Codes on a CPU are read byte by byte, and need no copy.
     """
     dtype = torch_dtype(spec.dtype)
-    if flat.data_ptr() % TENSOR_ALIGNMENT:
+    is_code = spec.dtype == "U8" and flat.device.type == "cpu"
+    if flat.data_ptr() % TENSOR_ALIGNMENT and not is_code:
         flat = flat.clone()
     if not spec.is_one_run:
         return arranged(flat, spec)
