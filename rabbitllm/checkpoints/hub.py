@@ -399,14 +399,29 @@ def _check_listed(repo_id: str, listed: HubFile) -> None:
 
 
 def cached_snapshot(repo_id: str, access: HubAccess) -> Path | None:
-    """The folder of a repository's revision in the user's cache, without a request; None if it is absent."""
-    from huggingface_hub import try_to_load_from_cache
+    """The folder of a repository's revision in the user's cache, without a request; None if there is no model.
 
-    for name in ("config.json", META_PARAMETERS):
-        found = try_to_load_from_cache(repo_id, name, cache_dir=access.cache_dir, revision=access.revision)
-        if isinstance(found, str) and Path(found).exists():
-            return Path(found).parent
-    return None
+    Without a revision it is the only one, if the cache does not know which commit the main branch is at: this package
+    downloads by commit.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    cache = access.cache_dir or Path(constants.HF_HUB_CACHE)
+    try:
+        folder = Path(snapshot_download(repo_id, revision=access.revision, cache_dir=cache, local_files_only=True))
+    except LocalEntryNotFoundError:
+        snapshots = list((cache / hub_cache.folder_name(repo_id) / "snapshots").glob("*"))
+        if access.revision is not None or len(snapshots) != 1:
+            return None
+        folder = snapshots[0]
+    files = cached_files(folder)
+    return folder if {"config.json", META_PARAMETERS} & {*files} or any(map(is_gguf, files)) else None
+
+
+def cached_files(snapshot: Path) -> list[str]:
+    """The files of a repository's revision that are in the user's cache, as the repository names them."""
+    return sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
 
 
 def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:

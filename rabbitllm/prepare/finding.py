@@ -25,11 +25,20 @@ from rabbitllm.checkpoints.hub import (
     HubAccess,
     HubCheckpoint,
     HubRepository,
+    cached_files,
     cached_snapshot,
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.index import GGUF_SUFFIX, META_PARAMETERS, gguf_models, index_of, is_gguf, is_meta
+from rabbitllm.checkpoints.index import (
+    GGUF_SUFFIX,
+    META_PARAMETERS,
+    gguf_entry,
+    gguf_models,
+    index_of,
+    is_gguf,
+    is_meta,
+)
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
 from rabbitllm.errors import (
@@ -466,7 +475,7 @@ def _finished_while_looking(folder: Path, repository: HubRepository | None, targ
 
 def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | None = None) -> Source:
     if _is_offline(spec):
-        return _offline_source(spec, only_look=only_look)
+        return _offline_source(spec, only_look=only_look, quantization=quantization)
     try:
         repository = open_repository(spec.name, spec.access, Path(), quantization)
     except GatedRepositoryError:
@@ -561,7 +570,7 @@ def _finished_without_hub(spec: ModelSpec) -> Source | None:
     return found
 
 
-def _offline_source(spec: ModelSpec, *, only_look: bool) -> Source:
+def _offline_source(spec: ModelSpec, *, only_look: bool, quantization: str | None) -> Source:
     """Find the source if the hub may not be used."""
     if (known := _finished_without_hub(spec)) is not None:
         return known
@@ -571,7 +580,8 @@ def _offline_source(spec: ModelSpec, *, only_look: bool) -> Source:
             f"{spec.name} has no split here and is not in the hub cache, and access to the hub is off.",
             "Allow access (local_files_only=False, and HF_HUB_OFFLINE unset), or use a local folder.",
         )
-    return _find_local(snapshot, spec, only_look=only_look)
+    entry = gguf_entry(cached_files(snapshot), quantization, f"{spec.name} in the hub cache")
+    return _find_local(snapshot, spec, only_look=only_look, entry=entry)
 
 
 def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity) -> None:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 import rabbitllm
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.errors import IncompleteCheckpointError, UnknownArchitectureError
+from rabbitllm.errors import CheckpointNotFoundError, IncompleteCheckpointError, UnknownArchitectureError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import vectors
 from rabbitllm.store.checkpoint_folder import PlainReader
@@ -102,6 +102,23 @@ def test_a_repository_without_a_split(tmp_path: Path, hub_environment: HubEnviro
     assert torch.equal(logits(model), expected)
     assert list(hub_environment.cache.rglob("*.gguf"))
     assert not list(hub_environment.home.rglob("split*"))
+
+
+@pytest.mark.parametrize("options", [{"split": False}, {}])
+def test_a_repository_in_the_cache_without_the_hub(
+    tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub, options: dict[str, Any]
+) -> None:
+    for name in ("Q4_K_M/tiny", "Q8_0/tiny"):
+        (tmp_path / "hub" / "acme/tiny" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_gguf(tmp_path / "hub" / "acme/tiny" / f"{name}.gguf", files=3, seed=len(name))
+    own = {"device": "cpu", "max_memory": {"cpu": 0}, **options}
+    found = logits(rabbitllm.AutoModel.from_pretrained("acme/tiny:q4_k_m", **own))
+    local_hub.stop()
+    for name in ("acme/tiny:q4_k_m", "acme/tiny"):
+        again = rabbitllm.AutoModel.from_pretrained(name, local_files_only=True, **own)
+        assert torch.equal(logits(again), found)
+    with pytest.raises(CheckpointNotFoundError, match="0 of them fit 'q8_0'"):
+        rabbitllm.AutoModel.from_pretrained("acme/tiny:q8_0", local_files_only=True, **own)
 
 
 @pytest.mark.parametrize("sentencepiece", [False, True])

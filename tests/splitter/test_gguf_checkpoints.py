@@ -161,6 +161,17 @@ def test_convert_writes_the_same_weights_as_safetensors(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "tokenizer.json").exists()
 
 
+def test_a_damaged_layer_is_made_again_from_the_files(
+    tmp_path: Path, expected: dict[str | None, dict[str, bytes]]
+) -> None:
+    made = split(write_gguf(tmp_path / "model.gguf", files=FILES), sequential=False)
+    file = made / names_in(made, "*.safetensors")[1]
+    file.write_bytes(file.read_bytes()[:-5] + b"\xff" * 5)
+    ran = CliRunner().invoke(app, ["verify", str(made), "--repair"])
+    assert ran.exit_code == 0, ran.output
+    assert layer_files(made) == expected[None]
+
+
 def test_inspect_and_plan(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf")
     ran = CliRunner().invoke(app, ["inspect", str(file), "--json"])
