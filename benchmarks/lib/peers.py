@@ -246,7 +246,7 @@ def make_layer_files(
         if environment == THIS and SMALLEST in os.environ:
             split(job)
         else:
-            run_worker(environment, job, work, label, [checkpoint])
+            run_worker(environment, job, work, label, [checkpoint if checkpoint.is_dir() else checkpoint.parent])
     except BaseException:
         shutil.rmtree(folder)  # another row of these layer files is not to take them for made
         raise

@@ -154,7 +154,7 @@ def ours(subject: Subject, work: Path) -> Iterator[Row]:
                     show_layer_progress=False,
                     **wish,
                 )
-                nbytes = sum(placed.stored for placed in model.placement.units)
+                nbytes = sum(placed.counted for placed in model.placement.units)
                 yield Row(subject.name, maker, name, nbytes, compare(model, reference, subject.texts))
                 del model
         except RabbitLLMError as error:
