@@ -401,17 +401,17 @@ def _check_listed(repo_id: str, listed: HubFile) -> None:
 def cached_snapshot(repo_id: str, access: HubAccess) -> Path | None:
     """The folder of a repository's revision in the user's cache, without a request; None if there is no model.
 
-    Without a revision it is the only one, if the cache does not know which commit the main branch is at: this package
-    downloads by commit.
+    It may be incomplete. Without a revision it is the only one, if the cache does not know which commit the main branch
+    is at: this package downloads by commit.
     """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import constants
 
-    cache = access.cache_dir or Path(constants.HF_HUB_CACHE)
-    try:
-        folder = Path(snapshot_download(repo_id, revision=access.revision, cache_dir=cache, local_files_only=True))
-    except LocalEntryNotFoundError:
-        snapshots = list((cache / hub_cache.folder_name(repo_id) / "snapshots").glob("*"))
+    repository = (access.cache_dir or Path(constants.HF_HUB_CACHE)) / hub_cache.folder_name(repo_id)
+    revision = access.revision or "main"
+    branch = repository / "refs" / revision
+    folder = repository / "snapshots" / (branch.read_text().strip() if branch.is_file() else revision)
+    if not folder.is_dir():
+        snapshots = list((repository / "snapshots").glob("*"))
         if access.revision is not None or len(snapshots) != 1:
             return None
         folder = snapshots[0]
