@@ -98,7 +98,7 @@ def test_the_first_block_leaves_no_shard(hub_environment: HubEnvironment, local_
     code = next(code for page, code in PYTHON if page == "README.md")
     serve_what_is_named(code, tmp_path / "hub")
     exec(code, {})
-    assert len([*hub_environment.home.glob("rabbitllm/*/*/splitted_model.4bit/split.json")]) == 1
+    assert len([*hub_environment.home.glob("rabbitllm/*/*/splitted_model.auto/split.json")]) == 1
     assert [path for path in hub_environment.home.rglob("*") if "-of-" in path.name] == []
 
 

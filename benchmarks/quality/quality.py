@@ -237,15 +237,20 @@ def table(rows: Sequence[Row], subject: Subject) -> report.Table:
         shown.append(
             (
                 f"{row.maker} {row.name}",
-                f"{row.nbytes / 1e6:.3f}",
+                _digits(row.nbytes / 1e6, 1, 3),
                 f"{8 * row.nbytes / subject.weights:.2f}",
                 f"{number(divergence.mean)} ± {number(divergence.error)}",
                 number(divergence.percentile),
-                f"{row.summary.perplexity:.4f}",
-                f"{row.summary.agreement:.2%}",
+                _digits(row.summary.perplexity, 2, 4),
+                f"{row.summary.agreement:.1%}",
             )
         )
     return report.Table(("format", "MB", "bits a weight", "divergence", "99 in 100 below", "perplexity", "same"), shown)
+
+
+def _digits(value: float, large: int, small: int) -> str:
+    """With so many decimals, from 10 on and below."""
+    return f"{value:.{large if value >= 10 else small}f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -115,7 +115,7 @@ def test_killed_and_run_again(machine: Path, repository: Path, local_hub: LocalH
         before = made(layers)
         local_hub.faults.delay_per_mib = 0.0
         output = run_all(machine, gpus=2, gpu_bytes=1_200_000)
-    [folder] = layers.glob("*/*/splitted_model.4bit")
+    [folder] = layers.glob("*/*/splitted_model.auto")
     checkpoint = sum(file.stat().st_size for file in repository.glob("*.safetensors"))
     assert 0 < peak[0] <= ROOM < checkpoint
     assert verify(folder).damaged == ()
@@ -154,7 +154,7 @@ def test_what_is_attached_is_read_in_place_and_kept(
 ) -> None:
     made = shutil.copytree(MODEL, tmp_path / "made")
     if what == "split":
-        made = split(made, compression="4bit")
+        made = split(made, compression="auto", max_disk=ROOM)
     attached = shutil.copytree(made, machine / "kaggle/input/models/rabbit/demo/transformers/default/1")
     before = contents(attached)
     for folder in (attached, *(path for path in attached.rglob("*") if path.is_dir())):
@@ -167,7 +167,7 @@ def test_what_is_attached_is_read_in_place_and_kept(
     assert ANSWER in output
     left = contents(attached)
     assert {name: left[name] for name in before} == before
-    others = {name for name in left.keys() - before.keys() if not name.startswith("splitted_model.4bit/")}
+    others = {name for name in left.keys() - before.keys() if not name.startswith("splitted_model.auto/")}
     assert others == set()  # root may write where it may not, and then the layer files are there
     assert names_in(machine / "kaggle/working") == []
 
@@ -178,7 +178,7 @@ def test_on_colab(tmp_path: Path, repository: Path) -> None:
     (machine / "content").mkdir(parents=True)
     output = run_all(machine, variables={"COLAB_RELEASE_TAG": "release-colab"})
     assert ANSWER in output
-    assert len([*(machine / "content/rabbitllm").glob("*/*/splitted_model.4bit/split.json")]) == 1
+    assert len([*(machine / "content/rabbitllm").glob("*/*/splitted_model.auto/split.json")]) == 1
 
 
 @pytest.mark.long
