@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
-from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, sidecars_in
 from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint, Target, stored_shapes
 from rabbitllm.checkpoints.gguf_rotary import FACTORS, rotary_factors
@@ -37,7 +35,6 @@ from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.errors import (
     CorruptShardError,
     IncompleteCheckpointError,
-    NotEnoughSpaceException,
     OptionError,
     UnreadableFormatError,
     system_errors_by_name,
@@ -53,7 +50,7 @@ from rabbitllm.quant.schemes import STORED
 from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile
-from rabbitllm.storage.folders import bytes_freed_by_deleting, existing
+from rabbitllm.storage.folders import bytes_freed_by_deleting, require_room
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
 
 if TYPE_CHECKING:
@@ -75,7 +72,6 @@ MAX_HALF = 65504.0
 """The largest float16, which is also that of the scales of blocks."""
 _ALWAYS_SINGLE = ("ffn_gate_inp", "position_embd", "token_types", "ssm_conv1d", "shortconv.conv")
 """Tensors of two dimensions that llama.cpp needs in float32."""
-_LATER_BYTES = 1 << 20
 
 
 # The source: tensors by name, each read in row-major order.
@@ -572,7 +568,10 @@ def convert_to_gguf(
         raise OptionError(f"{file} exists already. Nothing was changed.", "Use another name, or delete the file.")
     with system_errors_by_name(str(file)), _source(path_or_repo_id, outtype, access) as (metadata, tensors, sources):
         head, offsets, nbytes = metadata.header(tensors, file_type_of(tensors))
-        _require_room(file, nbytes, max_disk, min_free)
+        part = file.with_name(file.name + durable.PART_SUFFIX)
+        reusable = bytes_freed_by_deleting(part, part.stat().st_dev) if part.exists() else 0
+        writing = f"Writing {file} as GGUF"
+        require_room(file.parent, nbytes, writing, reusable=reusable, max_disk=max_disk, min_free=min_free)
         _write(file, head, tensors, offsets, sources, nbytes)
     return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), ())
 
@@ -638,21 +637,6 @@ def _copies(paths: Mapping[str, Path], contents: Mapping[str, bytes]) -> Iterato
         for name, content in contents.items():
             durable.write_scratch(folder / name, content)
         yield folder
-
-
-def _require_room(file: Path, nbytes: int, max_disk: int | None, min_free: int) -> None:
-    at = existing(file.absolute().parent)
-    part = file.with_name(file.name + durable.PART_SUFFIX)
-    free = shutil.disk_usage(at).free + (bytes_freed_by_deleting(part, at.stat().st_dev) if part.exists() else 0)
-    need = nbytes + _LATER_BYTES
-    have, where = free - min_free, f"free on the disk of {at}, of which {size(min_free)} must stay free"
-    if max_disk is not None and max_disk < have:
-        have, where = max_disk, "allowed by max_disk"
-    if need > have:
-        raise NotEnoughSpaceException(
-            f"Writing {file} as GGUF needs {size(need)}; {size(max(have, 0))} are {where}.",
-            f"Free {size(need - have)}, use another disk, or a smaller --outtype. Nothing was written.",
-        )
 
 
 def _write(

@@ -303,23 +303,26 @@ def ensure_split(
             )
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
-        checkpoint = _open(source, options, by_executor=executor is not None)
-        if checkpoint.gguf is not None:
-            checkpoint.gguf.keeps_blocks = options.keeps_blocks
+        checkpoint = _keeping(_open(source, options, by_executor=executor is not None), options)
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
         request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, picked, accept)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())
-            request = dataclasses.replace(request, checkpoint=downloaded, chosen=chosen)
-        if request.checkpoint.gguf is not None:
-            request.checkpoint.gguf.keeps_blocks = options.keeps_blocks
+            request = dataclasses.replace(request, checkpoint=_keeping(downloaded, options), chosen=chosen)
         try:
             with _sharing(source, executor):
                 return split(request)
         except MissingShardError as error:
             raise _with_other_splits(error, source) from None
+
+
+def _keeping(checkpoint: Checkpoint, options: SplitOptions) -> Checkpoint:
+    """Tell the checkpoint whether blocks of GGUF files stay blocks; return it."""
+    if checkpoint.gguf is not None:
+        checkpoint.gguf.keeps_blocks = options.keeps_blocks
+    return checkpoint
 
 
 def check_before_fetching(source: Source, accept: Acceptance) -> None:

@@ -15,7 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.base.terminal import size
+from rabbitllm.errors import NotEnoughSpaceException
+
 GB = 1000**3
+_LATER_BYTES = 1 << 20
+"""Allowance for folders, small files and their padding to whole blocks."""
 KAGGLE_BYTES = 50 << 30
 """Disk for a split on Kaggle: users report disks of 57 to 73 GB, and installed packages take some of it."""
 KAGGLE_TMP, KAGGLE_WORKING = Path("/kaggle/tmp"), Path("/kaggle/working")
@@ -120,6 +125,35 @@ def host_of(environment: Mapping[str, str], root: Path = Path("/")) -> Host | No
 def existing(folder: Path) -> Path:
     """Return the folder, or its nearest existing parent, which is on the same disk."""
     return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def require_room(
+    path: Path, nbytes: int, writing: str, *, reusable: int = 0, max_disk: int | None = None, min_free: int = 0
+) -> None:
+    """Refuse to write files that the disk has no room for.
+
+    Args:
+        path: where they will be; it may not exist yet.
+        nbytes: of all files.
+        writing: names the work at the start of the message.
+        reusable: bytes that the work frees first.
+        max_disk: the most that it may write; None for all that is free.
+        min_free: bytes that must stay free.
+
+    Raises:
+        NotEnoughSpaceException: there is less room; nothing was written.
+    """
+    at = existing(path.absolute())
+    need = nbytes + _LATER_BYTES
+    have = shutil.disk_usage(at).free + reusable - min_free
+    where = f"free on the disk of {at}" + (f", of which {size(min_free)} must stay free" if min_free else "")
+    if max_disk is not None and max_disk < have:
+        have, where = max_disk, "allowed by max_disk"
+    if need > have:
+        raise NotEnoughSpaceException(
+            f"{writing} needs {size(need)} of disk; {size(max(have, 0))} are {where}.",
+            f"Free {size(need - have)}, or use another disk. Nothing was written.",
+        )
 
 
 def folder_at(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Folder:

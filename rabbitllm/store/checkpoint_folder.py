@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.index import (
     INDEX_NAME,
     META_PARAMETERS,
@@ -34,7 +32,7 @@ from rabbitllm.checkpoints.index import (
     WEIGHT_SUFFIXES,
     shard_names,
 )
-from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, OptionError
+from rabbitllm.errors import IncompleteSplitError, OptionError
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
@@ -44,7 +42,7 @@ from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, STORED, Quantized
 from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
-from rabbitllm.storage.folders import existing
+from rabbitllm.storage.folders import require_room
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
@@ -210,8 +208,6 @@ WORK_NAME = ".saving"
 _READY_NAME = "all.is.there"
 """File in that folder: everything is durable, and may be moved."""
 _ENTRIES = (INDEX_NAME, TORCH_INDEX_NAME, META_PARAMETERS, MANIFEST_NAME, JOURNAL_NAME)
-_LATER_BYTES = 1 << 20
-"""Allowance for folders, small files and their padding to whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +278,8 @@ def write_checkpoint(
             return
     _refuse_other(folder, sidecars)
     durable.remove_folder(work)
-    _require_room(folder, shards, sidecars)
+    nbytes = sum(_file_size(shard) for shard in shards) + sum(map(len, sidecars.values()))
+    require_room(folder, nbytes, f"Saving into {folder}")
     durable.make_folder(work)
     try:
         for shard in shards:
@@ -343,17 +340,6 @@ def _refuse_other(folder: Path, sidecars: Mapping[str, bytes]) -> None:
         raise OptionError(
             f"{folder} already holds a model: it has {found!r}. Nothing was changed.",
             "Use a folder without weights, or one that does not exist; or delete this one if you do not need it.",
-        )
-
-
-def _require_room(folder: Path, shards: Sequence[Shard], sidecars: Mapping[str, bytes]) -> None:
-    need = sum(_file_size(shard) for shard in shards) + sum(map(len, sidecars.values())) + _LATER_BYTES
-    at = existing(folder)
-    free = shutil.disk_usage(at).free
-    if need > free:
-        raise NotEnoughSpaceException(
-            f"Saving into {folder} needs {size(need)}; {size(free)} are free on the disk of {at}.",
-            f"Free {size(need - free)} there, or use a folder on another disk.",
         )
 
 
