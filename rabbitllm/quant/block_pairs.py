@@ -1,0 +1,349 @@
+"""Blocks of GGUF files times bfloat16, for processors that multiply pairs of bfloat16 (VDPBF16PS).
+
+A code is an integer that bfloat16 represents exactly, so 32 codes are looked up by one instruction (VPERMW) and
+multiplied with 32 inputs by another, where float32 needs six for them. A vector has 64 bytes of codes, taken as 32
+words: in a word the codes of two bytes lie one above the other, and each is the index of a lookup once the word is
+shifted so that it is lowest. So no byte is widened, and the inputs are brought into the order in which codes come out.
+
+The scales of a block are decoded as one vector too. The minima are multiplied with the sums of the inputs of their
+groups by a single instruction; the sums, which are the same for all rows, are prepared with a negative sign.
+
+`LAYOUTS` says how the inputs are ordered, and `parts` emits the code for the same types. Loops are in
+`block_kernels.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from rabbitllm.formats.gguf_types import BLOCK_TYPES
+from rabbitllm.quant.gguf_blocks import IQ4_VALUES
+
+if TYPE_CHECKING:
+    import torch
+
+SUM_LANES = 16
+"""Sums of a block's inputs: a vector of float32, the lanes of the minima."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The order of the inputs of a step, which is one block or some.
+
+    Attributes:
+        step: elements.
+        sizes: the digits of an element's number, the most significant first.
+        order: the digits that an input's place has, by their numbers in `sizes`.
+        group: elements that share a minimum; 0 if there are none.
+    """
+
+    step: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    group: int = 0
+
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of bfloat16 (T, K), in this order."""
+        axes = (0, 1, *(2 + digit for digit in self.order))
+        return x.reshape(len(x), -1, *self.sizes).permute(axes).contiguous()
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """The negative sums of the groups in the last lanes of `SUM_LANES`, zeros before: float32 (T, steps, 16)."""
+        import torch
+
+        groups = self.step // self.group
+        made = torch.zeros(len(x), x.shape[1] // self.step, SUM_LANES)
+        of_groups = x.view(len(x), -1, groups, self.group).sum(-1, dtype=torch.float32)
+        torch.neg(of_groups, out=made[:, :, SUM_LANES - groups :])
+        return made
+
+
+# a nibble's half, then low and high nibbles apart; of each word the even and the odd byte
+_FOUR_BLOCKS = Layout(128, (4, 2, 8, 2), (1, 3, 0, 2))
+_FOUR_GROUPS = Layout(256, (2, 4, 2, 8, 2), (0, 2, 4, 1, 3))
+_NIBBLES = Layout(256, (2, 2, 2, 16, 2), (0, 2, 4, 1, 3), 32)
+_SIX_BITS = Layout(256, (2, 2, 2, 16, 2), (0, 1, 4, 2, 3))
+_TWO_BITS = Layout(256, (2, 4, 16, 2), (1, 3, 0, 2))
+
+LAYOUTS: Mapping[str, Layout] = {
+    "Q4_0": _FOUR_BLOCKS,
+    "IQ4_NL": _FOUR_BLOCKS,
+    "IQ4_XS": _FOUR_GROUPS,
+    "Q2_K": Layout(256, _TWO_BITS.sizes, _TWO_BITS.order, 16),
+    "Q3_K": _TWO_BITS,
+    "Q4_K": _NIBBLES,
+    "Q5_K": _NIBBLES,
+    "Q6_K": _SIX_BITS,
+}
+"""The types that have such a kernel."""
+
+
+class Part(NamedTuple):
+    """Codes whose products are summed in the lanes of one vector before their scales are applied.
+
+    Attributes:
+        words: vectors of 32 bfloat16, as words.
+        scale: of each lane, float32.
+    """
+
+    words: tuple[Any, ...]
+    scale: Any
+
+
+def parts(emit: Any, scheme: str, base: Any) -> tuple[Iterator[Part], Any]:
+    """The parts of the step at an address, in the order of the inputs, and the minima: 16 float32, or None."""
+    step = _Step(emit, base)
+    return _EMITTED[scheme](step)
+
+
+def _words(values: Any) -> list[int]:
+    """Integers as the bits of bfloat16, which has all up to 256."""
+    return [int(bits >> 16) for bits in np.array(values, np.float32).view(np.uint32)]
+
+
+class _Step:
+    """Shorthand over an `Emitter` for the bytes of a step."""
+
+    def __init__(self, emit: Any, base: Any) -> None:
+        from llvmlite import ir
+
+        self.emit, self.b, self._base, self._ir = emit, emit.b, base, ir
+
+    # Vectors.
+
+    def kind(self, bits: int, count: int) -> Any:
+        return self._ir.VectorType(self._ir.IntType(bits), count)
+
+    def constant(self, bits: int, values: Any) -> Any:
+        return self._ir.Constant(self.kind(bits, len(values)), list(values))
+
+    def load(self, offset: int, bits: int, count: int) -> Any:
+        return self.emit.load(self.emit.add(self._base, offset), self.kind(bits, count), 1)
+
+    def pick(self, vector: Any, order: Any) -> Any:
+        return self.b.shuffle_vector(vector, vector, self.constant(32, order))
+
+    def joined(self, vectors: list[Any]) -> Any:
+        """Vectors of one size after each other; their number is a power of two."""
+        while len(vectors) > 1:
+            count = 2 * vectors[0].type.count
+            order = self.constant(32, range(count))
+            vectors = [self.b.shuffle_vector(*vectors[n : n + 2], order) for n in range(0, len(vectors), 2)]
+        return vectors[0]
+
+    def codes(self, offset: int) -> Any:
+        """64 bytes as 32 words."""
+        return self.load(offset, 16, 32)
+
+    def twice(self, offset: int) -> Any:
+        """32 bytes as 16 words, twice."""
+        return self.pick(self.load(offset, 16, 16), [*range(16)] * 2)
+
+    def right(self, vector: Any, counts: Any) -> Any:
+        return self._by(self.b.lshr, vector, counts)
+
+    def left(self, vector: Any, counts: Any) -> Any:
+        return self._by(self.b.shl, vector, counts)
+
+    def masked(self, vector: Any, mask: Any) -> Any:
+        return self._by(self.b.and_, vector, mask)
+
+    def _by(self, operation: Any, vector: Any, given: Any) -> Any:
+        if given == 0 and operation != self.b.and_:
+            return vector
+        values = [given] * vector.type.count if isinstance(given, int) else given
+        return operation(vector, self.constant(vector.type.element.width, values))
+
+    def merged(self, low: Any, high: Any, mask: int) -> Any:
+        """The bits of `mask` in each byte of words from one vector, all others from another."""
+        word = mask * 0x0101
+        return self.b.or_(self.masked(low, word), self.masked(high, 0xFFFF ^ word))
+
+    def look_up(self, values: Any, index: Any) -> Any:
+        """Words of a table by the lowest bits of words: 4 or 5 of them, or 6 for 64 values."""
+        words = self.kind(16, 32)
+        bits = _words(values)
+        if len(bits) == 64:
+            permute = self.emit.function("llvm.x86.avx512.vpermi2var.hi.512", words, words, words, words)
+            return self.b.call(permute, [self.constant(16, bits[:32]), index, self.constant(16, bits[32:])])
+        table = self.constant(16, bits * (32 // len(bits)))
+        return self.b.call(
+            self.emit.function("llvm.x86.avx512.permvar.hi.512", words, words, words), [table, index]
+        )
+
+    def both_bytes(self, values: Any, index: Any) -> tuple[Any, Any]:
+        """The values of the codes that are lowest in the even bytes, and in the odd ones."""
+        return self.look_up(values, index), self.look_up(values, self.right(index, 8))
+
+    # Scales.
+
+    def halves(self, offset: int, order: list[int]) -> Any:
+        """16 float32 from one or two float16."""
+        half = self._ir.VectorType(self._ir.HalfType(), max(order) + 1)
+        found = self.emit.load(self.emit.add(self._base, offset), half, 1)
+        return self.b.fpext(self.pick(found, order), self.emit.floats)
+
+    def floats(self, ints: Any, *, signed: bool = False) -> Any:
+        """16 float32 from bytes or ints."""
+        if ints.type.element.width < 32:
+            ints = (self.b.sext if signed else self.b.zext)(ints, self.emit.ints)
+        return self.b.sitofp(ints, self.emit.floats)
+
+    def times(self, one: Any, two: Any) -> Any:
+        return self.b.fmul(one, two)
+
+    def ints(self, offset: int, bits: int, count: int, order: Any) -> Any:
+        """Ints of 32 bits from consecutive shorter ones, in an order."""
+        picked = self.pick(self.load(offset, bits, count), order)
+        return picked if bits == 32 else self.b.zext(picked, self.kind(32, picked.type.count))
+
+
+def _each(first: int, count: int) -> list[int]:
+    """Lanes of `count` consecutive scales, which share 16 lanes equally."""
+    return [first + lane * count // 16 for lane in range(16)]
+
+
+def _four_blocks(scheme: str, values: Any) -> Callable[[_Step], tuple[Iterator[Part], Any]]:
+    """Four blocks of a scale and 16 bytes."""
+    nbytes = BLOCK_TYPES[scheme].nbytes
+
+    def emitted(step: _Step) -> tuple[Iterator[Part], Any]:
+        places = range(0, 4 * nbytes, nbytes)
+        index = step.b.bitcast(step.joined([step.load(at + 2, 8, 16) for at in places]), step.kind(16, 32))
+        halves = step.joined([step.load(at, 16, 1) for at in places])
+        halves = step.b.bitcast(step.pick(halves, _each(0, 4)), step._ir.VectorType(step._ir.HalfType(), 16))
+        words = [*step.both_bytes(values, index), *step.both_bytes(values, step.right(index, 4))]
+        return iter([Part(tuple(words), step.b.fpext(halves, step.emit.floats))]), None
+
+    return emitted
+
+
+def _iq4_xs(step: _Step) -> tuple[Iterator[Part], Any]:
+    low = step.right(step.ints(4, 32, 1, [0] * 16), [4 * (lane % 8) for lane in range(16)])
+    high = step.right(step.ints(2, 16, 1, [0] * 16), [2 * (lane % 8) for lane in range(16)])
+    factors = step.b.or_(step.masked(low, 15), step.left(step.masked(high, 3), 4))
+    factors = step.b.sub(factors, step.emit.every(32))
+    scales = step.times(step.halves(0, [0] * 16), step.floats(factors))
+
+    def found() -> Iterator[Part]:
+        for z in range(2):
+            index = step.codes(8 + 64 * z)
+            words = [*step.both_bytes(IQ4_VALUES, index), *step.both_bytes(IQ4_VALUES, step.right(index, 4))]
+            yield Part(tuple(words), step.pick(scales, _each(4 * z, 4)))
+
+    return found(), None
+
+
+def _six_bit_scales(step: _Step) -> Any:
+    """The scales of 8 groups and then their minima, from the block's first 16 bytes; see `gguf_blocks._six_bits`."""
+    fields = step.load(0, 32, 4)  # float16; factors 0 to 3 with upper bits of 4 to 7: of scales, of minima; lower bits
+    low = step.masked(step.right(step.pick(fields, [1, 3, 2, 3]), [0, 0, 0, 4]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
+    high = step.masked(step.right(step.pick(fields, [1, 1, 2, 2]), 2), [0, 0x30303030] * 2)
+    factors = step.b.bitcast(step.b.or_(low, high), step.kind(8, 16))
+    return step.times(step.halves(0, [0] * 8 + [1] * 8), step.floats(factors))
+
+
+def _pair_of_groups(first: int) -> list[int]:
+    """Lanes of the scales of a group and of the next but one, whose codes are in one vector."""
+    return [first] * 8 + [first + 2] * 8
+
+
+def _q4_k(step: _Step) -> tuple[Iterator[Part], Any]:
+    scales = _six_bit_scales(step)
+
+    def found() -> Iterator[Part]:
+        for z in range(2):
+            index = step.codes(16 + 64 * z)
+            for high in range(2):
+                words = step.both_bytes(range(16), step.right(index, 4 * high))
+                yield Part(words, step.pick(scales, _pair_of_groups(4 * z + high)))
+
+    return found(), scales
+
+
+def _q5_k(step: _Step) -> tuple[Iterator[Part], Any]:
+    scales, fifth = _six_bit_scales(step), step.twice(16)
+
+    def found() -> Iterator[Part]:
+        for z in range(2):
+            low = step.codes(48 + 64 * z)
+            for high in range(2):
+                groups = [4 * z + high] * 16 + [4 * z + high + 2] * 16  # whose bits become the lowest of upper halves
+                moved = (
+                    step.right(fifth, [group - 4 for group in groups])
+                    if z
+                    else step.left(fifth, [4 - group for group in groups])
+                )
+                index = step.merged(step.right(low, 4 * high), moved, 15)
+                yield Part(step.both_bytes(range(32), index), step.pick(scales, _pair_of_groups(4 * z + high)))
+
+    return found(), scales
+
+
+def _q6_k(step: _Step) -> tuple[Iterator[Part], Any]:
+    scales = step.times(step.halves(208, [0] * 16), step.floats(step.load(192, 8, 16), signed=True))
+
+    def found() -> Iterator[Part]:
+        for half in range(2):
+            low, upper = step.codes(64 * half), step.twice(128 + 32 * half)
+            for high in range(2):
+                moved = step.right(upper, [0] * 16 + [2] * 16) if high else step.left(upper, [4] * 16 + [2] * 16)
+                index = step.merged(step.right(low, 4 * high), moved, 15)
+                words = step.both_bytes(range(-32, 32), index)
+                yield Part(words, step.pick(scales, _each(8 * half + 4 * high, 4)))
+
+    return found(), None
+
+
+def _quarters(scales: Any, step: _Step, number: int) -> Any:
+    """Scales of groups of 16 of two halves of a block: those of the pairs `number` and `number + 4`."""
+    return step.pick(scales, [8 * (lane // 8) + 2 * number + lane // 4 % 2 for lane in range(16)])
+
+
+def _q2_k(step: _Step) -> tuple[Iterator[Part], Any]:
+    both = step.load(0, 8, 16)
+    scales = step.times(step.halves(80, [0] * 16), step.floats(step.masked(both, 15)))
+    minima = step.times(step.halves(82, [0] * 16), step.floats(step.right(both, 4)))
+
+    def found() -> Iterator[Part]:
+        index = step.codes(16)
+        for number in range(4):
+            words = step.both_bytes(range(4), step.right(index, 2 * number))
+            yield Part(words, _quarters(scales, step, number))
+
+    return found(), minima
+
+
+def _q3_k(step: _Step) -> tuple[Iterator[Part], Any]:
+    low = step.right(step.ints(96, 8, 8, [*range(8)] * 2), [0] * 8 + [4] * 8)
+    high = step.right(step.ints(104, 8, 4, [*range(4)] * 4), [lane // 4 * 2 for lane in range(16)])
+    factors = step.b.or_(step.masked(low, 15), step.left(step.masked(high, 3), 4))
+    factors = step.b.sub(factors, step.emit.every(32))
+    scales = step.times(step.halves(108, [0] * 16), step.floats(factors))
+
+    def found() -> Iterator[Part]:
+        index, third = step.codes(32), step.right(step.twice(0), [0] * 16 + [4] * 16)
+        for number in range(4):
+            moved = step.left(third, 2 - number) if number < 2 else step.right(third, number - 2)
+            # the lookup heeds five bits, of which two are others'
+            eight = [value - 4 for value in range(8)] * 4
+            words = step.both_bytes(eight, step.merged(step.right(index, 2 * number), moved, 3))
+            yield Part(words, _quarters(scales, step, number))
+
+    return found(), None
+
+
+_EMITTED: Mapping[str, Callable[[_Step], tuple[Iterator[Part], Any]]] = {
+    "Q4_0": _four_blocks("Q4_0", range(-8, 8)),
+    "IQ4_NL": _four_blocks("IQ4_NL", IQ4_VALUES),
+    "IQ4_XS": _iq4_xs,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
