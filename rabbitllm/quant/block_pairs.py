@@ -111,29 +111,21 @@ class _Step:
     def __init__(self, emit: Any, base: Any) -> None:
         from llvmlite import ir
 
-        self.emit, self.b, self._base, self._ir = emit, emit.b, base, ir
+        self.emit, self.b, self.ir, self._base = emit, emit.b, ir, base
 
     # Vectors.
 
     def kind(self, bits: int, count: int) -> Any:
-        return self._ir.VectorType(self._ir.IntType(bits), count)
+        return self.ir.VectorType(self.ir.IntType(bits), count)
 
     def constant(self, bits: int, values: Any) -> Any:
-        return self._ir.Constant(self.kind(bits, len(values)), list(values))
+        return self.ir.Constant(self.kind(bits, len(values)), list(values))
 
     def load(self, offset: int, bits: int, count: int) -> Any:
         return self.emit.load(self.emit.add(self._base, offset), self.kind(bits, count), 1)
 
     def pick(self, vector: Any, order: Any) -> Any:
         return self.b.shuffle_vector(vector, vector, self.constant(32, order))
-
-    def joined(self, vectors: list[Any]) -> Any:
-        """Vectors of one size after each other; their number is a power of two."""
-        while len(vectors) > 1:
-            count = 2 * vectors[0].type.count
-            order = self.constant(32, range(count))
-            vectors = [self.b.shuffle_vector(*vectors[n : n + 2], order) for n in range(0, len(vectors), 2)]
-        return vectors[0]
 
     def codes(self, offset: int) -> Any:
         """64 bytes as 32 words."""
@@ -183,7 +175,7 @@ class _Step:
 
     def halves(self, offset: int, order: list[int]) -> Any:
         """16 float32 from one or two float16."""
-        half = self._ir.VectorType(self._ir.HalfType(), max(order) + 1)
+        half = self.ir.VectorType(self.ir.HalfType(), max(order) + 1)
         found = self.emit.load(self.emit.add(self._base, offset), half, 1)
         return self.b.fpext(self.pick(found, order), self.emit.floats)
 
@@ -208,16 +200,18 @@ def _each(first: int, count: int) -> list[int]:
 
 
 def _four_blocks(scheme: str, values: Any) -> Callable[[_Step], tuple[Iterator[Part], Any]]:
-    """Four blocks of a scale and 16 bytes."""
-    nbytes = BLOCK_TYPES[scheme].nbytes
+    """Four blocks of a scale and 16 bytes, which are 36 words."""
+    words = BLOCK_TYPES[scheme].nbytes // 2
+    scales = [lane // 4 * words for lane in range(16)]
+    codes = [place + place // 8 * (words - 8) + words - 8 for place in range(32)]
 
     def emitted(step: _Step) -> tuple[Iterator[Part], Any]:
-        places = range(0, 4 * nbytes, nbytes)
-        index = step.b.bitcast(step.joined([step.load(at + 2, 8, 16) for at in places]), step.kind(16, 32))
-        halves = step.joined([step.load(at, 16, 1) for at in places])
-        halves = step.b.bitcast(step.pick(halves, _each(0, 4)), step._ir.VectorType(step._ir.HalfType(), 16))
-        words = [*step.both_bytes(values, index), *step.both_bytes(values, step.right(index, 4))]
-        return iter([Part(tuple(words), step.b.fpext(halves, step.emit.floats))]), None
+        first, last = step.codes(0), step.codes(4 * 2 * words - 64)
+        halves = step.b.bitcast(step.pick(first, scales), step.ir.VectorType(step.ir.HalfType(), 16))
+        order = [place if place < 32 else place + 32 - 4 * (words - 8) for place in codes]
+        index = step.b.shuffle_vector(first, last, step.constant(32, order))
+        found = [*step.both_bytes(values, index), *step.both_bytes(values, step.right(index, 4))]
+        return iter([Part(tuple(found), step.b.fpext(halves, step.emit.floats))]), None
 
     return emitted
 
