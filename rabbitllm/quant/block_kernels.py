@@ -33,8 +33,6 @@ from rabbitllm.quant.vectors import F32, I8, I16, I32, Emitter, Pairs, inlined, 
 
 TOKENS = 4
 """Inputs for each decoded group."""
-SUM_BYTES = block_pairs.SUM_LANES * 4
-"""Bytes of the sums of an input's step."""
 _HALF = ir.HalfType()
 
 
@@ -54,7 +52,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     if width == PAIRS:
         assert method == CODES
         pair, pairs = (_pair_dot(scheme, tokens) for tokens in (1, TOKENS))
-        return _named(_by_pairs, f"{method}_{scheme}_{width}", {"ONE": pair, "WIDE": pairs})
+        return _named(_by_pairs, f"{method}_{scheme}_{width}", {"ONE": pair, "WIDE": pairs, "SUM_BYTES": _sum_bytes(scheme)})
     if method == CODES:
         one, wide = (_dot(scheme, width, tokens) for tokens in (1, TOKENS))
         return _named(_by_codes, f"{method}_{scheme}_{width}", {"ONE": one, "WIDE": wide})
@@ -237,6 +235,11 @@ def _sum_at(emit: Emitter, sums: Any, begin: int, count: int) -> Any:
     return functools.reduce(emit.b.fadd, parts)
 
 
+def _sum_bytes(scheme: str) -> int:
+    """Bytes of the sums of an input's step."""
+    return 4 * block_pairs.LAYOUTS[scheme].groups
+
+
 def _pair_dot(scheme: str, tokens: int) -> Any:
     """An intrinsic that multiplies a row of blocks by `tokens` consecutive inputs of bfloat16."""
     layout = block_pairs.LAYOUTS[scheme]
@@ -250,7 +253,7 @@ def _pair_dot(scheme: str, tokens: int) -> Any:
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             codes, inputs, summed, out, steps, all_rows = arguments
             emit = Emitter(builder, 16)
-            totals = [emit.variable() for _ in range(tokens)]
+            totals, least = ([emit.variable() for _ in range(tokens)] for _ in range(2))
             multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, *[Pairs.PAIRED] * 2)
             with cgutils.for_range(builder, steps) as loop:
                 here = loop.index
@@ -271,12 +274,15 @@ def _pair_dot(scheme: str, tokens: int) -> Any:
                     at += 64 * len(part.words)
                 if minima is not None:
                     for t in range(tokens):
-                        place = emit.add(summed, builder.mul(each[t], number(SUM_BYTES)))
-                        of_inputs = emit.load(place, emit.floats, 4)
-                        builder.store(emit.fma(minima, of_inputs, builder.load(totals[t])), totals[t])
+                        place = emit.add(summed, builder.mul(each[t], number(_sum_bytes(scheme))))
+                        of_inputs = emit.load(place, ir.VectorType(F32, layout.groups), 4)
+                        if layout.groups < 16:  # zeros follow, at no cost
+                            order = ir.Constant(ir.VectorType(I32, 16), [*range(8), *[8] * 8])
+                            of_inputs = builder.shuffle_vector(of_inputs, ir.Constant(of_inputs.type, None), order)
+                        builder.store(emit.fma(minima, of_inputs, builder.load(least[t])), least[t])
             for t in range(tokens):
                 place = emit.add(out, builder.mul(all_rows, number(4 * t)))
-                total = emit.sum(builder.load(totals[t]))
+                total = emit.sum(builder.fsub(builder.load(totals[t]), builder.load(least[t])))
                 builder.store(total, builder.inttoptr(place, F32.as_pointer()), align=4)
             return context.get_dummy_value()
 
@@ -354,7 +360,7 @@ def _code_rows(one, wide, data):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _pair_rows(one, wide, data):  # type: ignore[no-untyped-def]
+def _pair_rows(one, wide, sum_size, data):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs."""
     given = pieces(data)
     for at in range(BEFORE_WORK, len(given), GIVEN):
@@ -363,7 +369,7 @@ def _pair_rows(one, wide, data):  # type: ignore[no-untyped-def]
             given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
         )  # fmt: skip
         first, last = own_rows(given, rows)
-        input_bytes, sum_bytes = steps * step * 2, steps * SUM_BYTES
+        input_bytes, sum_bytes = steps * step * 2, steps * sum_size
         for row in range(first, last):
             token, base = 0, codes + row * row_bytes
             while token + TOKENS <= tokens:
@@ -391,7 +397,7 @@ def _number_rows(fill, data):  # type: ignore[no-untyped-def]
 
 # Templates: `_named` gives each kernel its own.
 
-ONE = WIDE = TALL = SQUARE = FILL = AT_ONCE = VECTOR = None
+ONE = WIDE = TALL = SQUARE = FILL = AT_ONCE = VECTOR = SUM_BYTES = None
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
@@ -399,7 +405,7 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
 
 
 def _by_pairs(data):  # type: ignore[no-untyped-def]
-    _pair_rows(ONE, WIDE, data)
+    _pair_rows(ONE, WIDE, SUM_BYTES, data)
 
 
 def _by_panels(data):  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ words: in a word the codes of two bytes lie one above the other, and each is the
 shifted so that it is lowest. So no byte is widened, and the inputs are brought into the order in which codes come out.
 
 The scales of a block are decoded as one vector too. The minima are multiplied with the sums of the inputs of their
-groups by a single instruction; the sums, which are the same for all rows, are prepared with a negative sign.
+groups by a single instruction; the sums are the same for all rows.
 
 `LAYOUTS` says how the inputs are ordered, and `parts` emits the code for the same types. Loops are in
 `block_kernels.py`.
@@ -26,10 +26,6 @@ from rabbitllm.quant.gguf_blocks import IQ4_VALUES
 if TYPE_CHECKING:
     import torch
 
-SUM_LANES = 16
-"""Sums of a block's inputs: a vector of float32, the lanes of the minima."""
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The order of the inputs of a step, which is one block or some.
@@ -46,20 +42,21 @@ class Layout:
     order: tuple[int, ...]
     group: int = 0
 
+    @property
+    def groups(self) -> int:
+        """Sums of a step's inputs, one for each minimum; 0 if there are none."""
+        return self.step // self.group if self.group else 0
+
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of bfloat16 (T, K), in this order."""
-        axes = (0, 1, *(2 + digit for digit in self.order))
+        axes = (0, 1, *[2 + digit for digit in self.order])
         return x.reshape(len(x), -1, *self.sizes).permute(axes).contiguous()
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
-        """The negative sums of the groups in the last lanes of `SUM_LANES`, zeros before: float32 (T, steps, 16)."""
+        """The sums of the groups: float32 (T, steps, groups)."""
         import torch
 
-        groups = self.step // self.group
-        made = torch.zeros(len(x), x.shape[1] // self.step, SUM_LANES)
-        of_groups = x.view(len(x), -1, groups, self.group).sum(-1, dtype=torch.float32)
-        torch.neg(of_groups, out=made[:, :, SUM_LANES - groups :])
-        return made
+        return x.reshape(len(x), -1, self.groups, self.group).sum(-1, dtype=torch.float32)
 
 
 # a nibble's half, then low and high nibbles apart; of each word the even and the odd byte
@@ -95,7 +92,10 @@ class Part(NamedTuple):
 
 
 def parts(emit: Any, scheme: str, base: Any) -> tuple[Iterator[Part], Any]:
-    """The parts of the step at an address, in the order of the inputs, and the minima: 16 float32, or None."""
+    """The parts of the step at an address, in the order of the inputs, and the minima or None.
+
+    The minima are 16 float32, of which there may be more than groups.
+    """
     step = _Step(emit, base)
     return _EMITTED[scheme](step)
 
@@ -233,17 +233,17 @@ def _iq4_xs(step: _Step) -> tuple[Iterator[Part], Any]:
 
 
 def _six_bit_scales(step: _Step) -> Any:
-    """The scales of 8 groups and then their minima, from the block's first 16 bytes; see `gguf_blocks._six_bits`."""
+    """The minima of 8 groups and then their scales, from the block's first 16 bytes; see `gguf_blocks._six_bits`."""
     fields = step.load(0, 32, 4)  # float16; factors 0 to 3 with upper bits of 4 to 7: of scales, of minima; lower bits
-    low = step.masked(step.right(step.pick(fields, [1, 3, 2, 3]), [0, 0, 0, 4]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
-    high = step.masked(step.right(step.pick(fields, [1, 1, 2, 2]), 2), [0, 0x30303030] * 2)
+    low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
+    high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)
     factors = step.b.bitcast(step.b.or_(low, high), step.kind(8, 16))
-    return step.times(step.halves(0, [0] * 8 + [1] * 8), step.floats(factors))
+    return step.times(step.halves(0, [1] * 8 + [0] * 8), step.floats(factors))
 
 
 def _pair_of_groups(first: int) -> list[int]:
     """Lanes of the scales of a group and of the next but one, whose codes are in one vector."""
-    return [first] * 8 + [first + 2] * 8
+    return [8 + first] * 8 + [8 + first + 2] * 8
 
 
 def _q4_k(step: _Step) -> tuple[Iterator[Part], Any]:

@@ -175,7 +175,7 @@ class _Inputs:
         self._odd_step = self._step
         if scheme in BLOCK_TYPES and width == kernels.PAIRS:
             layout = block_pairs.LAYOUTS[scheme]
-            self._ready, self._odd_step = layout.inputs(x), columns // layout.step * block_pairs.SUM_LANES * 4
+            self._ready, self._odd_step = layout.inputs(x), columns // layout.step * layout.groups * 4
             if layout.group:
                 self._sums = layout.sums(x)
                 self._odd = self._sums.data_ptr()
