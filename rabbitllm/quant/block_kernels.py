@@ -52,7 +52,9 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     if width == PAIRS:
         assert method == CODES
         pair, pairs = (_pair_dot(scheme, tokens) for tokens in (1, TOKENS))
-        return _named(_by_pairs, f"{method}_{scheme}_{width}", {"ONE": pair, "WIDE": pairs, "SUM_BYTES": _sum_bytes(scheme)})
+        return _named(
+            _by_pairs, f"{method}_{scheme}_{width}", {"ONE": pair, "WIDE": pairs, "SUM_BYTES": _sum_bytes(scheme)}
+        )
     if method == CODES:
         one, wide = (_dot(scheme, width, tokens) for tokens in (1, TOKENS))
         return _named(_by_codes, f"{method}_{scheme}_{width}", {"ONE": one, "WIDE": wide})

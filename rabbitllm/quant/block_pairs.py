@@ -26,6 +26,7 @@ from rabbitllm.quant.gguf_blocks import IQ4_VALUES
 if TYPE_CHECKING:
     import torch
 
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The order of the inputs of a step, which is one block or some.
@@ -163,9 +164,7 @@ class _Step:
             permute = self.emit.function("llvm.x86.avx512.vpermi2var.hi.512", words, words, words, words)
             return self.b.call(permute, [self.constant(16, bits[:32]), index, self.constant(16, bits[32:])])
         table = self.constant(16, bits * (32 // len(bits)))
-        return self.b.call(
-            self.emit.function("llvm.x86.avx512.permvar.hi.512", words, words, words), [table, index]
-        )
+        return self.b.call(self.emit.function("llvm.x86.avx512.permvar.hi.512", words, words, words), [table, index])
 
     def both_bytes(self, values: Any, index: Any) -> tuple[Any, Any]:
         """The values of the codes that are lowest in the even bytes, and in the odd ones."""
