@@ -175,13 +175,14 @@ class _Inputs:
         self._odd_step = self._step
         if scheme in BLOCK_TYPES and width == kernels.PAIRS:
             layout = block_pairs.LAYOUTS[scheme]
+            x = x if x.stride(1) == 1 else x.contiguous()
             self._ready, self._odd_step = layout.inputs(x), columns // layout.step * layout.groups * 4
             if layout.group:
                 self._sums = layout.sums(x)
                 self._odd = self._sums.data_ptr()
         elif scheme in BLOCK_TYPES:
             self._ready, self._step, self._odd_step = x.float().contiguous(), columns * 4, columns // SUMMED * 4
-            if method == CODES:
+            if method == CODES and gguf_blocks.has_minima(scheme):
                 self._sums = self._ready.view(count, columns // SUMMED, SUMMED).sum(-1)
                 self._odd = self._sums.data_ptr()
         elif method == PANELS:
