@@ -237,7 +237,7 @@ def _four_blocks(scheme: str, values: Any) -> Callable[[_Step], tuple[Iterator[P
             return step.b.fpext(step.b.bitcast(found, half), step.emit.floats)
 
         low = of_blocks([place // 8 * words + before + place % 8 for place in range(32)])
-        found = []
+        found: list[Any] = []
         for high in range(2):
             index = step.right(low, 4 * high)
             if not fifth:
