@@ -271,12 +271,12 @@ def method_for(matrix: Matrix, width: int, count: int) -> str:
     """The fastest method for `count` rows, with the kernels of `width` lanes."""
     if not matrix.table_for(width):
         return DEQUANTIZED
-    in_blocks = matrix.form.scheme in BLOCK_TYPES
-    width = _lanes_of(PANELS, matrix.form.scheme, width) if in_blocks else width
+    if width == kernels.PAIRS and count <= MAX_INPUTS_IN_PAIRS:
+        return CODES
+    width = _lanes_of(PANELS, matrix.form.scheme, width)
     if LEAST_PANEL_INPUTS <= count <= MAX_PANEL_INPUTS.get(width, 0) and _agrees(PANELS, matrix.form.scheme, width):
         return PANELS
-    most = MAX_INPUTS_IN_PAIRS if width == kernels.PAIRS else MAX_INPUTS
-    return CODES if count <= most else DEQUANTIZED
+    return CODES if width != kernels.PAIRS and count <= MAX_INPUTS else DEQUANTIZED
 
 
 def _lanes_of(method: str, scheme: str, width: int) -> int:

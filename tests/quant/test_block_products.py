@@ -146,6 +146,17 @@ def test_a_row_in_pairs_has_the_same_bits_alone_among_others_and_by_any_number_o
 
 
 @in_pairs
+def test_pairs_serve_up_to_64_inputs_and_floats_more() -> None:
+    of = matrix("Q4_K", 7, 512)
+    found = [products.method_for(of, PAIRS, count) for count in (1, 6, 64, 65, 256, 257)]
+    assert found == [CODES, CODES, CODES, PANELS, PANELS, DEQUANTIZED]
+    for count in (6, 65, 257):
+        x = inputs(count, 512, torch.bfloat16)
+        weights = torch.bfloat16 if count == 257 else None
+        assert_products(of.linear(x, None), x, meant(of), weights=weights)
+
+
+@in_pairs
 def test_a_row_of_no_whole_number_of_steps_is_multiplied_in_float32() -> None:
     of, x = matrix("Q4_0", 7, 96), inputs(2, 96, torch.bfloat16)
     assert_products(of.linear(x, None), x, meant(of))
