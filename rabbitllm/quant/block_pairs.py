@@ -1,9 +1,11 @@
 """Blocks of GGUF files times bfloat16, for processors that multiply pairs of bfloat16 (VDPBF16PS).
 
 A code is an integer that bfloat16 represents exactly, so 32 codes are looked up by one instruction (VPERMW) and
-multiplied with 32 inputs by another, where float32 needs six for them. A vector has 64 bytes of codes, taken as 32
-words: in a word the codes of two bytes lie one above the other, and each is the index of a lookup once the word is
-shifted so that it is lowest. So no byte is widened, and the inputs are brought into the order in which codes come out.
+multiplied with 32 inputs by another, where float32 needs six for them. The products are exact, and their sums float32.
+
+A vector has 64 bytes of codes, taken as 32 words: in a word the codes of two bytes lie one above the other, and each is
+the index of a lookup once the word is shifted so that it is lowest. So no byte is widened, and the inputs are brought
+into the order in which codes come out.
 
 The scales of a block are decoded as one vector too. The minima are multiplied with the sums of the inputs of their
 groups by a single instruction; the sums are the same for all rows.
