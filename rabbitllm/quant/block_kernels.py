@@ -249,7 +249,7 @@ def _pair_dot(scheme: str, tokens: int) -> Any:
 
     @intrinsic
     def dot(context, codes, inputs, summed, out, steps, all_rows):  # type: ignore[no-untyped-def]
-        """As that of `_dot`; inputs and sums are those of a `Layout`, and a row has so many steps of it."""
+        """As that of `_dot`; inputs and sums are those of a `PairLayout`, and a row has so many steps of it."""
         signature = types.void(*[types.int64] * 6)
 
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PairLayout:
     """The order of the inputs of a step, which is one block or some.
 
     Attributes:
@@ -77,21 +77,21 @@ class Layout:
 
 
 # a nibble's half, then low and high nibbles apart; of each word the even and the odd byte
-_FOUR_BLOCKS = Layout(128, (4, 2, 8, 2), (1, 3, 0, 2))
-_FOUR_BLOCKS_AND_SUMS = Layout(128, _FOUR_BLOCKS.sizes, _FOUR_BLOCKS.order, 8)
-_FOUR_GROUPS = Layout(256, (2, 4, 2, 8, 2), (0, 2, 4, 1, 3))
-_NIBBLES = Layout(256, (2, 2, 2, 16, 2), (0, 2, 4, 1, 3), 32)
-_SIX_BITS = Layout(256, (2, 2, 2, 16, 2), (0, 1, 4, 2, 3))
-_TWO_BITS = Layout(256, (2, 4, 16, 2), (1, 3, 0, 2))
+_FOUR_BLOCKS = PairLayout(128, (4, 2, 8, 2), (1, 3, 0, 2))
+_FOUR_BLOCKS_AND_SUMS = PairLayout(128, _FOUR_BLOCKS.sizes, _FOUR_BLOCKS.order, 8)
+_FOUR_GROUPS = PairLayout(256, (2, 4, 2, 8, 2), (0, 2, 4, 1, 3))
+_NIBBLES = PairLayout(256, (2, 2, 2, 16, 2), (0, 2, 4, 1, 3), 32)
+_SIX_BITS = PairLayout(256, (2, 2, 2, 16, 2), (0, 1, 4, 2, 3))
+_TWO_BITS = PairLayout(256, (2, 4, 16, 2), (1, 3, 0, 2))
 
-LAYOUTS: Mapping[str, Layout] = {
+LAYOUTS: Mapping[str, PairLayout] = {
     "Q4_0": _FOUR_BLOCKS,
     "Q4_1": _FOUR_BLOCKS_AND_SUMS,
     "Q5_0": _FOUR_BLOCKS,
     "Q5_1": _FOUR_BLOCKS_AND_SUMS,
     "IQ4_NL": _FOUR_BLOCKS,
     "IQ4_XS": _FOUR_GROUPS,
-    "Q2_K": Layout(256, _TWO_BITS.sizes, _TWO_BITS.order, 16),
+    "Q2_K": PairLayout(256, _TWO_BITS.sizes, _TWO_BITS.order, 16),
     "Q3_K": _TWO_BITS,
     "Q4_K": _NIBBLES,
     "Q5_K": _NIBBLES,
@@ -100,7 +100,7 @@ LAYOUTS: Mapping[str, Layout] = {
 """The types that have such a kernel."""
 
 
-class Part(NamedTuple):
+class PairPart(NamedTuple):
     """Codes whose products are summed in the lanes of one vector before their scales are applied.
 
     Attributes:
@@ -112,12 +112,12 @@ class Part(NamedTuple):
     scale: Any
 
 
-def parts(emit: Any, scheme: str, base: Any) -> tuple[Iterator[Part], Any]:
+def parts(emit: Any, scheme: str, base: Any) -> tuple[Iterator[PairPart], Any]:
     """The parts of the step at an address, in the order of the inputs, and the minima or None.
 
     The minima are 16 float32, of which there may be more than groups.
     """
-    step = _Step(emit, base)
+    step = _StepInMemory(emit, base)
     return _EMITTED[scheme](step)
 
 
@@ -126,7 +126,7 @@ def _words(values: Any) -> list[int]:
     return [int(bits >> 16) for bits in np.array(values, np.float32).view(np.uint32)]
 
 
-class _Step:
+class _StepInMemory:
     """Shorthand over an `Emitter` for the bytes of a step."""
 
     def __init__(self, emit: Any, base: Any) -> None:
@@ -218,14 +218,14 @@ def _each(first: int, count: int) -> list[int]:
     return [first + lane * count // 16 for lane in range(16)]
 
 
-def _four_blocks(scheme: str, values: Any) -> Callable[[_Step], tuple[Iterator[Part], Any]]:
+def _four_blocks(scheme: str, values: Any) -> Callable[[_StepInMemory], tuple[Iterator[PairPart], Any]]:
     """Four blocks of a scale, in some types a minimum and 32 fifth bits, and 16 bytes."""
     words = BLOCK_TYPES[scheme].nbytes // 2
     before = words - 8  # words of a block before its codes
     end = 4 * words - 32  # of the first word of the last 32
     minimum, fifth = scheme.endswith("1"), scheme.startswith("Q5")
 
-    def emitted(step: _Step) -> tuple[Iterator[Part], Any]:
+    def emitted(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
         first, last = step.codes(0), step.codes(2 * end)
 
         def of_blocks(places: list[int]) -> Any:
@@ -252,28 +252,28 @@ def _four_blocks(scheme: str, values: Any) -> Callable[[_Step], tuple[Iterator[P
             found.append(step.look_up(values, step.merged(step.right(index, 8), step.left(bits, 3), 15)))
         # each minimum has four lanes, which meet the sums of a quarter of the inputs each
         least = step.emit.b.fneg(halves(1)) if minimum else None
-        return iter([Part(tuple(found), halves(0))]), least
+        return iter([PairPart(tuple(found), halves(0))]), least
 
     return emitted
 
 
-def _iq4_xs(step: _Step) -> tuple[Iterator[Part], Any]:
+def _iq4_xs(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
     low = step.right(step.ints(4, 32, 1, [0] * 16), [4 * (lane % 8) for lane in range(16)])
     high = step.right(step.ints(2, 16, 1, [0] * 16), [2 * (lane % 8) for lane in range(16)])
     factors = step.b.or_(step.masked(low, 15), step.left(step.masked(high, 3), 4))
     factors = step.b.sub(factors, step.emit.every(32))
     scales = step.times(step.halves(0, [0] * 16), step.floats(factors))
 
-    def found() -> Iterator[Part]:
+    def found() -> Iterator[PairPart]:
         for z in range(2):
             index = step.codes(8 + 64 * z)
             words = [*step.both_bytes(IQ4_VALUES, index), *step.both_bytes(IQ4_VALUES, step.right(index, 4))]
-            yield Part(tuple(words), step.pick(scales, _each(4 * z, 4)))
+            yield PairPart(tuple(words), step.pick(scales, _each(4 * z, 4)))
 
     return found(), None
 
 
-def _six_bit_scales(step: _Step) -> Any:
+def _six_bit_scales(step: _StepInMemory) -> Any:
     """The minima of 8 groups and then their scales, from the block's first 16 bytes; see `gguf_blocks._six_bits`."""
     fields = step.load(0, 32, 4)  # float16; factors 0 to 3 with upper bits of 4 to 7: of scales, of minima; lower bits
     low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
@@ -287,23 +287,23 @@ def _pair_of_groups(first: int) -> list[int]:
     return [8 + first] * 8 + [8 + first + 2] * 8
 
 
-def _q4_k(step: _Step) -> tuple[Iterator[Part], Any]:
+def _q4_k(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
     scales = _six_bit_scales(step)
 
-    def found() -> Iterator[Part]:
+    def found() -> Iterator[PairPart]:
         for z in range(2):
             index = step.codes(16 + 64 * z)
             for high in range(2):
                 words = step.both_bytes(range(16), step.right(index, 4 * high))
-                yield Part(words, step.pick(scales, _pair_of_groups(4 * z + high)))
+                yield PairPart(words, step.pick(scales, _pair_of_groups(4 * z + high)))
 
     return found(), scales
 
 
-def _q5_k(step: _Step) -> tuple[Iterator[Part], Any]:
+def _q5_k(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
     scales, fifth = _six_bit_scales(step), step.twice(16)
 
-    def found() -> Iterator[Part]:
+    def found() -> Iterator[PairPart]:
         for z in range(2):
             low = step.codes(48 + 64 * z)
             for high in range(2):
@@ -314,65 +314,65 @@ def _q5_k(step: _Step) -> tuple[Iterator[Part], Any]:
                     else step.left(fifth, [4 - group for group in groups])
                 )
                 index = step.merged(step.right(low, 4 * high), moved, 15)
-                yield Part(step.both_bytes(range(32), index), step.pick(scales, _pair_of_groups(4 * z + high)))
+                yield PairPart(step.both_bytes(range(32), index), step.pick(scales, _pair_of_groups(4 * z + high)))
 
     return found(), scales
 
 
-def _q6_k(step: _Step) -> tuple[Iterator[Part], Any]:
+def _q6_k(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
     scales = step.times(step.halves(208, [0] * 16), step.floats(step.load(192, 8, 16), signed=True))
 
-    def found() -> Iterator[Part]:
+    def found() -> Iterator[PairPart]:
         for half in range(2):
             low, upper = step.codes(64 * half), step.twice(128 + 32 * half)
             for high in range(2):
                 moved = step.right(upper, [0] * 16 + [2] * 16) if high else step.left(upper, [4] * 16 + [2] * 16)
                 index = step.merged(step.right(low, 4 * high), moved, 15)
                 words = step.both_bytes(range(-32, 32), index)
-                yield Part(words, step.pick(scales, _each(8 * half + 4 * high, 4)))
+                yield PairPart(words, step.pick(scales, _each(8 * half + 4 * high, 4)))
 
     return found(), None
 
 
-def _quarters(scales: Any, step: _Step, number: int) -> Any:
+def _quarters(scales: Any, step: _StepInMemory, number: int) -> Any:
     """Scales of groups of 16 of two halves of a block: those of the pairs `number` and `number + 4`."""
     return step.pick(scales, [8 * (lane // 8) + 2 * number + lane // 4 % 2 for lane in range(16)])
 
 
-def _q2_k(step: _Step) -> tuple[Iterator[Part], Any]:
+def _q2_k(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
     both = step.load(0, 8, 16)
     scales = step.times(step.halves(80, [0] * 16), step.floats(step.masked(both, 15)))
     minima = step.times(step.halves(82, [0] * 16), step.floats(step.right(both, 4)))
 
-    def found() -> Iterator[Part]:
+    def found() -> Iterator[PairPart]:
         index = step.codes(16)
         for number in range(4):
             words = step.both_bytes(range(4), step.right(index, 2 * number))
-            yield Part(words, _quarters(scales, step, number))
+            yield PairPart(words, _quarters(scales, step, number))
 
     return found(), minima
 
 
-def _q3_k(step: _Step) -> tuple[Iterator[Part], Any]:
+def _q3_k(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
     low = step.right(step.ints(96, 8, 8, [*range(8)] * 2), [0] * 8 + [4] * 8)
     high = step.right(step.ints(104, 8, 4, [*range(4)] * 4), [lane // 4 * 2 for lane in range(16)])
     factors = step.b.or_(step.masked(low, 15), step.left(step.masked(high, 3), 4))
     factors = step.b.sub(factors, step.emit.every(32))
     scales = step.times(step.halves(108, [0] * 16), step.floats(factors))
 
-    def found() -> Iterator[Part]:
+    def found() -> Iterator[PairPart]:
         index, third = step.codes(32), step.right(step.twice(0), [0] * 16 + [4] * 16)
         for number in range(4):
             moved = step.left(third, 2 - number) if number < 2 else step.right(third, number - 2)
             # the lookup heeds five bits, of which two are others'
             eight = [value - 4 for value in range(8)] * 4
             words = step.both_bytes(eight, step.merged(step.right(index, 2 * number), moved, 3))
-            yield Part(words, _quarters(scales, step, number))
+            yield PairPart(words, _quarters(scales, step, number))
 
     return found(), None
 
 
-_EMITTED: Mapping[str, Callable[[_Step], tuple[Iterator[Part], Any]]] = {
+_EMITTED: Mapping[str, Callable[[_StepInMemory], tuple[Iterator[PairPart], Any]]] = {
     "Q4_0": _four_blocks("Q4_0", range(-8, 8)),
     "Q4_1": _four_blocks("Q4_1", range(16)),
     "Q5_0": _four_blocks("Q5_0", range(-16, 16)),
