@@ -2,6 +2,7 @@
 
 **By codes.** Each group of a block is decoded in registers and multiplied with its inputs; the sum is multiplied by the
 group's scale, and the minimum by the sum of the inputs, which is the same for all rows. Fills out[token, row], float32.
+With inputs of bfloat16 some types are multiplied in pairs (`block_pairs.py`).
 
 **By panels**, as in `product_kernels.py`, with inputs in their own order.
 
@@ -24,11 +25,11 @@ from numba.core import cgutils
 from numba.core.extending import intrinsic
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import product_kernels
+from rabbitllm.quant import block_pairs, product_kernels
 from rabbitllm.quant.gguf_blocks import DECODERS, Group
-from rabbitllm.quant.kernels import BEFORE_WORK, CODES, NUMBERS, PANELS, SUMMED
+from rabbitllm.quant.kernels import BEFORE_WORK, CODES, NUMBERS, PAIRS, PANELS, SUMMED
 from rabbitllm.quant.product_kernels import GIVEN, PANEL_TOKENS, own_rows, panel_tiles, pieces
-from rabbitllm.quant.vectors import F32, I8, I16, I32, Emitter, inlined, number
+from rabbitllm.quant.vectors import F32, I8, I16, I32, Emitter, Pairs, inlined, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
@@ -41,13 +42,19 @@ def address(method: str, scheme: str, width: int) -> int:
     Args:
         method: `CODES`, `PANELS` or `NUMBERS`.
         scheme: a key of `DECODERS`.
-        width: lanes of its vectors.
+        width: lanes of its vectors; `PAIRS`, by codes, for one that multiplies pairs of bfloat16.
     """
     return product_kernels.address_of(_kernel(method, scheme, width))
 
 
 @functools.cache
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
+    if width == PAIRS:
+        assert method == CODES
+        pair, pairs = (_pair_dot(scheme, tokens) for tokens in (1, TOKENS))
+        return _named(
+            _by_pairs, f"{method}_{scheme}_{width}", {"ONE": pair, "WIDE": pairs, "SUM_BYTES": _sum_bytes(scheme)}
+        )
     if method == CODES:
         one, wide = (_dot(scheme, width, tokens) for tokens in (1, TOKENS))
         return _named(_by_codes, f"{method}_{scheme}_{width}", {"ONE": one, "WIDE": wide})
@@ -230,6 +237,62 @@ def _sum_at(emit: Emitter, sums: Any, begin: int, count: int) -> Any:
     return functools.reduce(emit.b.fadd, parts)
 
 
+def _sum_bytes(scheme: str) -> int:
+    """Bytes of the sums of an input's step."""
+    return 4 * block_pairs.LAYOUTS[scheme].groups
+
+
+def _pair_dot(scheme: str, tokens: int) -> Any:
+    """An intrinsic that multiplies a row of blocks by `tokens` consecutive inputs of bfloat16."""
+    layout = block_pairs.LAYOUTS[scheme]
+    step_bytes = BLOCK_TYPES[scheme].row_bytes(layout.step)
+
+    @intrinsic
+    def dot(context, codes, inputs, summed, out, steps, all_rows):  # type: ignore[no-untyped-def]
+        """As that of `_dot`; inputs and sums are those of a `PairLayout`, and a row has so many steps of it."""
+        signature = types.void(*[types.int64] * 6)
+
+        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            codes, inputs, summed, out, steps, all_rows = arguments
+            emit = Emitter(builder, 16)
+            totals, least = ([emit.variable() for _ in range(tokens)] for _ in range(2))
+            multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, *[Pairs.PAIRED] * 2)
+            with cgutils.for_range(builder, steps) as loop:
+                here = loop.index
+                base = emit.add(codes, builder.mul(here, number(step_bytes)))
+                each = [emit.add(builder.mul(steps, number(t)), here) for t in range(tokens)]
+                starts = [emit.add(inputs, builder.mul(at, number(layout.step * 2))) for at in each]
+                for line in range(0, step_bytes, 64):
+                    emit.prefetch(emit.add(base, product_kernels.PREFETCHED + line))
+                at = 0
+                found, minima = block_pairs.parts(emit, scheme, base)
+                for part in found:
+                    for t in range(tokens):
+                        product = emit.zero
+                        for n, words in enumerate(part.words):
+                            value = emit.load(emit.add(starts[t], at + 64 * n), Pairs.PAIRED, 2)
+                            product = builder.call(multiply, [product, builder.bitcast(words, Pairs.PAIRED), value])
+                        builder.store(emit.fma(product, part.scale, builder.load(totals[t])), totals[t])
+                    at += 64 * len(part.words)
+                if minima is not None:
+                    for t in range(tokens):
+                        place = emit.add(summed, builder.mul(each[t], number(_sum_bytes(scheme))))
+                        of_inputs = emit.load(place, ir.VectorType(F32, layout.groups), 4)
+                        if layout.groups < 16:  # zeros follow, at no cost
+                            order = ir.Constant(ir.VectorType(I32, 16), [*range(8), *[8] * 8])
+                            of_inputs = builder.shuffle_vector(of_inputs, ir.Constant(of_inputs.type, None), order)
+                        builder.store(emit.fma(minima, of_inputs, builder.load(least[t])), least[t])
+            for t in range(tokens):
+                place = emit.add(out, builder.mul(all_rows, number(4 * t)))
+                total = emit.sum(builder.fsub(builder.load(totals[t]), builder.load(least[t])))
+                builder.store(total, builder.inttoptr(place, F32.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return signature, emit_code
+
+    return dot
+
+
 def _fill(scheme: str, width: int) -> Any:
     """An intrinsic that decodes a part of one row of the matrix to float32."""
     kind, decode = BLOCK_TYPES[scheme], DECODERS[scheme]
@@ -299,6 +362,29 @@ def _code_rows(one, wide, data):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _pair_rows(one, wide, sum_size, data):  # type: ignore[no-untyped-def]
+    """The loops over rows and inputs."""
+    given = pieces(data)
+    for at in range(BEFORE_WORK, len(given), GIVEN):
+        codes, inputs, summed, out = given[at], given[at + 2], given[at + 3], given[at + 5]
+        row_bytes, steps, step, tokens, rows = (
+            given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
+        )  # fmt: skip
+        first, last = own_rows(given, rows)
+        input_bytes, sum_bytes = steps * step * 2, steps * sum_size
+        for row in range(first, last):
+            token, base = 0, codes + row * row_bytes
+            while token + TOKENS <= tokens:
+                x, s, to = inputs + token * input_bytes, summed + token * sum_bytes, out + token * rows * 4
+                wide(base, x, s, to + row * 4, steps, rows)
+                token += TOKENS
+            while token < tokens:
+                x, s, to = inputs + token * input_bytes, summed + token * sum_bytes, out + token * rows * 4
+                one(base, x, s, to + row * 4, steps, rows)
+                token += 1
+
+
+@inlined
 def _number_rows(fill, data):  # type: ignore[no-untyped-def]
     """The loop over rows."""
     given = pieces(data)
@@ -313,11 +399,15 @@ def _number_rows(fill, data):  # type: ignore[no-untyped-def]
 
 # Templates: `_named` gives each kernel its own.
 
-ONE = WIDE = TALL = SQUARE = FILL = AT_ONCE = VECTOR = None
+ONE = WIDE = TALL = SQUARE = FILL = AT_ONCE = VECTOR = SUM_BYTES = None
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
     _code_rows(ONE, WIDE, data)
+
+
+def _by_pairs(data):  # type: ignore[no-untyped-def]
+    _pair_rows(ONE, WIDE, SUM_BYTES, data)
 
 
 def _by_panels(data):  # type: ignore[no-untyped-def]

@@ -59,7 +59,8 @@ ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "ste
 """The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
 apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
 the whole matrix. Those that a kernel does not need are 0. For blocks by codes `odd` is that of the sums of inputs,
-`steps` are blocks and `shift` the elements of one; for their numbers `shift` is the columns."""
+`steps` are blocks, in pairs those of `block_pairs.PairLayout`, and `shift` the elements of one; for their numbers
+`shift` is the columns."""
 _MAPS = Path("/proc/self/maps")
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import bfloat_products, gguf_blocks, kernels
+from rabbitllm.quant import bfloat_products, block_pairs, gguf_blocks, kernels
 from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS, SUMMED
 from rabbitllm.quant.quantize import dequantize, multiply_4bit
 from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, STORED, Quantized
@@ -126,7 +126,7 @@ class Matrix(QuantizedMatrix):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same; the kernels' sums are in float32."""
         flat = x.reshape(-1, x.shape[-1])
-        width = kernel_for(self.form.scheme, x.dtype)
+        width = _width_for(self.form, x.dtype)
         method = method_for(self, width, len(flat))
         if method == DEQUANTIZED:
             result = _in_chunks(flat, self, bias)
@@ -139,13 +139,14 @@ class Matrix(QuantizedMatrix):
 
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
-        width = kernel_for(self.form.scheme, x.dtype)
+        width = _width_for(self.form, x.dtype)
         return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and self.table_for(width) else None
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
         import torch
 
+        width = _lanes_of(method, self.form.scheme, width)
         make = torch.zeros if method == PANELS else torch.empty
         out = make(len(x), self.form.shape[0])
         _run(method, width, _Inputs(method, self.form.scheme, width, x), [(self, 0, len(x))], out)
@@ -172,9 +173,16 @@ class _Inputs:
         count, columns = x.shape
         self._step, self._odd = columns * 2, 0  # bytes of a row's even inputs in float32, or of all in bfloat16
         self._odd_step = self._step
-        if scheme in BLOCK_TYPES:
+        if scheme in BLOCK_TYPES and width == kernels.PAIRS:
+            layout = block_pairs.LAYOUTS[scheme]
+            x = x if x.stride(1) == 1 else x.contiguous()
+            self._ready, self._odd_step = layout.inputs(x), columns // layout.step * layout.groups * 4
+            if layout.group:
+                self._sums = layout.sums(x)
+                self._odd = self._sums.data_ptr()
+        elif scheme in BLOCK_TYPES:
             self._ready, self._step, self._odd_step = x.float().contiguous(), columns * 4, columns // SUMMED * 4
-            if method == CODES:
+            if method == CODES and gguf_blocks.has_minima(scheme):
                 self._sums = self._ready.view(count, columns // SUMMED, SUMMED).sum(-1)
                 self._odd = self._sums.data_ptr()
         elif method == PANELS:
@@ -203,7 +211,8 @@ def _run(method: str, width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, 
     row_bytes, *shape = _shape(form.scheme, form.shape[1], SEGMENT if method == CODES else 2 * width)
     if method == CODES and form.scheme in BLOCK_TYPES:
         kind = BLOCK_TYPES[form.scheme]
-        shape = [form.shape[1] // kind.elements, kind.elements]
+        step = block_pairs.LAYOUTS[form.scheme].step if width == kernels.PAIRS else kind.elements
+        shape = [form.shape[1] // step, step]
     rows, start = form.shape[0], out.data_ptr()
     given = [
         (matrix.payload.data_ptr(), matrix.absmax.data_ptr(), *inputs.of(begin), matrix.table_for(width))
@@ -236,21 +245,22 @@ class GroupedProduct:
         import torch
 
         self._x = x
-        self._width = kernel_for(like.form.scheme, x.dtype)
+        self._width = _width_for(like.form, x.dtype)
         self._out = torch.zeros(len(x), like.form.shape[0])
         self._inputs: dict[str, _Inputs] = {}
 
     def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
         """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
         by_method: dict[str, list[tuple[Matrix, int, int]]] = {}
+        scheme = matrices[0].form.scheme if matrices else ""
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
             by_method.setdefault(method_for(matrix, self._width, end - begin), []).append((matrix, begin, end))
         for matrix, begin, end in by_method.pop(DEQUANTIZED, []):
             self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
         for method, work in by_method.items():
             if method not in self._inputs:
-                self._inputs[method] = _Inputs(method, matrices[0].form.scheme, self._width, self._x)
-            _run(method, self._width, self._inputs[method], work, self._out)
+                self._inputs[method] = _Inputs(method, scheme, _lanes_of(method, scheme, self._width), self._x)
+            _run(method, _lanes_of(method, scheme, self._width), self._inputs[method], work, self._out)
 
     def result(self) -> torch.Tensor:
         """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
@@ -261,10 +271,27 @@ def method_for(matrix: Matrix, width: int, count: int) -> str:
     """The fastest method for `count` rows, with the kernels of `width` lanes."""
     if not matrix.table_for(width):
         return DEQUANTIZED
+    if width == kernels.PAIRS and count <= MAX_INPUTS_IN_PAIRS:
+        return CODES
+    width = _lanes_of(PANELS, matrix.form.scheme, width)
     if LEAST_PANEL_INPUTS <= count <= MAX_PANEL_INPUTS.get(width, 0) and _agrees(PANELS, matrix.form.scheme, width):
         return PANELS
-    most = MAX_INPUTS_IN_PAIRS if width == kernels.PAIRS else MAX_INPUTS
-    return CODES if count <= most else DEQUANTIZED
+    return CODES if width != kernels.PAIRS and count <= MAX_INPUTS else DEQUANTIZED
+
+
+def _lanes_of(method: str, scheme: str, width: int) -> int:
+    """Lanes of a method's kernel: for blocks only that by codes multiplies pairs."""
+    if width == kernels.PAIRS and method != CODES and scheme in BLOCK_TYPES:
+        return gguf_blocks.lanes_for(scheme)
+    return width
+
+
+def _width_for(form: Quantized, dtype: torch.dtype) -> int:
+    """As `kernel_for`; rows of blocks that are no whole number of a kernel's steps are multiplied in float32."""
+    width = kernel_for(form.scheme, dtype)
+    if width == kernels.PAIRS and form.scheme in BLOCK_TYPES and form.shape[1] % block_pairs.LAYOUTS[form.scheme].step:
+        return gguf_blocks.lanes_for(form.scheme)
+    return width
 
 
 def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -295,7 +322,8 @@ def kernel_for(scheme: str, dtype: torch.dtype) -> int:
 
     from rabbitllm.quant import vectors
 
-    pairs = dtype == torch.bfloat16 and scheme in SCHEMES and vectors.multiplies_pairs()
+    known = scheme in SCHEMES or scheme in block_pairs.LAYOUTS
+    pairs = dtype == torch.bfloat16 and known and vectors.multiplies_pairs()
     if pairs and _agrees(CODES, scheme, kernels.PAIRS):
         return kernels.PAIRS
     return vectors.lanes()
@@ -311,12 +339,12 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
 
     dtype = torch.bfloat16 if width == kernels.PAIRS else torch.float32
     if scheme in BLOCK_TYPES:
-        return kernels.agrees(f"by {method} at {scheme}", _of_blocks(scheme, _BLOCK_TRIALS[method], product))
+        return kernels.agrees(f"by {method} at {scheme}", _of_blocks(scheme, dtype, _BLOCK_TRIALS[method], product))
     return kernels.agrees(f"by {method} at {scheme}", kernels.of_codes(scheme, dtype, _TRIALS[method], product))
 
 
 def _of_blocks(
-    scheme: str, shapes: Sequence[tuple[int, int, int]], product: kernels.Product
+    scheme: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]], product: kernels.Product
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Products with random blocks; see `kernels.of_codes`."""
     import torch
@@ -324,9 +352,9 @@ def _of_blocks(
     generator, nothing = torch.Generator().manual_seed(0), torch.empty(0)
     for inputs, rows, columns in shapes:
         blocks = gguf_blocks.sample(scheme, rows * columns, generator)
-        x = torch.randn(inputs, columns, generator=generator)
+        x = torch.randn(inputs, columns, generator=generator).to(dtype)
         matrix = gguf_blocks.dequantize(scheme, blocks, (rows, columns), torch.float32)
-        yield product(Quantized(scheme, (rows, columns), None), blocks, nothing, nothing, x), x @ matrix.T
+        yield product(Quantized(scheme, (rows, columns), None), blocks, nothing, nothing, x), x.float() @ matrix.T
 
 
 _TRIALS = {

@@ -334,7 +334,7 @@ class Pairs:
     """Multiplies pairs of bfloat16; a segment has 64 inputs in their own order. The table ends with a factor."""
 
     has_factor = True
-    _PAIRED = ir.VectorType(_BFloat(), 32)
+    PAIRED = ir.VectorType(_BFloat(), 32)
 
     def __init__(self, emit: Emitter, scheme: str, table: Any) -> None:
         self._emit = emit
@@ -354,7 +354,7 @@ class Pairs:
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
         """Sums of a segment's codes times the inputs of each token, still apart in lanes."""
-        emit, paired = self._emit, self._PAIRED
+        emit, paired = self._emit, self.PAIRED
         multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
         both = [emit.b.bitcast(words, paired) for words in self._weights(address)]
         parts: list[Any] = [emit.zero] * len(inputs)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import gguf_blocks, kernels, products, vectors
+from rabbitllm.quant import block_pairs, gguf_blocks, kernels, products, vectors
 from rabbitllm.quant.gguf_blocks import DECODERS, sample
-from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS
+from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PAIRS, PANELS
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
 from tests.support.rounding import assert_products
@@ -94,6 +94,79 @@ def test_a_row_has_the_same_bits_alone_among_others_and_by_any_number_of_threads
             assert torch.equal(of.times_by(method, width, x), together)
     finally:
         torch.set_num_threads(threads)
+
+
+in_pairs = pytest.mark.skipif(not vectors.multiplies_pairs(), reason="no products of pairs of bfloat16")
+PAIRED_FEW = ("Q4_0", "Q4_K", "Q6_K")
+PAIRED = [name if name in PAIRED_FEW else pytest.param(name, marks=pytest.mark.long) for name in block_pairs.LAYOUTS]
+
+
+@in_pairs
+@pytest.mark.parametrize("scheme", PAIRED)
+def test_pairs_of_bfloat16_are_multiplied_as_precisely_as_float32(scheme: str) -> None:
+    assert products.kernel_for(scheme, torch.bfloat16) == PAIRS
+    for rows, columns, count in ((1, 256, 1), (37, 1024, 3), (5, 4096, 4), (3, 768, 11)):
+        of, x = matrix(scheme, rows, columns, seed=columns), inputs(count, columns, torch.bfloat16)
+        assert_products(of.times_by(CODES, PAIRS, x), x, meant(of))
+
+
+@in_pairs
+@pytest.mark.parametrize("scheme", PAIRED)
+def test_each_code_of_a_block_meets_its_own_input(scheme: str) -> None:
+    """One input is not zero at a time, so each product is a single weight."""
+    step = max(block_pairs.LAYOUTS[scheme].step, 256)
+    of, ones = matrix(scheme, 3, 2 * step), torch.eye(2 * step, dtype=torch.bfloat16)
+    expected = meant(of)
+    found = of.times_by(CODES, PAIRS, ones).T.double()
+    blocks = expected.view(3, -1, gguf_blocks.BLOCK_TYPES[scheme].elements)
+    largest = blocks.abs().amax(-1, keepdim=True)  # a weight may be the small difference of code and minimum
+    assert bool(((found - expected).view_as(blocks).abs() <= 4e-7 * largest).all())
+
+
+@in_pairs
+@pytest.mark.parametrize("scheme", PAIRED)
+def test_a_row_in_pairs_has_the_same_bits_alone_among_others_and_by_any_number_of_threads(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, x = matrix(scheme, 131, 1024), inputs(13, 1024, torch.bfloat16)
+    together = of.times_by(CODES, PAIRS, x)
+    for begin, end in ((0, 1), (3, 10), (12, 13)):
+        assert torch.equal(of.times_by(CODES, PAIRS, x[begin:end]), together[begin:end])
+    few = of.payload.view(131, -1)[40:47]
+    some = Matrix(Quantized(scheme, (7, 1024), None), few.reshape(-1), NOTHING, NOTHING)
+    assert torch.equal(some.times_by(CODES, PAIRS, x), together[:, 40:47])
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
+    threads = torch.get_num_threads()
+    try:
+        for count in (2, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(of.times_by(CODES, PAIRS, x), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@in_pairs
+def test_pairs_serve_up_to_64_inputs_and_floats_more() -> None:
+    of = matrix("Q4_K", 7, 512)
+    found = [products.method_for(of, PAIRS, count) for count in (1, 6, 64, 65, 256, 257)]
+    assert found == [CODES, CODES, CODES, PANELS, PANELS, DEQUANTIZED]
+    for count in (6, 65, 257):
+        x = inputs(count, 512, torch.bfloat16)
+        weights = torch.bfloat16 if count == 257 else None
+        assert_products(of.linear(x, None), x, meant(of), weights=weights)
+
+
+@in_pairs
+def test_a_row_of_no_whole_number_of_steps_is_multiplied_in_float32() -> None:
+    of, x = matrix("Q4_0", 7, 96), inputs(2, 96, torch.bfloat16)
+    assert_products(of.linear(x, None), x, meant(of))
+
+
+@in_pairs
+def test_inputs_that_are_parts_of_a_larger_tensor() -> None:
+    of, wide = matrix("Q4_K", 7, 512), inputs(3, 1024, torch.bfloat16)
+    x = wide[:, 256:768]
+    assert torch.equal(of.times_by(CODES, PAIRS, x), of.times_by(CODES, PAIRS, x.contiguous()))
 
 
 def test_groups_of_rows_with_matrices_of_their_own() -> None:
