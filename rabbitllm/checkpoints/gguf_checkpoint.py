@@ -206,7 +206,11 @@ class GgufCheckpoint:
         Args:
             sidecars: names of existing files; a tokenizer that is there is used if the metadata's cannot be.
         """
-        files = {CONFIG_NAME: as_json(self._model.config_json(self.dtype))}
+        # A quantized file does not say the dtype of its model. Nearly all are published in bfloat16, and float32 takes
+        # twice the memory and, where pairs of bfloat16 are multiplied, twice the time.
+        is_quantized = self._number("general.file_type", -1) not in _DTYPES
+        computed = "BF16" if is_quantized and self.keeps_blocks else self.dtype
+        files = {CONFIG_NAME: as_json(self._model.config_json(computed))}
         files[GENERATION_NAME] = as_json(self._generation())
         if "tokenizer.ggml.model" in self.metadata and not (
             set(TOKENIZER_NAMES) & set(sidecars) and self._tokenizer_is_unknown()

@@ -31,6 +31,7 @@ MORE = (
     "What should I wear when it rains?",
 )
 PROMPTS = [question for question, _ in SmolLM2.questions] + list(MORE)
+WATER = "What is the chemical symbol for water?"
 NEW_TOKENS = 16
 
 
@@ -72,11 +73,9 @@ def greedy(model: Any, tokenizer: Any, question: str) -> list[int]:
 
 
 def test_an_answer_straight_out_of_the_gguf_file(file: Path) -> None:
-    ran = CliRunner().invoke(
-        app, ["run", str(file), PROMPTS[0], "--no-split", "--device", "cpu", "--max-new-tokens", "8"]
-    )
+    ran = CliRunner().invoke(app, ["run", str(file), WATER, "--no-split", "--device", "cpu", "--max-new-tokens", "12"])
     assert ran.exit_code == 0, ran.output
-    assert "Paris" in ran.stdout
+    assert "H2O" in ran.stdout
     assert not list(file.parent.glob("splitted*"))
 
 

@@ -52,10 +52,11 @@ def logits(model: Any) -> torch.Tensor:
 )
 def test_logits_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", family)
-    model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", exact=True)
-    own_sizes = {"config": model.config} if family in NARROW else {}
-    theirs = plain(file, **own_sizes)
-    assert torch.equal(logits(model), logits(theirs))
+    for options, dtype in (({"dtype": "float32"}, torch.float32), ({}, torch.bfloat16)):
+        model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", exact=True, **options)
+        own_sizes = {"config": model.config} if family in NARROW else {}
+        assert model.dtype is dtype
+        assert torch.equal(logits(model), logits(plain(file, dtype, **own_sizes)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     for text in TEXTS:
         assert model.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
