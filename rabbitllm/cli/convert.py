@@ -44,7 +44,7 @@ def convert_command(
 
     Safetensors are one shard per layer, with the index, config and tokenizer; GGUF is one file for llama.cpp. The
     original is kept, unless --sequential or --delete-original is given. Killed or interrupted, the same command
-    resumes; a GGUF file starts again.
+    resumes.
 
     Examples:
       rabbitllm convert Qwen/Qwen2.5-7B-Instruct -o qwen --max-disk 20GiB

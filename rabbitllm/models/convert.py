@@ -261,7 +261,7 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
             return
         why: str | None = "no shard of the named checkpoint is left to compare"
     else:
-        found = checkpoint.identity(_present(checkpoint))
+        found = checkpoint.identity(shards_at_hand(checkpoint))
         why = known.differs_from(found)
         if why is None and found.fingerprints and known.fingerprints.keys().isdisjoint(found.fingerprints):
             why = f"it was made from {', '.join([*known.fingerprints][:3])}"
@@ -272,7 +272,7 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
         )
 
 
-def _present(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:
+def shards_at_hand(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:
     """The metadata of the shards on this machine; the others are not needed to identify a repository."""
     here = (shard for shard in checkpoint.index.shards if not checkpoint.stages(shard))
     yield from (facts for shard in here if (facts := checkpoint.facts(shard)) is not None)
@@ -547,7 +547,7 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
 
     store = LayerStore(split_folder)
     home = split_folder if (split_folder / CONFIG_NAME).exists() else named
-    identity = _identity_of(store)
+    identity = identity_of_split(store)
     beside = {name: path.read_bytes() for name, path in sidecars_of(home).items()}
     tensors = {name: plain(stored, dtype_of(stored, home)) for name, stored in store.tensors.items()}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), SHARD_BYTES)
@@ -572,7 +572,7 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     return Conversion(folder, len(shards), len(tensors), nbytes, tuple(sorted(beside)), before)
 
 
-def _identity_of(store: LayerStore) -> SourceIdentity:
+def identity_of_split(store: LayerStore) -> SourceIdentity:
     """The identity of a split: checksums of its layer files, or their sizes where RabbitLLM 1.1 made them."""
     if store.manifest is not None:
         marks = {record.file: f"crc32:{record.crc32:08x}" for record in store.manifest.layers}

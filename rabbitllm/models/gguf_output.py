@@ -6,7 +6,8 @@ table of permutations here, and a file is what transformers reads back. Of a sou
 and names are kept.
 
 Tensors are written one after the other, a few megabytes at a time. The file gets its name when it is complete and
-synced; an interrupted conversion starts again.
+synced. Until then a log beside it counts the tensors that are synced, and names the header and the source they belong
+to: the same call continues after them.
 
 Invariants: what cannot be written, and a disk that is too small, are refused before a byte of weights is written; rows
 of blocks of the type that is asked for are copied, not decoded.
@@ -16,16 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
-from rabbitllm.checkpoints.checkpoint import Checkpoint, sidecars_in
+from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint, Target, stored_shapes
 from rabbitllm.checkpoints.gguf_rotary import FACTORS, rotary_factors
 from rabbitllm.checkpoints.hub import HubAccess
@@ -45,7 +49,15 @@ from rabbitllm.formats.gguf_types import TENSOR_TYPES, TensorType
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, ValueChange, torch_dtype
 from rabbitllm.models import gguf_metadata
-from rabbitllm.models.convert import Conversion, WeightsInput, dtype_of, finished_split_of, is_single_file
+from rabbitllm.models.convert import (
+    Conversion,
+    WeightsInput,
+    dtype_of,
+    finished_split_of,
+    identity_of_split,
+    is_single_file,
+    shards_at_hand,
+)
 from rabbitllm.quant.schemes import STORED
 from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
@@ -68,6 +80,10 @@ OUTTYPES: Mapping[str, str] = {
 PIECE_ELEMENTS = 1 << 19
 """Elements that are encoded at a time; their float32 values and what the encoder needs take some megabytes."""
 CHUNK_BYTES = 8 << 20
+SYNC_BYTES = 256 << 20
+"""Bytes after which an interrupted conversion does not write what is before them again."""
+LOG_SUFFIX = ".progress"
+"""Suffix of the log of an unfinished file."""
 MAX_HALF = 65504.0
 """The largest float16, which is also that of the scales of blocks."""
 _ALWAYS_SINGLE = ("ffn_gate_inp", "position_embd", "token_types", "ssm_conv1d", "shortconv.conv")
@@ -538,6 +554,15 @@ def _of_gguf(first: Path) -> _Metadata:
 # The whole conversion.
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The tensors of the file, the tensors of the source by name, and which source that is."""
+
+    tensors: Sequence[TensorInFile]
+    sources: Mapping[str, SourceTensor]
+    identity: SourceIdentity
+
+
 @system_errors_by_name()
 def convert_to_gguf(
     path_or_repo_id: str, file: Path, outtype: str, access: HubAccess, *, max_disk: int | None, min_free: int
@@ -566,28 +591,27 @@ def convert_to_gguf(
         )
     if file.exists():
         raise OptionError(f"{file} exists already. Nothing was changed.", "Use another name, or delete the file.")
-    with system_errors_by_name(str(file)), _source(path_or_repo_id, outtype, access) as (metadata, tensors, sources):
+    with system_errors_by_name(str(file)), _source(path_or_repo_id, outtype, access) as (metadata, layout):
+        tensors = layout.tensors
         head, offsets, nbytes = metadata.header(tensors, file_type_of(tensors))
         part = file.with_name(file.name + durable.PART_SUFFIX)
         reusable = bytes_freed_by_deleting(part, part.stat().st_dev) if part.exists() else 0
         writing = f"Writing {file} as GGUF"
         require_room(file.parent, nbytes, writing, reusable=reusable, max_disk=max_disk, min_free=min_free)
-        _write(file, head, tensors, offsets, sources, nbytes)
+        _write(file, head, layout, offsets, nbytes)
     return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), ())
 
 
 @contextlib.contextmanager
-def _source(
-    name: str, asked: str, access: HubAccess
-) -> Iterator[tuple[_Metadata, list[TensorInFile], Mapping[str, SourceTensor]]]:
-    """What is to be written, by the headers and small files of the source."""
+def _source(name: str, asked: str, access: HubAccess) -> Iterator[tuple[_Metadata, _Layout]]:
+    """The metadata and tensors to write, by the headers and small files of the source."""
     if (made := finished_split_of(name)) is not None:
         store = LayerStore(made)
         home = made if (made / CONFIG_NAME).exists() else expand(name)
         with _copies(sidecars_in(home), {}) as folder:
             metadata, shapes, extra = _of_model(folder, name)
-            layout, sources = _layout(shapes, extra, _tensors_of_split(store, home), asked, name)
-            yield metadata, layout, sources
+            tensors, sources = _layout(shapes, extra, _tensors_of_split(store, home), asked, name)
+            yield metadata, _Layout(tensors, sources, identity_of_split(store))
         return
     with contextlib.ExitStack() as stack:
         if is_single_file(name):
@@ -607,13 +631,11 @@ def _source(
             return
         with _copies(checkpoint.sidecars(), checkpoint.derived()) as folder:
             metadata, shapes, extra = _of_model(folder, name)
-            layout, sources = _layout(shapes, extra, _tensors_of_files(checkpoint), asked, name)
-            yield metadata, layout, sources
+            tensors, sources = _layout(shapes, extra, _tensors_of_files(checkpoint), asked, name)
+            yield metadata, _Layout(tensors, sources, checkpoint.identity(shards_at_hand(checkpoint)))
 
 
-def _from_gguf(
-    checkpoint: LocalCheckpoint, asked: str
-) -> tuple[_Metadata, list[TensorInFile], Mapping[str, SourceTensor]]:
+def _from_gguf(checkpoint: LocalCheckpoint, asked: str) -> tuple[_Metadata, _Layout]:
     """The same for a source that is GGUF: its tensors keep their names and orders."""
     assert checkpoint.gguf is not None
     paths = [checkpoint.acquire(shard) for shard in checkpoint.gguf.shards]
@@ -623,7 +645,7 @@ def _from_gguf(
         part = SourcePart(name, 0, (math.prod(tensor.shape),), (0,))
         kind = tensor.kind if asked == AUTO else type_of(name, tensor.shape, tensor.kind, asked)
         layout.append(TensorInFile(name, tensor.shape, kind, (part,)))
-    return _of_gguf(paths[-1]), layout, tensors
+    return _of_gguf(paths[-1]), _Layout(layout, tensors, checkpoint.identity(shards_at_hand(checkpoint)))
 
 
 @contextlib.contextmanager
@@ -639,31 +661,50 @@ def _copies(paths: Mapping[str, Path], contents: Mapping[str, bytes]) -> Iterato
         yield folder
 
 
-def _write(
-    file: Path,
-    head: bytes,
-    tensors: Sequence[TensorInFile],
-    offsets: Sequence[int],
-    sources: Mapping[str, SourceTensor],
-    nbytes: int,
-) -> None:
-    """Write the file under another name, sync it, and give it its name."""
+def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nbytes: int) -> None:
+    """Write the file under another name, or the rest of it; sync it, and give it its name."""
     durable.make_folder(file.absolute().parent)
-    part_path = file.with_name(file.name + durable.PART_SUFFIX)
-    durable.remove(part_path)
+    part_path, log_path = (file.with_name(file.name + suffix) for suffix in (durable.PART_SUFFIX, LOG_SUFFIX))
+    made_of = json.dumps([sorted(layout.identity.fingerprints.items()), version("gguf")])
+    key = hashlib.sha256(made_of.encode() + head).hexdigest()
+    complete = _tensors_in(part_path, log_path, key, nbytes)
+    if not complete:
+        durable.remove(log_path)  # first: it is about the other file
+        durable.remove(part_path)
     written = durable.GrowingFile(part_path, nbytes, write_back=True)
     try:
         written.write_at(memoryview(head), 0)
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            for part in tensor.parts:
-                at = offset + part.first // tensor.kind.elements * tensor.kind.nbytes
-                for piece in _pieces(sources[part.source], part, tensor.kind, part.source):
-                    written.write_at(piece, at)
-                    at += len(piece)
+        durable.write_whole(log_path, f"{key}\n{complete}\n".encode())  # without a line that was cut off
+        log = durable.Log(log_path)
+        try:
+            unsynced = 0
+            for number in range(complete, len(layout.tensors)):
+                tensor = layout.tensors[number]
+                for part in tensor.parts:
+                    at = offsets[number] + part.first // tensor.kind.elements * tensor.kind.nbytes
+                    for piece in _pieces(layout.sources[part.source], part, tensor.kind, part.source):
+                        written.write_at(piece, at)
+                        at += len(piece)
+                unsynced += tensor.nbytes
+                if unsynced >= SYNC_BYTES:
+                    written.sync()
+                    log.append(str(number + 1))
+                    unsynced = 0
+        finally:
+            log.close()
         written.sync()
-    except BaseException:  # an interrupt too: what is written is useless
+    finally:
         written.close()
-        durable.remove(part_path)
-        raise
-    written.close()
     durable.publish(part_path, file.absolute())
+    durable.remove(log_path)
+
+
+def _tensors_in(part: Path, log: Path, key: str, nbytes: int) -> int:
+    """Number of tensors that an earlier call wrote into the unfinished file; 0 if it is not of the same source."""
+    try:
+        lines = log.read_bytes().split(b"\n")[:-1]  # a line without an end was cut off
+        if part.stat().st_size != nbytes:
+            return 0
+    except FileNotFoundError:
+        return 0
+    return int(lines[-1]) if len(lines) > 1 and lines[0] == key.encode() and lines[-1].isdigit() else 0

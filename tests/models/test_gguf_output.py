@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 import transformers
@@ -26,6 +28,7 @@ from rabbitllm.errors import (
     IncompleteCheckpointError,
     NotEnoughSpaceException,
     OptionError,
+    RabbitLLMError,
     UnknownArchitectureError,
     UnreadableFormatError,
 )
@@ -544,9 +547,11 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path) ->
 
 KILL = """
 import os, signal, sys
+from rabbitllm.models import gguf_output
 from rabbitllm.models.convert import convert
 from rabbitllm.storage import durable
 
+gguf_output.SYNC_BYTES = 1
 steps = []
 def die(step):
     steps.append(step)
@@ -558,14 +563,73 @@ with durable.observe_steps(die):
 """
 
 
-@pytest.mark.long
-def test_a_killed_conversion_leaves_no_file_and_starts_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [12, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 5, 7, 31, 32, 33, 60))])
+def test_a_killed_conversion_leaves_no_file_and_the_same_call_continues(tmp_path: Path, number: int) -> None:
     assert KILLED == -signal.SIGKILL
     folder, file = build(tmp_path / "model", "llama"), tmp_path / "model.gguf"
-    command = [sys.executable, "-c", KILL, str(folder), str(file), "12"]
+    command = [sys.executable, "-c", KILL, str(folder), str(file), str(number)]
     assert subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == KILLED
-    assert names_in(tmp_path, "*.gguf*") == ["model.gguf.part"]
+    assert "model.gguf" not in names_in(tmp_path, "*.gguf*")
     convert(folder, file, to="gguf")
     convert(folder, tmp_path / "other.gguf", to="gguf")
     assert file.read_bytes() == (tmp_path / "other.gguf").read_bytes()
     assert names_in(tmp_path, "*.gguf*") == ["model.gguf", "other.gguf"]
+
+
+def fail_after(count: int, folder: Path, file: Path) -> None:
+    """Convert to a disk that fails at the write after `count` lines of the log."""
+    lines: list[durable.Step] = []
+
+    def observe(step: durable.Step) -> None:
+        if step.path.name.endswith(gguf_output.LOG_SUFFIX) and step.kind == "sync":
+            lines.append(step)
+        elif len(lines) == count and step.kind == "write":
+            raise OSError(errno.EIO, "failing disk")
+
+    with durable.observe_steps(observe), pytest.raises(RabbitLLMError, match="failing disk"):
+        convert(folder, file, to="gguf")
+
+
+def data_written(folder: Path, file: Path) -> list[int]:
+    """Convert; the offsets of what is written into the file."""
+    steps: list[durable.Step] = []
+    with durable.observe_steps(steps.append):
+        convert(folder, file, to="gguf")
+    part = file.name + durable.PART_SUFFIX
+    return [step.offset for step in steps if step.kind == "write" and step.path.name == part]
+
+
+def test_a_resumed_conversion_writes_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_output, "SYNC_BYTES", 1)
+    folder, file = build(tmp_path / "model", "llama"), tmp_path / "model.gguf"
+    whole = data_written(folder, tmp_path / "other.gguf")
+    fail_after(7, folder, file)
+    assert data_written(folder, file) == [0, *whole[8:]]  # the header, and tensors from the eighth on
+    assert file.read_bytes() == (tmp_path / "other.gguf").read_bytes()
+    assert names_in(tmp_path, "*.gguf*") == ["model.gguf", "other.gguf"]
+
+
+@pytest.mark.parametrize("line", [b"", b"9", b"x\n"])
+def test_a_damaged_log_costs_work_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
+    monkeypatch.setattr(gguf_output, "SYNC_BYTES", 1)
+    folder, file = build(tmp_path / "model", "llama"), tmp_path / "model.gguf"
+    fail_after(3, folder, file)
+    log = tmp_path / "model.gguf.progress"
+    log.write_bytes(log.read_bytes() + line if line else b"")
+    convert(folder, file, to="gguf")
+    convert(folder, tmp_path / "other.gguf", to="gguf")
+    assert file.read_bytes() == (tmp_path / "other.gguf").read_bytes()
+
+
+def test_other_weights_than_those_of_an_unfinished_file_are_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_output, "SYNC_BYTES", 1)
+    folder, file = build(tmp_path / "model", "llama"), tmp_path / "model.gguf"
+    fail_after(7, folder, file)
+    weights = folder / "model.safetensors"
+    changed = {name: tensor + 1 for name, tensor in safetensors.torch.load_file(weights).items()}
+    safetensors.torch.save_file(changed, weights, {"format": "pt"})
+    convert(folder, file, to="gguf")
+    convert(folder, tmp_path / "other.gguf", to="gguf")
+    assert file.read_bytes() == (tmp_path / "other.gguf").read_bytes()
