@@ -7,7 +7,9 @@ import hashlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,11 +25,20 @@ SIZE = 300_000
 NAME = "model.safetensors"
 
 
+def replace_pauses(monkeypatch: pytest.MonkeyPatch, pause: Callable[[float], None]) -> None:
+    here = threading.get_ident()
+
+    def sleep(seconds: float) -> None:
+        (pause if threading.get_ident() == here else time.sleep)(seconds)
+
+    monkeypatch.setattr(fetch, "time", SimpleNamespace(sleep=sleep))
+
+
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long would have been waited; nothing is."""
+    """How long the test would have waited; it does not. Threads that are left from other tests do."""
     waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
+    replace_pauses(monkeypatch, waited.append)
     monkeypatch.setattr(fetch, "CHUNK_BYTES", 32_768)
     return waited
 
@@ -203,19 +214,15 @@ def test_hub_that_is_gone_and_comes_back(
 ) -> None:
     local_hub.faults = Faults(cut_after=100_000)
     away = []
-    here, sleep = threading.get_ident(), time.sleep
 
     def go_away_and_come_back(seconds: float) -> None:
-        if threading.get_ident() != here:  # threads of other tests and of libraries sleep too
-            return sleep(seconds)
         away.append(seconds)
         if len(away) == 1:
             local_hub.stop()
         if len(away) == 3:
             local_hub.start()
-        return None
 
-    monkeypatch.setattr(time, "sleep", go_away_and_come_back)
+    replace_pauses(monkeypatch, go_away_and_come_back)
     fetch.fetch(remote, part)
     assert part.read_bytes() == content
     assert len(away) == 3
