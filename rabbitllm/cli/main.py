@@ -20,15 +20,12 @@ from rabbitllm.cli.convert import convert_command
 from rabbitllm.cli.demo import demo
 from rabbitllm.cli.doctor import doctor_command
 from rabbitllm.cli.inspect import inspect_command
-from rabbitllm.cli.ls import ls_command
 from rabbitllm.cli.plan import plan_command
 from rabbitllm.cli.pull import pull_command
 from rabbitllm.cli.quality import quality_command
-from rabbitllm.cli.rm import rm_command
 from rabbitllm.cli.run import run_command
 from rabbitllm.cli.serve import serve_command
-from rabbitllm.cli.show import show_command
-from rabbitllm.cli.verify import verify_command
+from rabbitllm.cli.splits import ls_command, rm_command, show_command, verify_command
 from rabbitllm.cli.worker import worker_command
 from rabbitllm.errors import OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.version import __version__
