@@ -23,7 +23,7 @@ from rabbitllm.cli.arguments import (
 )
 
 
-@with_model_options("dtype", "no_split", "verify_source", "revision", "trust_remote_code")
+@with_model_options("no_split", "verify_source", "revision", "trust_remote_code")
 def chat_command(
     model: ModelArgument,
     system: SystemOption = None,

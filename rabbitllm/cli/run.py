@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 
-@with_model_options("dtype")
+@with_model_options()
 def run_command(
     model: ModelArgument,
     prompt: Annotated[
