@@ -93,7 +93,8 @@ def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, e
         python = (host.routed_layer if routed else host.layer).value if unit.is_layer else 0.0
         ahead = unit.read / host.disk.value, _over(unit.copied, host)
         asked = sum(of.read for of in routed) / host.disk.value, _over(sum(of.copied for of in routed), host)
-        steps.append(UnitTime(unit.device, max(memory, compute) + python + max(asked), max(ahead)))
+        computing = max(memory, compute) + python + max(asked)
+        steps.append(UnitTime(unit.device, computing, max(ahead), by_link=ahead[1] > ahead[0]))
         found = {DISK: ahead[0] + asked[0], LINK: ahead[1] + asked[1], MEMORY: memory, COMPUTE: compute, PYTHON: python}
         parts = {name: seconds + found[name] for name, seconds in parts.items()}
     return Pass(pass_seconds(steps, host.strain), parts)

@@ -329,17 +329,39 @@ def place(
 
     Args:
         costs: the units, in the order of a pass.
-        budgets: the devices, in the order of a pass; with several, each gets a run of units in proportion.
+        budgets: the devices. With several, each gets a run of units if all of them fit; else units alternate between
+            the devices, so that all links copy at the same time.
         small_first: keep all other units before any decoder layer.
         cached_layers: keep at least this many decoder layers in host memory, whatever the budget: the first ones that
             would otherwise be streamed.
         host_bytes: host memory that may be pinned for devices with memory of their own.
         experts: the modules whose experts are streamed individually.
     """
-    placed: list[PlacedUnit] = []
+    runs = _runs(costs, budgets)
+    placed, routed, pools = _placed(runs, budgets, small_first, cached_layers, experts)
+    if len(budgets) > 1 and any(unit.tier is Tier.STREAMED for unit in placed.values()):
+        placed, routed, pools = _placed(_in_turns(costs, budgets), budgets, small_first, cached_layers, experts)
+    placement = Placement(tuple(placed[cost.name] for cost in costs), tuple(budgets), tuple(routed), tuple(pools))
+    decoder = {cost.name for cost in costs if cost.is_layer}
+    placement = placement.changed(
+        dict.fromkeys(_pinned_layers(placement, decoder, host_bytes, cached_layers), Tier.PINNED)
+    )
+    units = _counted_once(placement, {cost.name: cost.shared for cost in costs if cost.shared})
+    return replace(placement, units=units, pools=_with_host_slots(placement, host_bytes))
+
+
+def _placed(
+    shares: Sequence[Sequence[UnitCost]],
+    budgets: Sequence[Budget],
+    small_first: bool,
+    cached_layers: int,
+    experts: Sequence[ExpertCost],
+) -> tuple[dict[str, PlacedUnit], list[PlacedUnit], list[Pool]]:
+    """The units of each device, their experts, and the pools of these; see `place`."""
+    placed: dict[str, PlacedUnit] = {}
     routed: list[PlacedUnit] = []
     pools: list[Pool] = []
-    for budget, share in zip(budgets, _spans(costs, budgets), strict=True):
+    for budget, share in zip(budgets, shares, strict=True):
         names = {cost.name for cost in share}
         own = [cost for cost in experts if cost.unit in names]
         tiers, left = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(own)), small_first)
@@ -352,14 +374,8 @@ def place(
             for cost in layers:
                 if tiers[cost.name] is Tier.STREAMED:
                     tiers[cost.name] = _kept(cost, budget)
-        placed += [PlacedUnit(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share]
-    placement = Placement(tuple(placed), tuple(budgets), tuple(routed), tuple(pools))
-    decoder = {cost.name for cost in costs if cost.is_layer}
-    placement = placement.changed(
-        dict.fromkeys(_pinned_layers(placement, decoder, host_bytes, cached_layers), Tier.PINNED)
-    )
-    units = _counted_once(placement, {cost.name: cost.shared for cost in costs if cost.shared})
-    return replace(placement, units=units, pools=_with_host_slots(placement, host_bytes))
+        placed |= {cost.name: PlacedUnit(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share}
+    return placed, routed, pools
 
 
 def _transit_bytes(experts: Sequence[ExpertCost]) -> int:
@@ -404,11 +420,11 @@ def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
 def _pinned_layers(placement: Placement, layers: set[str], host_bytes: int, cached_layers: int) -> list[str]:
     """The streamed units of GPUs to keep in pinned host memory.
 
-    They are spread evenly over the whole pass. So each device gets memory in proportion to the bytes that it would
-    stream, and reads from the disk are evenly spaced over all devices.
+    They are spread evenly over the units of one device after another. So each device gets memory in proportion to the
+    bytes that it would stream, and its reads from the disk are evenly spaced.
     """
     apart = [budget.device for budget in placement.budgets if not budget.is_host]
-    streamed = [p for p in placement.units if p.tier is Tier.STREAMED and p.device in apart]
+    streamed = [p for name in apart for p in placement.units if p.device == name and p.tier is Tier.STREAMED]
     room = host_bytes
     if sum(p.stored for p in streamed) > room:
         room -= sum(STAGING * max((p.stored for p in streamed if p.device == name), default=0) for name in apart)
@@ -417,7 +433,7 @@ def _pinned_layers(placement: Placement, layers: set[str], host_bytes: int, cach
     return chosen + [p.unit for p in streamed if p.unit in layers and p.unit not in chosen][:missing]
 
 
-def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
+def _runs(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
     """Contiguous runs of units, one for each device, of stored bytes in proportion to the budgets."""
     total = sum(cost.stored + cost.routed for cost in costs) or 1
     shares = [budget.nbytes for budget in budgets]
@@ -433,6 +449,20 @@ def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[Un
         runs[device].append(cost)
         passed += cost.stored + cost.routed
     return runs
+
+
+def _in_turns(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
+    """The units of each device, in turns. A device gets its budget and an equal share of the bytes beyond all budgets,
+    so that each link copies as much as the others."""
+    beyond = max(sum(cost.stored + cost.routed for cost in costs) - sum(budget.nbytes for budget in budgets), 1)
+    wanted = [budget.nbytes + beyond / len(budgets) for budget in budgets]
+    given, shares = [0] * len(budgets), [list[UnitCost]() for _ in budgets]
+    for cost in costs:
+        nbytes = cost.stored + cost.routed
+        device = min(range(len(budgets)), key=lambda at: (given[at] + nbytes / 2) / wanted[at])
+        shares[device].append(cost)
+        given[device] += nbytes
+    return shares
 
 
 def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tuple[dict[str, Tier], int]:

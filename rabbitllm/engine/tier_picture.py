@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,18 +158,21 @@ def _units(axes: Any, shown: Sequence[Bar], size: float, name: str) -> None:
     axes.set_ylim(0, 1.12 * max(bottom, default=0.0) or 1.0)
     axes.tick_params(axis="y", labelsize=10)
     axes.set_ylabel(f"{name} of each layer", fontsize=10)
-    for first, last, device in _spans(shown):
+    for first, last, devices in _runs(shown):
         if first:
             axes.axvline(first - 0.5, color="#444444", linewidth=0.8, linestyle=":")
-        axes.text((first + last) / 2, 0.99, device, transform=axes.get_xaxis_transform(), ha="center", va="top")
+        axes.text((first + last) / 2, 0.99, devices, transform=axes.get_xaxis_transform(), ha="center", va="top")
     unframed(axes)
 
 
-def _spans(shown: Sequence[Bar]) -> Iterator[tuple[int, int, str]]:
-    """First and last bar of each device, in their order."""
+def _runs(shown: Sequence[Bar]) -> list[tuple[int, int, str]]:
+    """First and last bar of each device, in their order; all bars if the devices take turns."""
+    runs = []
     for device, run in itertools.groupby(range(len(shown)), lambda at: shown[at].device):
         bars_of_device = list(run)
-        yield bars_of_device[0], bars_of_device[-1], device
+        runs.append((bars_of_device[0], bars_of_device[-1], device))
+    devices = sorted({device for _, _, device in runs})
+    return runs if len(runs) == len(devices) else [(0, len(shown) - 1, f"{', '.join(devices)} in turns")]
 
 
 def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:

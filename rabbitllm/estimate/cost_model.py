@@ -428,7 +428,7 @@ def bytes_of_a_pass(
 #
 # While both are in progress, each is slower than alone: computing by `Strain.computing`, reading by `Strain.reading`,
 # which are measured, not assumed. (Reading past the page cache costs the processor little; from the page cache it is a
-# copy that occupies a core.) Devices that read at the same time share the disk.
+# copy that occupies a core.) Devices that read at the same time share the disk; each has a link of its own.
 #
 # So for consecutive streamed units with r seconds of reading and c of computing each, a unit takes max(r, c) if neither
 # slows the other down, and r + c if it is the only streamed unit, since nothing is read ahead of it.
@@ -447,11 +447,13 @@ class UnitTime:
         device: the device that computes; each has a reader of its own.
         compute: seconds to bind, make and multiply.
         read: seconds to read or copy it; 0 if it is resident.
+        by_link: whether it is copied over the device's own link, rather than read from the disk that all share.
     """
 
     device: str
     compute: float
     read: float = 0.0
+    by_link: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,15 +480,17 @@ def pass_seconds(steps: Sequence[UnitTime], strain: Strain = ALONE) -> float:
         follower |= dict(zip(order, order[1:] + order[:1], strict=True))
     now = begun = 0.0
     left: dict[str, float] = {}  # undisturbed seconds until the reader of a device is done
+    by_link = {step.device: step.by_link for step in steps if step.read}
 
     def advance(most: float, slower: float) -> float:
         """Advance the time until a reader is done, by at most this many seconds; return how many."""
         nonlocal now
         readers = [device for device, seconds in left.items() if seconds > _NOTHING]
-        slower *= max(len(readers), 1)
-        took = min([most, *(left[device] * slower for device in readers)])
-        for device in readers:
-            left[device] -= took / slower
+        sharing = sum(not by_link[device] for device in readers)
+        factors = {device: slower * (1 if by_link[device] else sharing) for device in readers}
+        took = min([most, *(left[device] * factor for device, factor in factors.items())])
+        for device, factor in factors.items():
+            left[device] -= took / factor
         now += took
         return took
 

@@ -494,11 +494,12 @@ class PassEstimator:
             compute = small + products if device.shares_host_memory else max(small, products)
             compute += (binding[unit.kind] if unit.hooked else 0.0) + experts.get(unit.unit, 0.0)
             brought = unit.streamed if device.shares_host_memory else unit.uploaded
-            steps.append(UnitTime(unit.device, compute, brought * bringing[unit.device]))
+            seconds, by_link = bringing[unit.device]
+            steps.append(UnitTime(unit.device, compute, brought * seconds, by_link))
         return steps
 
-    def _bringing(self, name: str, work: Sequence[UnitWork], read_rate: float) -> float:
-        """Return the seconds per byte that a pass brings to a device.
+    def _bringing(self, name: str, work: Sequence[UnitWork], read_rate: float) -> tuple[float, bool]:
+        """Return the seconds per byte that a pass brings to a device, and whether its link decides them.
 
         To a device that does not share host memory bytes are copied while others are read ahead, and the slower of the
         two decides; while units in pinned memory are copied, the disk has time to read a streamed one.
@@ -506,8 +507,9 @@ class PassEstimator:
         here = [unit for unit in work if unit.device == name]
         read, copied = sum(unit.streamed for unit in here), sum(unit.uploaded for unit in here)
         if not copied:
-            return 1 / read_rate
-        return max(read / read_rate, copied / self._machine.upload(name)) / copied
+            return 1 / read_rate, False
+        reading, copying = read / read_rate, copied / self._machine.upload(name)
+        return max(reading, copying) / copied, copying > reading
 
     def _speeds(self, rates: Rates, reads: _Reads | None, calls: Mapping[Any, CallTimes]) -> tuple[Speed, ...]:
         """Return the rates that the times are based on; of experts, bytes that a token uses per second of a call."""

@@ -278,7 +278,6 @@ def test_outputs_come_back_to_where_inputs_go(tmp_path: Path) -> None:
     with watched():
         model = load_on(gpus, split(build_checkpoint(tmp_path / "model", "llama")))
         devices = [placed.device for placed in model.placement.units]
-        assert devices == sorted(devices)
         assert len(set(devices)) == 2
         assert model.device == gpus[0].torch_device
         output = model(INPUT.to(model.device), output_hidden_states=True)

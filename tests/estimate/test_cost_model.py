@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -212,6 +213,14 @@ def test_devices_read_at_the_same_time_and_share_the_disk() -> None:
     assert pass_seconds(both) == pytest.approx(4)
     hidden = [UnitTime("cuda:0", 4, 1), UnitTime("cuda:0", 4, 1), UnitTime("cuda:1", 4, 1), UnitTime("cuda:1", 4, 1)]
     assert pass_seconds(hidden) == pytest.approx(16)
+
+
+def test_devices_in_turns_copy_over_all_links_at_the_same_time() -> None:
+    in_turns = [UnitTime(f"cuda:{i % 2}", 0, 1, by_link=True) for i in range(20)]
+    in_runs = sorted(in_turns, key=lambda step: step.device)
+    assert pass_seconds(in_turns) == pytest.approx(10)
+    assert pass_seconds(in_runs) == pytest.approx(18)  # of each run one unit is copied ahead
+    assert pass_seconds([replace(step, by_link=False) for step in in_turns]) == pytest.approx(20)
 
 
 @given(ALONE)
