@@ -3,8 +3,8 @@
 transformers' own tables and functions make the config, the tokenizer, the names and the operations on each tensor; they
 get a small file with the same metadata and no data (`formats.gguf.outline`). An operation is recognised by its result
 on a tensor of one column whose elements are the numbers of its rows: so the un-permutation of Llama's Q and K, a
-transposition, a norm less one, and the halves of fused experts are found without a table here. They become strides,
-elementwise changes, and tensors of single experts, which a split carries out in pieces.
+transposition, a norm less one, the order of Qwen 3.5's heads, and the halves of fused experts are found without a table
+here. They become strides, elementwise changes, pieces, and tensors of single experts, which a split carries out.
 
 A set of files is one checkpoint: the first has the metadata. It is therefore used last, so that a split can be resumed
 as long as a file is left.
@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.base.forks import own_lock
 from rabbitllm.checkpoints.gguf_rotary import FACTOR_TENSORS, rope_parameters
@@ -63,7 +63,9 @@ _DTYPES = {0: "F32", 1: "F16", 32: "BF16"}
 MAX_PAIR_BYTES = 1 << 28
 """Limit of the work to find the pairs of a vocabulary without merges: the sum of the squares of the tokens' lengths."""
 MAX_PROBE = 1 << 24
-"""Elements of a tensor that an operation is tried on as a whole, if it cannot be tried on one column."""
+"""Elements of a tensor that an operation is tried on as a whole, if it cannot be tried on one column or row."""
+MAX_RUNS = 1024
+"""Pieces of a tensor whose rows are in another order, such as the heads of keys and values."""
 _ORIGINAL = "Use the model's original weights (safetensors), which RabbitLLM splits and compresses itself."
 _STOPS = ("eos", "eot", "eom")
 _AS_GPT2 = frozenset({"gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion"})
@@ -442,20 +444,25 @@ def _read_model(
         UnknownArchitectureError: transformers does not read this architecture from GGUF.
     """
     from transformers import CONFIG_MAPPING
-    from transformers.integrations.gguf import GGUF_ARCHS
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, load_gguf_checkpoint
+    from transformers.integrations.gguf import GGUF_ARCHS, get_gguf_config, read_gguf_metadata
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    if architecture in GGUF_ARCHS:
-        raise _unknown(architecture, file, "it has a second loader for this one, which is not used here")
+    operations: _Processor | _Transforms
     try:
-        with _without_warnings("transformers.modeling_gguf_pytorch_utils"):  # of the vocabulary, which is left out
-            known = load_gguf_checkpoint(str(folder / _OUTLINE), return_tensors=False)["config"]
-        if tokens is not None:
-            known.setdefault("vocab_size", tokens)
-        config = CONFIG_MAPPING[known["model_type"]].from_dict(known | _by_shapes(shapes))
+        if architecture in GGUF_ARCHS:
+            metadata, names = read_gguf_metadata(str(folder / _OUTLINE))
+            known = get_gguf_config({"tokenizer.ggml.tokens": tokens, **metadata}, names)
+            config = CONFIG_MAPPING[known["model_type"]].from_dict(known)
+            operations = _Transforms(GGUF_ARCHS[architecture](config))
+        else:
+            with _without_warnings("transformers.modeling_gguf_pytorch_utils"):  # of the vocabulary, which is left out
+                known = load_gguf_checkpoint(str(folder / _OUTLINE), return_tensors=False)["config"]
+            if tokens is not None:
+                known.setdefault("vocab_size", tokens)
+            config = CONFIG_MAPPING[known["model_type"]].from_dict(known | _by_shapes(shapes))
+            operations = _processor(architecture, known)
         complete(config)
-        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=known)
-        return _Model(config, processor, file)
+        return _Model(config, operations, file)
     except (UnknownArchitectureError, UnreadableFormatError, CorruptShardError):
         raise
     except Exception as error:  # metadata of strangers make transformers raise any error
@@ -469,10 +476,7 @@ def stored_shapes(config: Any, architecture: str) -> dict[str, tuple[int, ...]]:
         config: of transformers, of a class that it also makes from GGUF metadata.
         architecture: llama.cpp's name.
     """
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    return _Model(config, processor, "").stored_shapes()
+    return _Model(config, _processor(architecture, config.to_dict()), "").stored_shapes()
 
 
 def _by_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -496,16 +500,106 @@ def _unknown(architecture: str, file: str, why: str) -> UnknownArchitectureError
     )
 
 
+# transformers has two loaders, each for other architectures: processors with a map of all names, and the transforms
+# that it uses for safetensors too. Both are applied to a probe.
+
+
+class _Applied(NamedTuple):
+    """The result of an operation: a parameter's name, its values, and whether several tensors may make it."""
+
+    target: str
+    values: npt.NDArray[Any]
+    is_joined: bool
+
+
+class _Processor:
+    """Names and operations by the processor of an architecture.
+
+    Args:
+        processor: of transformers.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self.names: dict[str, str] = {}
+        """GGUF name -> name of the model."""
+
+    def read_names(self, model: Any, config: Any) -> None:
+        """Find the names of a model's parameters."""
+        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+        self.names = get_gguf_hf_weights_map(_ModuleNames(model, config), self._processor)
+
+    def apply(self, name: str, probe: npt.NDArray[Any]) -> _Applied | None:
+        """The result for a tensor; None if the model has no use for it, or it has several results."""
+        held: dict[str, Any] = {"tensors": {}, "config": {}}
+        try:
+            done = self._processor.process(
+                weights=probe, name=name, tensor_key_mapping=self.names, parsed_parameters=held
+            )
+        except KeyError:  # it has no name in the model
+            return None
+        if done.name is None:
+            [(target, values)] = held["tensors"].items()
+            return _Applied(target, values.numpy(), is_joined=len(probe.shape) == 3)
+        return _Applied(self.names[done.name], done.weights, is_joined=False) if done.name in self.names else None
+
+
+def _processor(architecture: str, config: Mapping[str, Any]) -> _Processor:
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    return _Processor(TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config))
+
+
+class _Transforms:
+    """Names and operations by transforms, as of other checkpoints.
+
+    Args:
+        transforms: of transformers: renamings, which follow each other, and converters, of which one is used.
+    """
+
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        from transformers.core_model_loading import WeightRenaming
+
+        self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in transforms if not isinstance(entry, WeightRenaming)]
+        self.names: dict[str, str] = {}
+        """Unknown: nothing is written with these."""
+        self._parameters: frozenset[str] = frozenset()
+
+    def read_names(self, model: Any, config: Any) -> None:
+        """Find the names of a model's parameters."""
+        self._parameters = frozenset(model.state_dict())
+
+    def apply(self, name: str, probe: npt.NDArray[Any]) -> _Applied | None:
+        """As `_Processor.apply`; of tensors that are joined the others are zeros."""
+        import torch
+        from transformers.core_model_loading import rename_source_key
+
+        target, pattern = rename_source_key(name, self._renamings, self._converters)
+        if target not in self._parameters:
+            return None
+        tensor = torch.from_numpy(probe)
+        entry = next((one for one in self._converters if pattern in one.source_patterns), None)
+        if entry is None:
+            return _Applied(target, probe, is_joined=probe.ndim == 3)
+        given = {one: tensor if one == pattern else torch.zeros_like(tensor) for one in entry.source_patterns}
+        for operation in entry.operations:
+            made = operation.convert(given, source_patterns=[*given], target_patterns=[target])
+            given = {target: next(iter(made.values()))}
+        return _Applied(target, given[target].numpy(), is_joined=len(entry.source_patterns) > 1)
+
+
 class _Model:
     """A model of transformers, its names in GGUF files, and the operations on its tensors."""
 
-    def __init__(self, config: Any, processor: Any, file: str) -> None:
+    def __init__(self, config: Any, operations: _Processor | _Transforms, file: str) -> None:
         self.config = config
-        self._processor = processor
+        self._operations = operations
         self._file = file
         self._class = _class_of(config)
         with _BUILDING:
-            self._names, self._experts = self._read_names()
+            self._experts = self._read_names()
         self._found: dict[tuple[str, tuple[int, ...]], tuple[Target, ...]] = {}
 
     @property
@@ -521,28 +615,27 @@ class _Model:
         found.pop("_name_or_path", None)
         return found
 
-    def _read_names(self) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-        """GGUF name -> name of the model; and ending of a fused parameter -> patterns of its experts' names."""
+    def _read_names(self) -> dict[str, tuple[str, ...]]:
+        """Read all names; ending of a fused parameter -> patterns of its experts' names."""
         import torch
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
-        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
         with torch.device("meta"):
             model = self._class(self.config)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        names = get_gguf_hf_weights_map(_ModuleNames(model, self.config), self._processor)
+        self._operations.read_names(model, self.config)
         experts = {}
         for entry in get_model_conversion_mapping(model):
             operations = [type(operation) for operation in getattr(entry, "operations", ())]
             if isinstance(entry, WeightConverter) and operations in ([MergeModulelist], [MergeModulelist, Concatenate]):
                 experts[entry.target_patterns[0]] = tuple(entry.source_patterns)
-        return names, experts
+        return experts
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors of a file with this model: name -> shape, in the order of the model."""
         found = {}
-        for name, target in self._names.items():
+        for name, target in self._operations.names.items():
             if target not in self._shapes or (name == "output.weight" and self.config.tie_word_embeddings):
                 continue
             shape = self._shapes[target]
@@ -563,30 +656,26 @@ class _Model:
             self._found[name, shape] = tuple(self._targets(name, shape))
         return self._found[name, shape]
 
-    def _targets(self, name: str, shape: tuple[int, ...]) -> Iterable[Target]:
+    def _targets(self, name: str, shape: tuple[int, ...]) -> Sequence[Target]:
         import numpy as np
 
-        for columns in (1, shape[-1] if shape else 1):
-            probed = (*shape[:-1], columns) if len(shape) > 1 else shape
-            if columns > 1 and math.prod(probed) > MAX_PROBE:
+        probes = [shape]
+        if len(shape) > 1:
+            probes = [(*shape[:-1], 1), *([(1, shape[1])] if len(shape) == 2 else []), *probes]
+        for probed in dict.fromkeys(probes):
+            if math.prod(probed) > MAX_PROBE and probed == shape and len(probes) > 1:
                 continue
             probe = -(1.0 + np.arange(math.prod(probed), dtype=np.float64)).reshape(probed)
-            held: dict[str, Any] = {"tensors": {}, "config": {}}
             try:
                 with np.errstate(all="ignore"):
-                    done = self._processor.process(
-                        weights=probe, name=name, tensor_key_mapping=self._names, parsed_parameters=held
-                    )
-            except (ValueError, IndexError):
+                    done = self._operations.apply(name, probe)
+            except (ValueError, IndexError, RuntimeError):  # it needs more of the tensor
                 continue
-            except KeyError:  # it has no name in the model
+            if done is None:
                 return ()
-            if done.name is None:
-                made = [(key, value.numpy()) for key, value in held["tensors"].items()]
-                return self._of_own(name, shape, probed, made)
-            if done.name not in self._names:
-                return ()
-            return [self._one(name, shape, probed, self._names[done.name], done.weights)]
+            if done.is_joined:
+                return self._joined(name, shape, probed, done)
+            return self._one(name, shape, probed, done)
         raise self._refused(name, shape)
 
     def _refused(self, name: str, shape: tuple[int, ...]) -> UnreadableFormatError:
@@ -595,16 +684,9 @@ class _Model:
             f"{_ORIGINAL} Nothing was changed.",
         )
 
-    def _of_own(
-        self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], made: Sequence[tuple[str, npt.NDArray[Any]]]
-    ) -> list[Target]:
-        """The targets of a tensor that transformers has put into place itself: experts, or another one."""
-        if len(made) != 1:
-            raise self._refused(name, shape)
-        [(target, values)] = made
-        if len(shape) != 3:
-            return [self._one(name, shape, probed, target, values)]
-        begin = 0
+    def _joined(self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], done: _Applied) -> list[Target]:
+        """The targets of a tensor of all experts."""
+        values, begin = done.values, 0
         if values.shape != probed:  # a half of a fused tensor; the other half is zero
             rows = shape[1]
             begin = next((at for at in range(0, values.shape[1], rows) if values[0, at, 0]), 0)
@@ -612,7 +694,7 @@ class _Model:
                 raise self._refused(name, shape)
         elif not (values == -_numbers(probed)).all():
             raise self._refused(name, shape)
-        return self._expert_targets(target, shape, values.shape[1], begin)
+        return self._expert_targets(done.target, shape, values.shape[1], begin)
 
     def _expert_targets(self, target: str, shape: tuple[int, ...], rows: int, begin: int) -> list[Target]:
         """One target for each expert by the names in published checkpoints; or one for all, if there are none."""
@@ -627,27 +709,48 @@ class _Model:
             for expert in range(experts)
         ]
 
-    def _one(
-        self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], target: str, values: npt.NDArray[Any]
-    ) -> Target:
-        """The target of a tensor whose elements are changed one by one, and may be in another order."""
-        found = _order_of(values)
+    def _one(self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], done: _Applied) -> list[Target]:
+        """The targets of a tensor whose elements are changed one by one, and may be in another order."""
+        values, found = done.values, _order_of(done.values)
         if found is None or values.size != math.prod(probed):
             raise self._refused(name, shape)
         change, order = found
-        columns = shape[-1] if len(shape) > 1 and probed != shape else 1
-        if len(shape) == 2 and probed != shape and probed[0] > 1 and values.shape == probed[::-1]:
-            return Target(target, shape[::-1], 0, (1, columns), shape[::-1], change)
-        made = (*values.shape[:-1], values.shape[-1] * columns) if values.shape else ()
-        steps = _strides_of(order)
-        if steps is None or (columns > 1 and values.shape[-1] != 1):
+        steps, is_row = _strides_of(order), probed != shape and probed == (1, shape[-1])
+        columns = shape[-1] if len(shape) > 1 and probed != shape and not is_row else 1
+        if len(shape) == 2 and columns > 1 and probed[0] > 1 and values.shape == probed[::-1]:
+            return [Target(done.target, shape[::-1], 0, (1, columns), shape[::-1], change)]
+        if (columns > 1 and values.shape[-1] != 1) or (is_row and (values.shape != probed or steps is None)):
             raise self._refused(name, shape)
+        made = (*values.shape[:-1], values.shape[-1] * columns) if values.shape else ()
+        if steps is None:
+            return self._in_runs(name, shape, Target(done.target, made, change=change), order)
         sizes, strides = steps
-        if len(sizes) <= 1:  # in the order of the file
-            return Target(target, made, change=change)
+        if is_row:
+            made, sizes, strides = shape, (shape[0], *sizes), (shape[1], *strides)
+        if len(sizes) <= 1 + is_row:  # in the order of the file
+            return [Target(done.target, made, change=change)]
         if columns > 1:
             sizes, strides = (*sizes, columns), (*(stride * columns for stride in strides), 1)
-        return Target(target, made, 0, strides, sizes, change)
+        return [Target(done.target, made, 0, strides, sizes, change)]
+
+    def _in_runs(self, name: str, shape: tuple[int, ...], whole: Target, order: npt.NDArray[np.int64]) -> list[Target]:
+        """The pieces of a tensor whose rows are in an order without strides: runs of rows, all of one length."""
+        import numpy as np
+
+        run = int(np.gcd.reduce([order.size, *(np.flatnonzero(np.diff(order) != 1) + 1)]))
+        if order.size != whole.shape[0] or order.size // run > MAX_RUNS:
+            raise self._refused(name, shape)
+        inner = whole.shape[1:]
+        return [
+            Target(
+                f"{whole.name}.{begin}",
+                (run, *inner),
+                int(order[begin]) * math.prod(inner),
+                change=whole.change,
+                piece=TensorPiece(whole.name, whole.shape, 0, begin),
+            )
+            for begin in range(0, order.size, run)
+        ]
 
 
 @contextlib.contextmanager

@@ -206,8 +206,12 @@ class TensorSpec(NamedTuple):
         """The tensor that this is a piece of, as far as one piece determines it; itself if it is not a piece."""
         if self.piece is None:
             return self
-        shape = self.piece.shape
-        return TensorSpec(self.piece.of, self.dtype, shape, self.file, 0, byte_size(self.dtype, shape))
+        shape, blocks = self.piece.shape, self.blocks if self.piece.dim == 0 else None
+        if blocks is not None:
+            nbytes = math.prod(shape) // blocks.kind.elements * blocks.kind.nbytes
+            blocks = StoredBlocks(blocks.kind, nbytes, blocks.change, blocks.may_stay)
+        nbytes = byte_size(self.dtype, shape)
+        return TensorSpec(self.piece.of, self.dtype, shape, self.file, 0, nbytes, blocks=blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,25 +283,25 @@ class StoredForm:
 
 
 def row_blocks(spec: TensorSpec) -> TensorSpec | None:
-    """The blocks of a tensor of a GGUF file as a tensor of bytes; None if its rows are not rows of the file.
+    """The blocks of a tensor of a GGUF file as a tensor of bytes; None if its rows are not made of whole blocks.
 
     Returns:
-        A specification of U8, whose shape has the bytes of a row in place of its elements, with the same rows in the
+        A specification of U8, whose shape has the bytes of a row in place of its elements, with the same blocks in the
         same order.
     """
     stored = spec.blocks
     if stored is None or stored.kind.dtype is not None or stored.change is not ValueChange.NONE or len(spec.shape) < 2:
         return None
-    columns, kind = spec.shape[-1], stored.kind
-    if spec.sizes[-1] != columns or columns % kind.elements:
+    columns, run, kind = spec.shape[-1], spec.sizes[-1], stored.kind
+    if columns % kind.elements or run % kind.elements:
         return None
-    row = kind.row_bytes(columns)
-    shape, view = (*spec.shape[:-1], row), None if spec.view is None else (*spec.view[:-1], row)
+    shape = (*spec.shape[:-1], kind.row_bytes(columns))
+    view = None if spec.view is None else (*spec.view[:-1], kind.row_bytes(run))
     strides = spec.strides
     if strides is not None:
-        if strides[-1] != 1 or any(stride % columns for stride in strides[:-1]):
+        if strides[-1] != 1 or any(stride % kind.elements for stride in strides[:-1]):
             return None
-        strides = (*(stride // columns * row for stride in strides[:-1]), 1)
+        strides = (*(kind.row_bytes(stride) for stride in strides[:-1]), 1)
     return TensorSpec(spec.name, "U8", shape, spec.file, spec.offset, math.prod(shape), strides, view)
 
 

@@ -39,7 +39,7 @@ from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec, byte_size
 from rabbitllm.quant.schemes import (
     DOUBLE,
     SCALE_BYTES,
-    SCHEMES,
+    STORED,
     Settling,
     StoredForm,
     arriving,
@@ -181,7 +181,7 @@ def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
     first = pieces[0]
     whole = form_in(first.whole, scheme_of(first.whole, compression))
     made = arriving(whole)
-    block = SCHEMES[whole.scheme].block if whole.scheme else 1
+    block = STORED[whole.scheme].block if whole.scheme else 1
     run = math.prod(first.shape[_piece(first).dim :])  # elements of a piece that follow each other in the whole
     forms = tuple(_form(spec, whole.scheme if run % block == 0 else None) for spec in pieces)
     straight: dict[str, tuple[str, int]] = {}
@@ -206,7 +206,8 @@ def _begin(spec: TensorSpec) -> int:
 
 def _form(spec: TensorSpec, scheme: str | None) -> StoredForm:
     form = arriving(form_in(spec, scheme))
-    return dataclasses.replace(form, parts=form.parts[:2])
+    has_scales = scheme is not None and not STORED[scheme].block_bytes
+    return dataclasses.replace(form, parts=form.parts[: 1 + has_scales])
 
 
 def _check(pieces: Sequence[TensorSpec]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -23,7 +24,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import vectors
 from rabbitllm.store.checkpoint_folder import PlainReader
 from rabbitllm.store.layer_store import LayerStore, verify
-from tests.support.gguf_files import FAMILIES, VOCABULARY, write_gguf
+from tests.support.gguf_files import CONVERTED, FAMILIES, VOCABULARY, write_converted, write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.rounding import assert_as_near
@@ -62,6 +63,44 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, tmp_path: Path
         assert model.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert model.tokenizer.chat_template == tokenizer.chat_template
     assert model.generation_config.eos_token_id == 2
+
+
+def assert_weights_are_those_of_transformers(model: Any, theirs: Any) -> None:
+    """Of `A_log` up to the last bit: a logarithm that torch computes there, and numpy here."""
+    found = model.state_dict()
+    for name, expected in theirs.state_dict().items():
+        if name.endswith("A_log"):
+            torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    ("family", "grouped"), [("lfm2", True), *itertools.product(("qwen35", "qwen35moe"), (True, False))]
+)
+def test_what_llama_cpp_converts_is_the_model_again(family: str, grouped: bool, tmp_path: Path) -> None:
+    """Heads in another order, convolutions of one dimension less, norms plus one, negative exponentials."""
+    converted = write_converted(tmp_path / "model.gguf", family, grouped=grouped)
+    model = rabbitllm.AutoModel.from_pretrained(tmp_path / "model.gguf", device="cpu", exact=True)
+    torch.testing.assert_close(logits(model), logits(converted), rtol=0, atol=1e-4)
+    assert_weights_are_those_of_transformers(model, plain(tmp_path / "model.gguf"))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("types", ["Q8_0", "F16"])
+@pytest.mark.parametrize("family", sorted(CONVERTED))
+def test_blocks_of_tensors_in_another_order_are_kept(family: str, types: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_converted(file, family, types)
+    dtype = torch.float32 if types == "Q8_0" else torch.float16
+    own: dict[str, Any] = {"device": "cpu", "exact": True, "dtype": dtype}
+    model = rabbitllm.AutoModel.from_pretrained(file, **own)
+    assert_weights_are_those_of_transformers(model, plain(file, dtype))
+    stored = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert stored < 1.1 * file.stat().st_size
+    in_turns = rabbitllm.AutoModel.from_pretrained(file, max_memory={"cpu": 0}, sequential_shard_processing=True, **own)
+    assert torch.equal(logits(in_turns), logits(model))
 
 
 @pytest.mark.bits

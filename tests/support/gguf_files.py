@@ -163,12 +163,14 @@ def _random_blocks(choice: str, shape: tuple[int, ...], generator: np.random.Gen
     return blocks.reshape(*shape[:-1], -1)
 
 
-def _writer(path: Path, family: str, types: str, *, sentencepiece: bool) -> gguf.GGUFWriter:
+def _writer(
+    path: Path, family: str, types: str, *, sentencepiece: bool, keys: Mapping[str, Any] | None = None
+) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, family)
     writer.add_name("tiny")
     writer.add_file_type({"F32": 0, "F16": 1, "BF16": 32}.get(types, 15))
-    for key, value in {**_BASE, **FAMILIES[family].keys}.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+    for key, value in (keys or {**_BASE, **FAMILIES[family].keys}).items():
+        add = {float: writer.add_float32, list: writer.add_array}.get(type(value), writer.add_uint32)
         add(f"{family}.{key}", value)
     _add_pieces(writer) if sentencepiece else _add_merges(writer)
     writer.add_bos_token_id(1)
@@ -207,3 +209,158 @@ def _write(writer: gguf.GGUFWriter, tensors: list[tuple[str, npt.NDArray[Any], g
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+# Files that llama.cpp's convert_hf_to_gguf.py makes of a model (conversion/qwen.py, conversion/lfm2.py).
+
+_HYBRID = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LFM2 = {
+    **{key: _HYBRID[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")},
+    "max_position_embeddings": 128,
+    "intermediate_size": 512,
+    "block_auto_adjust_ff_dim": False,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "tie_word_embeddings": True,
+}
+CONVERTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen35": ("Qwen3_5TextConfig", {**_HYBRID, "intermediate_size": 512}),
+    "qwen35moe": ("Qwen3_5MoeTextConfig", {**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 64}),
+    "lfm2": ("Lfm2Config", _LFM2),
+}
+"""Architecture of GGUF -> class of the config in transformers, and its content."""
+
+
+def write_converted(path: Path, family: str, types: str = "F32", *, grouped: bool = True) -> Any:
+    """Write a model with random weights as llama.cpp converts it; return the model, float32.
+
+    Args:
+        path: the file.
+        family: a key of `CONVERTED`.
+        types: type of matrices; without a quantized type the file has the model's own values.
+        grouped: whether a key head of linear attention has several value heads; llama.cpp puts them into another order.
+    """
+    config_class, content = CONVERTED[family]
+    more = {} if grouped or family == "lfm2" else {"linear_num_value_heads": 2}
+    config = getattr(transformers, config_class)(**{**content, **more})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    writer = _writer(path, family, types, sentencepiece=False, keys=_keys(config))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_hidden_layers)
+    tensors = []
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for own, values in _as_converted(name, value.numpy(), config):
+            written = names.get_name(own, try_suffixes=(".weight", ".bias"))
+            assert written is not None, own
+            plain = values.ndim < 2 or any(
+                part in own for part in ("conv1d", "conv.conv", ".mlp.gate.", "shared_expert_gate")
+            )
+            kind = gguf.GGMLQuantizationType["F32" if plain else types]
+            tensors.append((written, gguf.quants.quantize(values, kind), kind))
+    _write(writer, tensors)
+    return model.eval()
+
+
+def _keys(config: Any) -> dict[str, Any]:
+    """The metadata of a config."""
+    rope = config.rope_parameters
+    found = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if config.model_type == "lfm2":
+        kinds = config.layer_types
+        heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
+        return found | {
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count_kv": heads,
+            "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+            "shortconv.l_cache": config.conv_L_cache,
+        }
+    found |= {
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "full_attention_interval": 4,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
+        "rope.dimension_sections": [*rope["mrope_section"], 0],
+    }
+    if getattr(config, "num_experts", None):
+        return found | {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        }
+    return found | {"feed_forward_length": config.intermediate_size}
+
+
+def _as_converted(name: str, values: npt.NDArray[Any], config: Any) -> list[tuple[str, npt.NDArray[Any]]]:
+    """The tensors that llama.cpp writes for a parameter: its own names of them, and their values."""
+    if config.model_type == "lfm2":
+        return [(name, values[:, 0] if "conv.conv" in name else values)]
+    keys, each = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+
+    def tiled(given: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+        """Rows of value heads, of which those of one key head follow each other, in turns of the key heads."""
+        return np.ascontiguousarray(given.reshape(keys, each, width, -1).swapaxes(0, 1)).reshape(given.shape)
+
+    width, before = config.linear_value_head_dim, 2 * keys * config.linear_key_head_dim
+    if "conv1d" in name:
+        values = values[:, 0]
+    if "in_proj_qkv" in name or "conv1d" in name:
+        values = np.concatenate([values[:before], tiled(values[before:], width)])
+    elif "in_proj_z" in name:
+        values = tiled(values, width)
+    elif "out_proj" in name:
+        values = np.ascontiguousarray(tiled(values.T.copy(), width).T)
+    elif any(part in name for part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias")):
+        values = tiled(values, 1)
+    elif name.endswith("norm.weight") and "linear_attn.norm" not in name:
+        values = values + np.float32(1)
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    if name.endswith("experts.gate_up_proj"):
+        halves = np.split(values, 2, axis=1)
+        return [
+            (name.replace("gate_up_proj", f"{part}_proj.weight"), half)
+            for part, half in zip(("gate", "up"), halves, strict=True)
+        ]
+    name = name.replace("dt_bias", "dt_proj.bias").replace("experts.down_proj", "experts.down_proj.weight")
+    return [(name, values[0] if "shared_expert_gate" in name else values)]
