@@ -74,6 +74,7 @@ def run_command(
     import torch
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
+    from transformers import logging
 
     from rabbitllm.generation.media import media_files
     from rabbitllm.generation.request import FinishReason, Sampling, context_of, most_new_tokens, tokenizer_of
@@ -104,6 +105,7 @@ def run_command(
     else:
         ids = prompt_ids(tokenizer_of(loaded), text, system, raw=raw)
     most = most_new_tokens(context_of(loaded), ids.shape[-1], max_new_tokens)
+    logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     write = (lambda piece: None) if as_json else print_text
     with errors.status("reading the prompt …") as status:
         found = answer(loaded, ids, most, sampling, write, status.stop, media)
