@@ -350,19 +350,19 @@ class Scheduler:
         with self._change:
             (self.running if sequence in self.running else self._waiting).remove(sequence)
         self.caches.drop(sequence)
+        # before the end is reported: a client that then asks for the totals finds its request
+        reason = FAILED if isinstance(how, BaseException) else str(sequence.finish_reason or how)
+        self.totals.ended[reason] = self.totals.ended.get(reason, 0) + 1
+        self.totals.prompt_tokens += len(sequence.request.prompt)
+        self.totals.kept_tokens += sequence.kept_tokens
         if isinstance(how, BaseException):
             if isinstance(how, Exception):
                 logger.info("a request has failed", exc_info=how)
             sequence.fail(how if isinstance(how, Exception) else BatchError("The server has stopped."))
-            reason = FAILED
         else:
             finished = sequence.finish(how)
-            reason = str(finished.ended)
             self._lately = 0.8 * self._lately + 0.2 * finished.seconds
             self.caches.keep(sequence)
-        self.totals.ended[reason] = self.totals.ended.get(reason, 0) + 1
-        self.totals.prompt_tokens += len(sequence.request.prompt)
-        self.totals.kept_tokens += sequence.kept_tokens
 
     def end(self, how: BaseException | FinishReason) -> None:
         """Finish all sequences, restore the model, and close the files."""

@@ -18,7 +18,7 @@ from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.joint_pass import Carrier
 from rabbitllm.generation.memory import PassCost
 from rabbitllm.generation.packed_batch import PackedSequence
-from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Sampling
+from rabbitllm.generation.request import Delta, Event, Failed, Finished, FinishReason, Limits, Request, Sampling
 from tests.generation.asking import Asked, Open, alone, asked, asked_together, begin, prompt
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
 from tests.support.tiny_models import plain_model, split
@@ -51,6 +51,22 @@ def test_requests_join_while_others_run_and_leave_when_they_are_done(open_batch:
     passes = batch.facts.passes
     assert passes < sum(len(one.tokens) for one in (first, *later))  # they shared them
     assert batch.facts.running == batch.facts.waiting == 0
+
+
+def test_the_totals_have_a_request_when_its_end_is_reported(open_batch: Open) -> None:
+    batch, _ = open_batch()
+    found: list[int] = []
+    for number in range(3):
+        one = Asked(Request(prompt(5, number), 2))
+
+        def told(event: Event, one: Asked = one) -> None:
+            if isinstance(event, Finished):
+                found.append(sum(batch.facts.ended.values()))
+            one.told(event)
+
+        batch.submit(one.request, told)
+        one.wait()
+    assert found == [1, 2, 3]
 
 
 def test_a_pass_brings_each_weight_once_however_many_take_part(open_batch: Open) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rabbitllm.base import progress
+from rabbitllm.checkpoints import fetch
 from rabbitllm.errors import HubError, RabbitLLMError, SplitMismatchError
 from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.splitter.conftest import MakeScene
@@ -26,9 +27,9 @@ FOR_EVER = -1
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long would have been waited; nothing is."""
+    """How long a fetch would have waited; it does not."""
     waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(fetch, "time", SimpleNamespace(sleep=waited.append))
     return waited
 
 
