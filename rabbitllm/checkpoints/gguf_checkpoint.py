@@ -447,13 +447,13 @@ def _read_model(
     from transformers.integrations.gguf import GGUF_ARCHS, get_gguf_config, read_gguf_metadata
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    operations: _Processor | _Transforms
+    operations: _ProcessorOperations | _TransformOperations
     try:
         if architecture in GGUF_ARCHS:
             metadata, names = read_gguf_metadata(str(folder / _OUTLINE))
             known = get_gguf_config({"tokenizer.ggml.tokens": tokens, **metadata}, names)
             config = CONFIG_MAPPING[known["model_type"]].from_dict(known)
-            operations = _Transforms(GGUF_ARCHS[architecture](config))
+            operations = _TransformOperations(GGUF_ARCHS[architecture](config))
         else:
             with _without_warnings("transformers.modeling_gguf_pytorch_utils"):  # of the vocabulary, which is left out
                 known = load_gguf_checkpoint(str(folder / _OUTLINE), return_tensors=False)["config"]
@@ -512,7 +512,7 @@ class _Applied(NamedTuple):
     is_joined: bool
 
 
-class _Processor:
+class _ProcessorOperations:
     """Names and operations by the processor of an architecture.
 
     Args:
@@ -545,13 +545,13 @@ class _Processor:
         return _Applied(self.names[done.name], done.weights, is_joined=False) if done.name in self.names else None
 
 
-def _processor(architecture: str, config: Mapping[str, Any]) -> _Processor:
+def _processor(architecture: str, config: Mapping[str, Any]) -> _ProcessorOperations:
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-    return _Processor(TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config))
+    return _ProcessorOperations(TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config))
 
 
-class _Transforms:
+class _TransformOperations:
     """Names and operations by transforms, as of other checkpoints.
 
     Args:
@@ -572,7 +572,7 @@ class _Transforms:
         self._parameters = frozenset(model.state_dict())
 
     def apply(self, name: str, probe: npt.NDArray[Any]) -> _Applied | None:
-        """As `_Processor.apply`; of tensors that are joined the others are zeros."""
+        """As `_ProcessorOperations.apply`; of tensors that are joined the others are zeros."""
         import torch
         from transformers.core_model_loading import rename_source_key
 
@@ -593,7 +593,7 @@ class _Transforms:
 class _Model:
     """A model of transformers, its names in GGUF files, and the operations on its tensors."""
 
-    def __init__(self, config: Any, operations: _Processor | _Transforms, file: str) -> None:
+    def __init__(self, config: Any, operations: _ProcessorOperations | _TransformOperations, file: str) -> None:
         self.config = config
         self._operations = operations
         self._file = file
