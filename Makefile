@@ -9,7 +9,10 @@ JOBS ?= 1
 # the tests of one room of the package: make test-room ROOM=engine; of one file, by name: ROOM=engine/test_load.py K=skeleton
 ROOM ?= engine
 
-.PHONY: demo test test-room test-long matrix fuzz lint docs clean
+# the lowest version of transformers that pyproject.toml allows; the tested one is in constraints.txt
+LOWEST := transformers==5.23.0
+
+.PHONY: demo test test-lowest test-room test-long matrix fuzz lint docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +27,12 @@ demo: $(VENV)/.installed
 # a process a core, each with whole files of tests, in the order that tests/conftest.py gives them
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+# the tests of what depends on transformers, with its lowest version
+test-lowest: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/lowest $(LOWEST)
+	PYTHONPATH=build/lowest $(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile \
+		tests/generation tests/engine tests/frozen tests/test_auto_model.py
 
 test-room: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/$(ROOM) $(if $(K),-k $(K),-m "not long")

@@ -50,14 +50,14 @@ class Environment:
 
 THIS = Environment("this interpreter")
 """This project, as it lies here, in the interpreter that runs the benchmark."""
-TRANSFORMERS = Environment("transformers-5.23.0", (*_COMMON, "transformers==5.23.0"))
+TRANSFORMERS = Environment("transformers-5.24.0", (*_COMMON, "transformers==5.24.0"))
 TRANSFORMERS_SERVE = Environment(
-    "transformers-serve-5.23.0",
-    (*_COMMON, "transformers==5.23.0", "fastapi==0.165.0", "uvicorn==0.54.0", "openai==3.52.0"),
+    "transformers-serve-5.24.0",
+    (*_COMMON, "transformers==5.24.0", "fastapi==0.165.0", "uvicorn==0.54.0", "openai==3.52.0"),
 )
 AIRLLM = Environment(
     "airllm-4.0.0",
-    (*_COMMON, "transformers==5.23.0", "scipy==1.17.1", "sentencepiece==0.2.3"),
+    (*_COMMON, "transformers==5.24.0", "scipy==1.17.1", "sentencepiece==0.2.3"),
     ("airllm==4.0.0",),
 )
 # RabbitLLM 1.1.0 declares torch<2.6; it runs with 2.13, which makes the comparison one of like with like. What else it

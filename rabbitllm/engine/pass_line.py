@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import Cache
 
 _INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-_CACHES = ("past_key_values", "cache_params")
+_CACHES = ("cache", "past_key_values", "cache_params")  # the last two before transformers 5.24
 
 
 def entry_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassInput, Any]:

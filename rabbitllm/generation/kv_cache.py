@@ -11,6 +11,7 @@ Two caches outlive an answer: `KeptCache`, of one conversation, and `PrefixCache
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from transformers.cache_utils import CacheLayerMixin
 
     from rabbitllm.engine.streamed_model import StreamedModel
+
+_ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_ARGUMENT = "cache" if "cache" in _ARGUMENTS else "past_key_values"
+"""Name of the argument and of the result with the KV cache; "cache" since transformers 5.24."""
 
 # kinds of layers -----------------------------------------------------------------------------------------------------
 
@@ -356,7 +362,7 @@ CONTINUING = frozenset(
         *("zamba2", "zaya"),
     }
 )
-"""Model types whose states continue with further prompts (transformers 5.23), tested in
+"""Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
 `tests/generation/test_kv_cache.py`."""
 MAX_MARKS = 2
 """The most marks kept: the beginning of a turn and the end of its prompt."""
@@ -398,7 +404,7 @@ class KeptCache:
 
     Attributes:
         ids: ids of the tokens in the cache.
-        cache: the `past_key_values` for `generate`.
+        cache: the `CACHE_ARGUMENT` for `generate`.
     """
 
     def __init__(self, model: StreamedModel) -> None:

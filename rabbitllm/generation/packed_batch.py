@@ -15,6 +15,7 @@ decided from its arguments; with an unknown argument it is not packed.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -33,7 +34,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rabbitllm.generation.cache_file import CacheFile
-from rabbitllm.generation.kv_cache import append, is_nothing, is_window, keeps_every_token
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, append, is_nothing, is_window, keeps_every_token
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -337,7 +338,8 @@ def _by_rows(
 
 def _own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
     """The attention function of the model itself."""
-    eager = getattr(type(module).forward, "__globals__", {}).get("eager_attention_forward")
+    forward = inspect.unwrap(type(module).forward)  # wrapped by decorators for deprecated arguments
+    eager = getattr(forward, "__globals__", {}).get("eager_attention_forward")
     found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(own, eager)
     if found is None:
         raise NotPackable(f"{type(module).__name__} uses an unknown attention function")
@@ -389,7 +391,7 @@ PACKABLE = frozenset(
         *("qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
     }
 )
-"""Model types (transformers 5.23), tested in `tests/generation/test_packed_batch.py`."""
+"""Model types (transformers 5.23 and 5.24), tested in `tests/generation/test_packed_batch.py`."""
 WITH_IMAGES = frozenset({"gemma3", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Model types around a text model of `PACKABLE`; calls with images are not packed: their arguments are unknown."""
 _BY_LONGEST = ("dynamic", "longrope")
@@ -453,7 +455,7 @@ def _rope_types(config: PretrainedConfig) -> Iterator[str]:
             yield kind
 
 
-_READ = frozenset({"input_ids", "position_ids", "attention_mask", "past_key_values", "logits_to_keep"})
+_READ = frozenset({"input_ids", "position_ids", "attention_mask", CACHE_ARGUMENT, "logits_to_keep"})
 _EXPECTED: Mapping[str, Any] = {"use_cache": True, "return_dict": True}
 _NOTHING: Mapping[str, Any] = {"mm_encoder_outputs": {}}
 """Arguments that `generate` passes without images."""
@@ -503,7 +505,7 @@ class PackedForward:
         """
         if args or not all(name in _READ or _says_nothing(name, value) for name, value in kwargs.items()):
             return None
-        ids, cache, kept = kwargs.get("input_ids"), kwargs.get("past_key_values"), kwargs.get("logits_to_keep", 0)
+        ids, cache, kept = kwargs.get("input_ids"), kwargs.get(CACHE_ARGUMENT), kwargs.get("logits_to_keep", 0)
         if not _is_row(ids) or type(kept) is not int or kept < 0 or not self._knows(cache):
             return None
         before, rows = cache.get_seq_length(), ids.shape[1]
@@ -550,18 +552,18 @@ class PackedForward:
                 self._model,
                 input_ids=torch.cat([sequence.ids for sequence in sequences], 1),
                 position_ids=torch.cat([sequence.positions for sequence in sequences], -1),
-                past_key_values=cache,
                 logits_to_keep=_kept_rows(sequences, lengths),
-                **_EXPECTED,
+                **{CACHE_ARGUMENT: cache, **_EXPECTED},
             )
         cache.finish()
         kind, logits = type(output), output.logits
-        unknown = output.keys() - {"logits", "past_key_values"}
+        unknown = output.keys() - {"logits", CACHE_ARGUMENT}
         if unknown:
             raise NotPackable(f"the model returned unknown values: {', '.join(sorted(unknown))}")
         parts = logits.split([sequence.kept for sequence in sequences], 1)
         return [
-            kind(logits=part, past_key_values=sequence.cache) for sequence, part in zip(sequences, parts, strict=True)
+            kind(logits=part, **{CACHE_ARGUMENT: sequence.cache})
+            for sequence, part in zip(sequences, parts, strict=True)
         ]
 
     def _knows(self, cache: Cache) -> TypeGuard[DynamicCache]:

@@ -19,6 +19,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.generation.joint_pass import JointPasses, Member
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
 from rabbitllm.generation.request import (
     Delta,
     Event,
@@ -206,7 +207,7 @@ class Sequence:
         room = self.length.room + 1  # `_take` ends it, not `generate`
         given = generate_arguments(self._model, self._ends, self.request.sampling, room)
         if self.cache is not None:
-            given |= {"past_key_values": self.cache, "cache_implementation": None}
+            given |= {CACHE_ARGUMENT: self.cache, "cache_implementation": None}
         if self._logprobs is not None:
             given["logits_processor"] = LogitsProcessorList([self._logprobs])
         given["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])

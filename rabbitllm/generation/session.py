@@ -19,7 +19,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError
-from rabbitllm.generation.kv_cache import KeptCache, common_prefix, keeps
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, KeptCache, common_prefix, keeps
 from rabbitllm.generation.media import has_media, media_prompt
 from rabbitllm.generation.request import (
     Answer,
@@ -261,7 +261,7 @@ class Session:
             self._tokenizer, write, stops=stops, prompt_done=lambda: self._mark(ids) if kept is not None else None
         )
         if kept is not None:
-            arguments |= {"past_key_values": kept.cache, "cache_implementation": None}
+            arguments |= {CACHE_ARGUMENT: kept.cache, "cache_implementation": None}
         if stops:
             arguments["stopping_criteria"] = StoppingCriteriaList([_EndOfText(stream)])
         before = self._model.profiler.sums

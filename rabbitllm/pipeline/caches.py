@@ -136,7 +136,7 @@ def recipe_of(cache: Cache) -> Any:
     if type(cache) is not DynamicCache or odd or cache.offloading:
         raise HostsError(
             f"A KV cache of this kind cannot be spread over hosts: {', '.join([kind, *odd[:1]])}.",
-            "Remove cache_implementation and past_key_values, or run the model on one host.",
+            "Remove cache_implementation and cache (past_key_values), or run the model on one host.",
         )
     made = [
         [type(layer).__name__, {name: getattr(layer, name) for name in _SETTINGS if hasattr(layer, name)}]

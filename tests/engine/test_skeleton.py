@@ -55,7 +55,8 @@ def test_the_routing_bias_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
     made = build(folder, torch.bfloat16)
     bias = made.model.layers[1].mlp.gate.e_score_correction_bias
     assert bias.dtype == torch.float32
-    assert made.model.layers[1].mlp.gate.weight.dtype == torch.bfloat16
+    expected = plain(folder, "deepseek_v3", torch.bfloat16).model.layers[1].mlp.gate.weight.dtype
+    assert made.model.layers[1].mlp.gate.weight.dtype == expected  # float32 since transformers 5.24
     loaded = load(split(folder), 0)
     assert_same(run(loaded), reference_logits(folder, INPUT, torch.bfloat16))
 

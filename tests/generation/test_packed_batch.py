@@ -13,6 +13,7 @@ import transformers
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from rabbitllm.generation.joint_pass import JointPasses
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
 from rabbitllm.generation.packed_batch import PACKABLE, WITH_IMAGES, can_be_packed
 from tests.engine.test_every_architecture import build
 from tests.generation.together import LENGTHS, Text, alone, assert_alike, forwards, generated, prompts, together
@@ -202,13 +203,13 @@ def test_a_model_that_is_not_what_its_family_was_goes_on_by_itself(folder: Path,
     ordinary = type(layer).forward
 
     def other(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE_ARGUMENT]
 
         class Copies:
-            def update(self, *new: Any) -> Any:
-                return tuple(one.clone() for one in cache.update(*new))
+            def update(self, *new: Any, **more: Any) -> Any:
+                return tuple(one.clone() for one in cache.update(*new, **more))
 
-        return ordinary(self, *args, **{**kwargs, "past_key_values": Copies()})
+        return ordinary(self, *args, **{**kwargs, CACHE_ARGUMENT: Copies()})
 
     layer.forward = other.__get__(layer)
     expected: list[Text] = [generated(model, given[0])]

@@ -55,9 +55,10 @@ def test_too_little_free_space_is_seen_at_once(tmp_path: Path) -> None:
     with DiskSampler(tmp_path, wanted, interval=1000) as watch, pytest.raises(DiskFullError) as full:
         watch.check()
     assert isinstance(full.value, SplitError)
-    found = watch.peaks.lowest_free_bytes
-    assert full.value.problem == (
-        f"Only {size(found)} were free at {tmp_path}, less than min_free_disk ({size(wanted)}). "
+    assert watch.peaks.lowest_free_bytes < wanted
+    assert full.value.problem.startswith("Only ")  # other processes may free and take some meanwhile
+    assert full.value.problem.endswith(
+        f" were free at {tmp_path}, less than min_free_disk ({size(wanted)}). "
         "The split stopped; its finished part is kept."
     )
     assert full.value.remedy == ("Free disk space or lower min_free_disk, and make the same call again: it resumes.")

@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicCache
 
 from rabbitllm.engine.streamed_model import refuse_overflow
 from rabbitllm.errors import ScoringError
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
 from rabbitllm.generation.packed_batch import (
     MaskSpan,
     NotPackable,
@@ -402,7 +403,7 @@ def _packed_inputs(segments: Segments, ids: torch.Tensor, cache: SegmentCache) -
     return {
         "input_ids": ids,
         "position_ids": positions[None].to(ids.device),
-        "past_key_values": cache,
+        CACHE_ARGUMENT: cache,
         "use_cache": True,
         **_RETURN,
     }

@@ -39,7 +39,7 @@ FILLABLE = PACKABLE | frozenset(
         *("xlstm", "zamba", "zamba2", "zaya"),
     }
 )
-"""Model types (transformers 5.23), tested in `tests/generation/scoring/test_every_family.py`."""
+"""Model types (transformers 5.23 and 5.24), tested in `tests/generation/scoring/test_every_family.py`."""
 
 
 WAITING_SHARE, COMPUTING_SHARE = 2, 4
