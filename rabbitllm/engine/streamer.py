@@ -35,7 +35,7 @@ from rabbitllm.engine.embedding_rows import TableRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
-from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader, compare
 from rabbitllm.engine.units import Memo, PartReader, Place, UnitSource, mapped_part
 from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
@@ -366,6 +366,11 @@ class Streamer:
             rows = TableRows(source, self._store, device.torch_device)
             self.tables[unit.name] = rows
             self._unbinding(source, device, look_up=rows)()
+            if rows.beside is not None:
+                if self._store.checks is not None:
+                    compare(self._store.checks, rows.beside.spans)
+                for place, tensor in self._made_for_good(rows.beside, device, self._memos[device.name]):
+                    place.bind(tensor)
             return
         unbind = self._unbinding(source, device)
         unbind()

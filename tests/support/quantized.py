@@ -37,6 +37,25 @@ def build_fp8(folder: Path, family: str, block: int = 16, *, shards: int = 1, **
     return _rewrite(folder, lambda name, tensor: _fp8(name, tensor, block), config, shards)
 
 
+def build_fp8_table(folder: Path, family: Any, *, shards: int = 1, **settings: Any) -> Path:
+    """As Qwen3.8-Flash-Next-FP8 is published: experts in blocks, a table of n-grams in parts with one scale for all."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    tables = {name: tensor for name, tensor in read_tensors(folder).items() if ".ngram_embedding." in name}
+    scale = (max(part.abs().amax() for part in tables.values()).float() / FP8_LARGEST).bfloat16()
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        if name in tables:
+            yield name, (tensor.float() / scale.float()).to(torch.float8_e4m3fn)
+            yield f"{name.partition('.shard_')[0]}.weight_scale", scale.view(1)
+        else:
+            yield from _fp8(name, tensor, 16) if ".experts." in name else iter([(name, tensor)])
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    left = ["self_attn", "linear_attn", "shared_expert", "lm_head"]
+    said = {"modules_to_convert": ["ngram_embedding"], "modules_to_not_convert": left}
+    return _rewrite(folder, change, {**config, **said}, shards)
+
+
 def build_mxfp8(folder: Path, family: str, *, shards: int = 1, **settings: Any) -> Path:
     """FP8 with a power of two for each 32 elements of a row, as the byte of its exponent."""
     build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
