@@ -323,7 +323,8 @@ class UnknownArchitectureError(CheckpointError):
     """The installed transformers does not support the model's architecture.
 
     What to do:
-        Update transformers, or pass `trust_remote_code=True` for a model with its own code.
+        Update RabbitLLM, which then supports a later transformers; or pass `trust_remote_code=True` for a model with
+        its own code.
     """
 
 

@@ -29,6 +29,14 @@ def harmless(text: str, limit: int = 200) -> str:
     return cut if len(text) <= limit else cut + "…"
 
 
+def error_line(error: Exception, limit: int = 400) -> str:
+    """Format an error as one harmless line, with its type if its text alone says little."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, ValueError | OSError | ImportError):
+        text = f"{type(error).__name__}: {text}"
+    return harmless(text, limit)
+
+
 def disarmed(text: str) -> str:
     """Make text of a model harmless, keeping its lines and tabs: characters that a terminal acts upon become escapes.
 

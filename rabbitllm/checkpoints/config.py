@@ -8,12 +8,14 @@ Independent of torch and tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.errors import UnknownArchitectureError
+from rabbitllm.errors import CheckpointError, UnknownArchitectureError
 from rabbitllm.formats.bounded import read_json
+from rabbitllm.version import TRANSFORMERS
 
 NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk", "moe_k")
 
@@ -56,6 +58,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     if config and settings_of(config) is None and (settings := separate_settings(folder)) is not None:
         config["quantization_config"] = dict(settings)
     return config
+
+
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})[\w.]{0,20}")
+
+
+def newer_transformers(folder: Path) -> str | None:
+    """The version of transformers that wrote the config.json in a folder, if it is newer than the supported ones."""
+    try:
+        written = _VERSION.fullmatch(str(read_json(folder / "config.json").get("transformers_version")))
+    except (CheckpointError, OSError):
+        return None
+    highest = tuple(map(int, TRANSFORMERS[1].split(".")))
+    return written[0] if written is not None and (int(written[1]), int(written[2])) > highest else None
 
 
 def separate_settings(folder: Path) -> Mapping[str, Any] | None:

@@ -80,7 +80,7 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[Lla
     letters = _byte_letters()
     texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
     ids = {text: rank for rank, text in enumerate(texts)}
-    _check_pair_bytes(texts, "tokenizer.model")
+    check_pair_bytes(texts, "tokenizer.model")
     first = len(tokens)
     specials = special_tokens(later)
     if taken := next((name for name in specials if name in ids), None):
@@ -140,7 +140,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
     ]
     ordinary = [number for number in range(len(texts)) if types[number] == PieceType.NORMAL]
     merged = {texts[number]: number for number in ordinary}
-    _check_pair_bytes(merged, file)
+    check_pair_bytes(merged, file)
     turns = sorted(ordinary, key=lambda number: (-model.pieces.scores[number], number))
     content = {
         **_frame(added),
@@ -199,12 +199,15 @@ def _other(file: str, found: str) -> CorruptVocabularyError:
     )
 
 
-def _check_pair_bytes(texts: Sequence[str] | Mapping[str, int], file: str) -> None:
+def check_pair_bytes(texts: Iterable[str], file: str) -> None:
+    """Refuse a vocabulary whose pairs would take too long to find.
+
+    Raises:
+        CorruptVocabularyError: it has too many, or too long, tokens.
+    """
     if (total := sum(len(text) ** 2 for text in texts)) > MAX_PAIR_BYTES:
         raise CorruptVocabularyError(
-            f"{file} has tokens so long that their pairs take {total:,} bytes to look at; at most {MAX_PAIR_BYTES:,} "
-            "are.",
-            _ADVICE,
+            f"The vocabulary of {file} needs {total:,} bytes to check; the limit is {MAX_PAIR_BYTES:,}.", _ADVICE
         )
 
 
