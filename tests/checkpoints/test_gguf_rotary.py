@@ -183,5 +183,5 @@ def test_divisors_in_another_file_than_the_metadata_are_refused(tmp_path: Path) 
     writer.write_tensors_to_file()
     writer.close()
     (tmp_path / "again.gguf").replace(second)
-    with pytest.raises(UnreadableFormatError, match=r"expected F32 of at most .* in model-00001-of-00002.gguf"):
+    with pytest.raises(UnreadableFormatError, match=r"expected F32, at most .* in model-00001-of-00002.gguf"):
         rabbitllm.AutoModel.from_pretrained(first, device="cpu")

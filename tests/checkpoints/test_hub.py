@@ -281,7 +281,7 @@ def test_damaged_file_in_the_cache_says_how_to_go_on(folder: Path, shards: list[
     snapshot = Path(snapshot_download(REPO, allow_patterns=[shards[1]]))
     blob = (snapshot / shards[1]).resolve()
     blob.write_bytes(blob.read_bytes()[:-3])
-    with pytest.raises(CorruptShardError, match=f"{shards[1]} is not a sound .* it is truncated") as refused:
+    with pytest.raises(CorruptShardError, match=f"{shards[1]} is not a valid .* it is truncated") as refused:
         split(REPO)
     assert str(snapshot) in str(refused.value)
     assert "Delete that link and the file it leads to, and make the call again" in str(refused.value)
@@ -475,7 +475,7 @@ def test_shard_of_the_repository_that_is_damaged(folder: Path, shards: list[str]
     (folder / shards[1]).write_bytes(raw[:-4])
     with pytest.raises(CorruptShardError) as refused:
         split(REPO)
-    assert f"{shards[1]} is not a sound safetensors file: it is truncated" in refused.value.problem
+    assert f"{shards[1]} is not a valid safetensors file: it is truncated" in refused.value.problem
     assert f"In {REPO}@" in refused.value.problem
     assert "Make the same call again" in refused.value.remedy
     assert "tell its owner" in refused.value.remedy

@@ -244,7 +244,7 @@ def test_damaged_shard_says_what_is_safe_and_how_to_go_on(folder: Path, damage: 
     (folder / SECOND).write_bytes(raw[:-1] if damage == "truncated" else raw[:8] + b"x" + raw[9:])
     with pytest.raises(CorruptShardError) as refused:
         LocalCheckpoint(folder).facts(SECOND)
-    assert refused.value.problem.startswith(f"In {folder}: {SECOND} is not a sound safetensors file: ")
+    assert refused.value.problem.startswith(f"In {folder}: {SECOND} is not a valid safetensors file: ")
     assert ("it is truncated" if damage == "truncated" else "starts with b'x'") in refused.value.problem
     assert "Put a sound copy at that path" in refused.value.remedy
     assert "Finished layers are safe" in refused.value.remedy
@@ -254,7 +254,7 @@ def test_damaged_shard_says_what_is_safe_and_how_to_go_on(folder: Path, damage: 
 def test_damaged_single_file(tmp_path: Path) -> None:
     folder = write_shards(tmp_path, {SINGLE_NAME: llama_tensors(layers=1)}, index=False)
     (folder / SINGLE_NAME).write_bytes((folder / SINGLE_NAME).read_bytes()[:-7])
-    with pytest.raises(CorruptShardError, match=r"model.safetensors is not a sound .* it is truncated") as refused:
+    with pytest.raises(CorruptShardError, match=r"model.safetensors is not a valid .* it is truncated") as refused:
         LocalCheckpoint(folder)
     assert "Put a sound copy at that path" in refused.value.remedy
 
