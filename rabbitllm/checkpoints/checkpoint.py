@@ -198,7 +198,7 @@ class Checkpoint(Protocol):
         """Whether `acquire` fetches the shard into the staging folder, which `release` then frees."""
         ...
 
-    def facts(self, shard: str) -> ShardMetadata | None:
+    def metadata(self, shard: str) -> ShardMetadata | None:
         """Size, fingerprint and header; None if the shard is gone and cannot be fetched. Reads headers only."""
         ...
 

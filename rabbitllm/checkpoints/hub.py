@@ -259,7 +259,7 @@ class HubRepository:
         """The first GGUF file of its checkpoint; None if that has another format. For errors see `gguf_entry`."""
         return gguf_entry(self.files, self.quantization, self.label)
 
-    def facts(self, shard: str) -> ShardMetadata | None:
+    def metadata(self, shard: str) -> ShardMetadata | None:
         """Size, digest and header of a shard, from the cache or by range requests."""
         listed = self.files.get(shard)
         if listed is None:
@@ -483,9 +483,9 @@ class HubCheckpoint(HubRepository, Checkpoint):
         if is_gguf(entry):
             self.gguf = self._read_gguf(entry)
             return self.gguf.index()
-        facts = super().facts(entry)
-        assert facts is not None
-        return index_of({tensor.name: entry for tensor in facts.header.tensors})
+        metadata = super().metadata(entry)
+        assert metadata is not None
+        return index_of({tensor.name: entry for tensor in metadata.header.tensors})
 
     def _read_gguf(self, entry: str) -> GgufCheckpoint:
         shards = gguf_files(entry)
@@ -511,9 +511,9 @@ class HubCheckpoint(HubRepository, Checkpoint):
     def _first_rank(self) -> Header:
         """The header of the first rank, with its own names; all ranks have the same names and shapes."""
         assert self.meta is not None
-        facts = super().facts(self.meta.ranks[0])
-        assert facts is not None
-        return facts.header
+        metadata = super().metadata(self.meta.ranks[0])
+        assert metadata is not None
+        return metadata.header
 
     @property
     def deletable(self) -> bool:
@@ -525,9 +525,9 @@ class HubCheckpoint(HubRepository, Checkpoint):
         """Complete from the hub's listing, whichever shards are still needed."""
         return self.identity_of(self.index.shards)
 
-    def facts(self, shard: str) -> ShardMetadata | None:
+    def metadata(self, shard: str) -> ShardMetadata | None:
         check_shard_name(shard, self.label)
-        found = super().facts(shard)
+        found = super().metadata(shard)
         return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
 
     def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:

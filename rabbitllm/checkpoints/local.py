@@ -156,7 +156,7 @@ class LocalCheckpoint(Checkpoint):
 
     def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
         """A snapshot of the hub cache is identified by repository and commit, any other folder by its bytes."""
-        fingerprints = {facts.name: facts.fingerprint for facts in shards}
+        fingerprints = {metadata.name: metadata.fingerprint for metadata in shards}
         if self._snapshot is not None:
             return SourceIdentity("hub", self._snapshot.repo_id, self._snapshot.commit, fingerprints)
         return SourceIdentity("local", self.folder.resolve().name, None, fingerprints)
@@ -166,10 +166,10 @@ class LocalCheckpoint(Checkpoint):
             not (self.folder / shard).exists() and self._missing_from is not None and self._missing_from.stages(shard)
         )
 
-    def facts(self, shard: str) -> ShardMetadata | None:
+    def metadata(self, shard: str) -> ShardMetadata | None:
         path = self.folder / shard
         if not path.exists():
-            found = self._missing_from.facts(shard) if self._missing_from is not None else None
+            found = self._missing_from.metadata(shard) if self._missing_from is not None else None
             return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
         stat = file_stat(path)  # before the file is read
         header = self._header(shard)

@@ -276,7 +276,7 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
 def shards_at_hand(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:
     """The metadata of the shards on this machine; the others are not needed to identify a repository."""
     here = (shard for shard in checkpoint.index.shards if not checkpoint.stages(shard))
-    yield from (facts for shard in here if (facts := checkpoint.facts(shard)) is not None)
+    yield from (metadata for shard in here if (metadata := checkpoint.metadata(shard)) is not None)
 
 
 # The last step: layer files get the names of shards, and an index is written that records the source.

@@ -101,7 +101,7 @@ def read_all(folder: Path) -> None:
     """What every route does first with a folder: its index, and the header of each shard."""
     checkpoint = LocalCheckpoint(folder)
     for shard in checkpoint.index.shards:
-        checkpoint.facts(shard)
+        checkpoint.metadata(shard)
     checkpoint.sidecars()
 
 
