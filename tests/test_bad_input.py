@@ -208,7 +208,7 @@ def test_a_damaged_shard(checkpoint: Path, damage: Callable[[bytes], bytes], fou
     error = refused(CorruptShardError, checkpoint)
     assert SHARD in error.problem
     assert found in error.problem
-    assert "sound copy at that path" in error.remedy
+    assert "undamaged copy at that path" in error.remedy
     assert weights(checkpoint) == before
     (checkpoint / SHARD).write_bytes(whole)
     model = AutoModel.from_pretrained(checkpoint, device="cpu", sequential_shard_processing=True)

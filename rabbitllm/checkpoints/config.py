@@ -1,4 +1,4 @@
-"""Facts of a model by its config.json: experts per token, and whether and how its weights are published quantized.
+"""Properties of a model by its config.json: experts per token, and the quantization of its published weights.
 
 transformers writes the latter under `quantization_config`, in the config itself or in that of its language model.
 NVIDIA's ModelOpt writes them into a file of their own, hf_quant_config.json, and in some versions nowhere else
@@ -106,7 +106,7 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def quantized_as(config: Mapping[str, Any]) -> str | None:
-    """The quantization of the weights in a word or two: "fp8", "mxfp4", "bitsandbytes 4bit"; None for plain weights."""
+    """The quantization of the weights, such as "fp8", "mxfp4", "bitsandbytes 4bit"; None for plain weights."""
     found = settings_of(config)
     return method_of(found) if found is not None else None
 

@@ -268,7 +268,7 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
             why = f"it was made from {listed(known.fingerprints, 3)}"
     if why is not None:
         raise SplitMismatchError(
-            f"{folder} holds the conversion of {known.name}, not of {source.name}: {why}.",
+            f"{folder} holds the conversion of {known.instead_of(source.name)}: {why}.",
             "Use another output folder, or delete this one if you do not need it.",
         )
 

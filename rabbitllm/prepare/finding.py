@@ -601,7 +601,7 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
         )
     if why is not None:
         raise SplitMismatchError(
-            f"{source.split_folder} was split from {manifest.source.name}, not from {source.name}: {why}.",
+            f"{source.split_folder} was split from {manifest.source.instead_of(source.name)}: {why}.",
             "Split into another folder (layer_shards_saving_path, --dir), or delete this split if you do not need it.",
         )
 

@@ -239,7 +239,7 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
         )
     if why is not None:
         raise SplitMismatchError(
-            f"{request.folder} holds an unfinished split of {earlier.plan.source.name}, not of {identity.name}: {why}.",
+            f"{request.folder} holds an unfinished split of {known.instead_of(identity.name)}: {why}.",
             "Split into another folder (layer_shards_saving_path, --dir). If all shards of that other model still "
             "exist, you can delete this folder.",
         )

@@ -140,6 +140,12 @@ class PositionalFile:
         self.close()
 
 
+def read_range(path: Path, offset: int, length: int) -> bytes:
+    """See `PositionalFile.read_at`."""
+    with PositionalFile(path) as file:
+        return file.read_at(offset, length)
+
+
 @functools.cache
 def _mapping_calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
     """mmap(2) and munmap(2)."""

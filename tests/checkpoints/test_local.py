@@ -147,7 +147,7 @@ def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], found: st
     with pytest.raises(
         CheckpointNotFoundError,
         match="holds no checkpoint: looked for model.safetensors.index.json, model.safetensors, "
-        rf"pytorch_model.bin.index.json, pytorch_model.bin, a single file of torch.save, and GGUF, {found}",
+        rf"pytorch_model.bin.index.json, pytorch_model.bin, a single file of torch.save, and GGUF; {found}",
     ) as refused:
         LocalCheckpoint(tmp_path)
     remedy = "safetensors or torch.save files" if "weights" in found else "the folder that holds the weights"
@@ -248,7 +248,7 @@ def test_damaged_shard_says_what_is_safe_and_how_to_go_on(folder: Path, damage: 
         LocalCheckpoint(folder).metadata(SECOND)
     assert refused.value.problem.startswith(f"In {folder}: {SECOND} is not a valid safetensors file: ")
     assert ("it is truncated" if damage == "truncated" else "starts with b'x'") in refused.value.problem
-    assert "Put a sound copy at that path" in refused.value.remedy
+    assert "Put an undamaged copy at that path" in refused.value.remedy
     assert "Finished layers are safe" in refused.value.remedy
     assert "Do not delete other files" in refused.value.remedy
 
@@ -258,7 +258,7 @@ def test_damaged_single_file(tmp_path: Path) -> None:
     (folder / SINGLE_NAME).write_bytes((folder / SINGLE_NAME).read_bytes()[:-7])
     with pytest.raises(CorruptShardError, match=r"model.safetensors is not a valid .* it is truncated") as refused:
         LocalCheckpoint(folder)
-    assert "Put a sound copy at that path" in refused.value.remedy
+    assert "Put an undamaged copy at that path" in refused.value.remedy
 
 
 # Giving up
@@ -392,9 +392,7 @@ def test_identity_of_another_kind() -> None:
     assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {})) is None
     assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", {"a": "sha256:1"})) is None  # the same weights
     for marks in ({"a": "sha256:2"}, {"a": "sha256:1", "b": "sha256:1"}, {}):
-        assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", marks)) == (
-            "acme/tiny at commit c1 is not acme/tiny at commit c2"
-        )
+        assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", marks)) == ("its commit is c1, not c2")
     blobs = [SourceIdentity("hub", "acme/tiny", commit, {"a": "blob:1"}) for commit in ("c1", "c2")]
     assert blobs[0].differs_from(blobs[1]) is not None  # no digest of the whole content
     assert hub.differs_from(SourceIdentity("hub", "acme/other", "c2", {"a": "sha256:1"})) is not None
