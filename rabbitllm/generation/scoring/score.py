@@ -25,7 +25,7 @@ from torch import nn
 
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
+from rabbitllm.errors import BatchError, RabbitLLMError, ScoringError, missing_package
 from rabbitllm.generation.joint_pass import JointPasses, MeetingPoint, Member, MemberCall, RowKind, call_of, called
 from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, tensors_in
@@ -74,9 +74,7 @@ def score(
             the model is beyond the range of float16.
     """
     if importlib.util.find_spec("greenlet") is None:
-        raise MissingPackageError(
-            "Scoring needs the package greenlet, which is not installed.", "Run pip install greenlet."
-        )
+        raise missing_package("Scoring needs", "greenlet", "batch")
     ability = ability_of(model)
     if model.shared_passes is not None:
         raise BatchError("The model is busy with other requests.", "Score when these are finished.")
