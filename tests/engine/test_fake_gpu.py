@@ -5,6 +5,7 @@ would show it.
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -552,6 +553,37 @@ def test_kernels_of_others_find_their_device_current(
             stop = 0
             model(INPUT.to(model.device))
             assert current.device == torch.device("cpu", 1)
+
+
+def test_each_thread_has_a_current_device_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resident model computes in several threads at once; one begins a pass while another is inside a unit."""
+    directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(1), FakeGpu(2)]
+    model = load_on(gpus, directory, ALL)
+    kind = type(model.model.norm)
+    ordinary, inside, go_on = kind.forward, threading.Event(), threading.Event()
+    where: dict[str, list[Any]] = {"inside": [], "after": []}
+
+    def waits(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is other and not inside.is_set():
+            inside.set()
+            assert go_on.wait(30)
+            where["inside"].append(current.device)
+        return ordinary(self, x)
+
+    def compute() -> None:
+        with torch.inference_mode():
+            model(INPUT)
+        where["after"].append(current.device)
+
+    monkeypatch.setattr(kind, "forward", waits)
+    other, before = threading.Thread(target=compute), current.device
+    other.start()
+    assert inside.wait(30)
+    model.streamer.begin()  # as the next pass of this thread does
+    assert current.device == before
+    go_on.set()
+    other.join(30)
+    assert where == {"inside": [gpus[0].torch_device], "after": [before]}
 
 
 # What a pass costs
