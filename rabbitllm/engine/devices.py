@@ -217,7 +217,10 @@ class CudaDevice:
             torch.ones(1, device=self.torch_device)
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        # allocated on the stream of the computation: once it is freed, it is not reused before queued copies are done
+        buffer.record_stream(self._copies)
+        return buffer
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
         with torch.cuda.stream(self._copies):

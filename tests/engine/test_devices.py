@@ -197,6 +197,18 @@ def test_an_upload_waits_for_the_computation_and_the_computation_for_it(gpus: li
     assert torch.equal(on_device, host)
 
 
+def test_a_device_buffer_is_known_to_the_stream_that_copies_into_it(
+    gpus: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the allocator would give its memory away, once it is freed, while a copy into it may be queued."""
+    device, told = CudaDevice(1, pin_memory=False), list[Any]()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda nbytes, dtype, device: empty(nbytes, dtype=dtype))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda buffer, stream: told.append((len(buffer), stream.name)))
+    assert device.device_buffer(8).shape == (8,)
+    assert told == [(8, "copies on cuda:1")]
+
+
 def test_a_copy_is_timed_by_itself(gpus: list[tuple[Any, ...]]) -> None:
     device = CudaDevice(1, pin_memory=False)
     ticket = device.upload(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), device.leave())

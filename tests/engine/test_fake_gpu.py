@@ -19,9 +19,9 @@ from transformers.integrations import sdpa_attention
 from rabbitllm import AutoModel
 from rabbitllm.base.options import RunOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.engine import expert_pool, forwards
+from rabbitllm.engine import expert_pool, forwards, prefetch
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.placement import SLOTS, STAGING, Tier
+from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
@@ -897,6 +897,25 @@ def test_experts_that_pass_through_a_device_are_waited_for(
         assert_same(got, expected)
         (pool,) = model.placement.pools
         assert (pool.slots, pool.transit) == (0, 3)
+
+
+def test_a_limit_of_the_driver_leaves_some_experts_in_ordinary_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of them, and those that are copied from the disk come from pinned memory."""
+    directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS))
+    expected, locked = run(load(directory)), []
+    for lockable in (1 << 40, 12 << 15):
+        monkeypatch.setattr(prefetch, "PIECE_BYTES", 1 << 16)
+        gpu = FakeGpu(0, lockable=lockable)
+        with watched():
+            model = load_on([gpu], directory, 0, 1 << 19)
+            found = run(model)
+        assert_same(found, expected)
+        (pool,) = model.streamer.pools.values()
+        assert {len(slot.memory) for slot in pool._host} == {pool._nbytes}
+        locked.append(sum(gpu.locked.values()))
+    assert locked[0] > locked[1] > EXPERT_STAGING * pool._nbytes
 
 
 def test_what_a_device_takes_in_leaves_host_memory(tmp_path: Path) -> None:
