@@ -187,7 +187,7 @@ class Streamer:
         self._model = model
         self._store = store
         self._profiler = profiler
-        self._budgets = {budget.device: budget.nbytes for budget in placement.budgets}
+        self._limits = placement.limits
         self._prefetching = prefetching
         self.pools = pools
         self.executors = executors
@@ -249,7 +249,7 @@ class Streamer:
 
     def memory_explained(self) -> AbstractContextManager[None]:
         """A context in which a GPU's lack of memory is explained; see `devices.memory_explained`."""
-        return memory_explained([executor.device for executor in self.executors.values()], self._budgets)
+        return memory_explained([executor.device for executor in self.executors.values()], self._limits)
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:

@@ -126,9 +126,10 @@ def test_where_no_gpu_was_asked_for_nothing_is_said_of_one(no_gpu: None, caplog:
 def test_a_gpu_that_torch_cannot_use_is_said(
     no_gpu: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As with a torch that is newer than the driver."""
+    """As with a torch that is newer than the driver. WSL and Windows have no /dev/nvidia0."""
     _warn_of_no_cuda.cache_clear()
-    monkeypatch.setattr(devices, "_DRIVER", tmp_path)
+    (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert names("cpu") == ["cpu"]
         assert not caplog.records

@@ -20,6 +20,7 @@ from rabbitllm import AutoModel
 from rabbitllm.base.options import RunOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.engine import expert_pool, forwards, prefetch
+from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
@@ -475,6 +476,40 @@ def test_a_pass_without_enough_memory_is_explained_and_costs_nothing(tmp_path: P
             assert "CUDA out of memory. Tried to allocate" in caught.value.problem
             assert gpu.used == free
             assert torch.equal(model(ids).logits.cpu(), expected)
+
+
+def test_a_gpu_that_fills_up_while_a_model_is_loaded_is_explained(tmp_path: Path) -> None:
+    directory, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=100_000)
+    with watched(), pytest.raises(NotEnoughMemoryError) as caught:
+        load_on([gpu], directory, ALL)
+    assert caught.value.problem.startswith("A GPU has too little memory for loading: CUDA out of memory. Tried to")
+    assert "max_memory={'fake:0': " in caught.value.problem
+    assert gpu.used == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously. For debugging",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    ],
+)
+def test_libraries_of_cuda_without_memory_are_explained_too(said: str) -> None:
+    with pytest.raises(OutOfDeviceMemory) as caught, memory_explained([FakeGpu(0)], {"fake:0": 5}):
+        raise RuntimeError(said)
+    first = said.splitlines()[0]
+    assert caught.value.problem == (
+        f"A GPU has too little memory for this pass: {first}. Weights may take max_memory={{'fake:0': 5}} bytes."
+    )
+
+
+@pytest.mark.parametrize("said", ["CUDA error: invalid argument", "a stack is out of memory", "shapes do not match"])
+def test_other_errors_are_left_as_they_are(said: str) -> None:
+    with pytest.raises(RuntimeError) as caught, memory_explained([FakeGpu(0)], {}):
+        raise RuntimeError(said)
+    assert type(caught.value) is RuntimeError
+    assert str(caught.value) == said
 
 
 def test_a_bfloat16_model_stays_finite_on_a_gpu_that_has_only_float16(tmp_path: Path) -> None:
