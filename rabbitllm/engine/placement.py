@@ -220,6 +220,11 @@ class Placement:
         return self.units[0].device
 
     @property
+    def limits(self) -> dict[str, int]:
+        """Device -> bytes for weights on it."""
+        return {budget.device: budget.nbytes for budget in self.budgets}
+
+    @property
     def is_resident(self) -> bool:
         """Whether every unit is ready to use at any time, as in an ordinary model."""
         return all(placed.tier in READY for placed in (*self.units, *self.experts))
@@ -429,7 +434,8 @@ def _pinned_layers(placement: Placement, layers: set[str], host_bytes: int, cach
         room -= sum(STAGING * max((p.stored for p in streamed if p.device == name), default=0) for name in apart)
     chosen = [p.unit for p in _spread(streamed, room)]
     missing = max(cached_layers - len(layers.intersection(chosen)), 0)
-    return chosen + [p.unit for p in streamed if p.unit in layers and p.unit not in chosen][:missing]
+    in_order = (p.unit for p in placement.units if p in streamed and p.unit in layers and p.unit not in chosen)
+    return [*chosen, *itertools.islice(in_order, missing)]
 
 
 def _runs(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
