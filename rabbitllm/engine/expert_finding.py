@@ -28,6 +28,7 @@ from rabbitllm.engine.units import Packs, Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
+from rabbitllm.storage.files import round_up
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
@@ -241,8 +242,8 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> int:
         runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])
     end = 0
     for run in filter(None, runs):
-        end = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        end = round_up(end, TENSOR_ALIGNMENT)
         for part in run:
             part.at = end
             end += part.nbytes
-    return -(-end // BLOCK) * BLOCK
+    return round_up(end, BLOCK)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rabbitllm.base.terminal import aligned, size
+from rabbitllm.storage.files import round_up
 
 SLOTS = 2
 """Buffers of a device for streamed units: one in use and one that is being filled."""
@@ -304,15 +305,11 @@ def taken(nbytes: int) -> int:
 
     At worst 1.5 times `nbytes`: two allocations of 6.7 MiB have a segment of 20 MiB.
     """
-    rounded = max(_up(nbytes, _ROUND), _ROUND)
+    rounded = max(round_up(nbytes, _ROUND), _ROUND)
     if rounded >= _LARGE:
-        return _up(rounded, _ROUND_LARGE)
+        return round_up(rounded, _ROUND_LARGE)
     segment = _SMALL_SEGMENT if rounded <= _SMALL else _LARGE_SEGMENT
     return segment // (segment // rounded)
-
-
-def _up(nbytes: int, to: int) -> int:
-    return -(-nbytes // to) * to
 
 
 Sized = TypeVar("Sized", UnitCost, PlacedUnit)

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from rabbitllm.base.forks import Workers, direct_read
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.storage.files import PositionalFile, page_aligned
+from rabbitllm.storage.files import PositionalFile, page_aligned, round_up
 from rabbitllm.store.checksums import LayerChecks
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class FileSpan:
     @property
     def end(self) -> int:
         """The end of its last block, as an offset in the buffer."""
-        return -(-(self.at + self.nbytes) // BLOCK) * BLOCK
+        return round_up(self.at + self.nbytes, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

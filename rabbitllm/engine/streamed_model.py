@@ -25,6 +25,7 @@ from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
 from rabbitllm.errors import CopyError, RabbitLLMError
+from rabbitllm.storage.files import round_up
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -311,8 +312,8 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         weights = [getattr(module, "weight", None) for module in (embedding, head)]
         absent = [weight for weight in weights if isinstance(weight, AbsentWeight)]
         if absent:
-            rows, multiple = embedding.weight.shape[0], pad_to_multiple_of or 1
-            if -(-(rows if new_num_tokens is None else new_num_tokens) // multiple) * multiple == rows:
+            rows = embedding.weight.shape[0]
+            if round_up(rows if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1) == rows:
                 return embedding
             absent[0].sum()  # raises the error before anything is changed
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)

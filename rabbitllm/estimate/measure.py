@@ -35,7 +35,7 @@ from rabbitllm.estimate.cost_model import BITSANDBYTES
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, code_values
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import PositionalFile, page_aligned
+from rabbitllm.storage.files import PositionalFile, page_aligned, round_up
 
 DIRECT, DROPPED = ReadMode(direct=True), ReadMode(drop=True)
 
@@ -357,14 +357,10 @@ def _pieces(sizes: dict[str, int], piece: int) -> Iterator[FileSpan]:
     whole = [
         FileSpan(file, at, min(piece, size - at), 0)
         for file, size in sizes.items()
-        for at in range(0, size, _up(piece))
+        for at in range(0, size, round_up(piece, BLOCK))
     ]
     count = max(SAMPLE_BYTES // piece, 1)
     yield from whole[:: max(-(-len(whole) // count), 1)]
-
-
-def _up(nbytes: int) -> int:
-    return -(-nbytes // BLOCK) * BLOCK
 
 
 @contextlib.contextmanager
