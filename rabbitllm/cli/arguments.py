@@ -160,7 +160,7 @@ FitScalesOption = Annotated[
     bool, typer.Option("--fit-scales", help="With 4bit: search for the scales with the least error; slower to split.")
 ]
 MaxDiskOption = Annotated[
-    str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="Maximum disk use of the split, e.g. 57GiB.")
+    str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="Maximum disk use of the split, e.g. 50GiB.")
 ]
 MinFreeDiskOption = Annotated[str, typer.Option(help="Disk space that must stay free, e.g. 1GB.")]
 DiskPlotOption = Annotated[Path | None, typer.Option(help="Plot disk use over time to this file (.png, .svg or .pdf).")]

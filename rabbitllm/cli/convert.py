@@ -35,7 +35,7 @@ def convert_command(
         bool, typer.Option("--delete-original", help="Delete the original when the new folder is complete.")
     ] = False,
     revision: RevisionOption = None,
-    max_disk: Annotated[str | None, typer.Option(help="Maximum disk use of the conversion, e.g. 57GiB.")] = None,
+    max_disk: Annotated[str | None, typer.Option(help="Maximum disk use of the conversion, e.g. 50GiB.")] = None,
     min_free_disk: MinFreeDiskOption = "1GB",
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,

@@ -45,7 +45,7 @@ def plan_command(
 
     Examples:
       rabbitllm plan Qwen/Qwen2.5-72B-Instruct --compression 4bit
-      rabbitllm plan my-checkpoint --max-disk 57GiB --max-memory cpu=8GiB
+      rabbitllm plan my-checkpoint --max-disk 50GiB --max-memory cpu=8GiB
     """
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

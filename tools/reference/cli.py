@@ -38,7 +38,7 @@ python -m rabbitllm COMMAND [OPTIONS]
 - a file of weights or its index: it stands for the checkpoint in its folder (`inspect` reads the file itself);
 - a split directory.
 
-**Size** is a number of bytes, or a number with a unit: `57GiB`, `4GB`, `500MB`. 1 GiB is 1,073,741,824 bytes, 1 GB is
+**Size** is a number of bytes, or a number with a unit: `50GiB`, `4GB`, `500MB`. 1 GiB is 1,073,741,824 bytes, 1 GB is
 1,000,000,000 bytes.
 
 **Output.** Results go to stdout. Progress, logs and errors go to stderr. `--json` prints one JSON object to stdout; its
