@@ -29,12 +29,13 @@ def plan_command(
     options: ModelOptions = NO_OPTIONS,
     min_free_disk: MinFreeDiskOption = "1GB",
     bandwidth: Annotated[
-        str | None, typer.Option(help="Download speed in bytes per second, e.g. 12MB; by default measured.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Download speed in bytes per second, e.g. 12MB; by default measured."),
     ] = None,
     fit_scales: FitScalesOption = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Plot the placement of layers to this file: .png, .svg or .pdf (needs matplotlib)."),
+        typer.Option(metavar="FILE", help="Plot the placement of layers to this file (.png, .svg or .pdf)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

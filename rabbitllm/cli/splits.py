@@ -24,7 +24,7 @@ from rabbitllm.store.layer_store import Verification, verify
 def ls_command(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Further folders to search, with their subfolders."),
+        typer.Argument(metavar="FOLDER", help="Further folders to search, with their subfolders."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,7 +59,7 @@ def show_command(
 ) -> None:
     """Show a model's architecture, size and splits.
 
-    Reads configs and headers only, of a model without a split those on the hub.
+    Reads configs and headers only. For a model that is not split, reads them from the checkpoint or the hub.
 
     Examples:
       rabbitllm show my-checkpoint
@@ -89,7 +89,10 @@ def verify_command(
     ] = False,
     original: Annotated[
         Path | None,
-        typer.Option(help="With --repair: folder of the original checkpoint; by default the parent of the split."),
+        typer.Option(
+            metavar="FOLDER",
+            help="With --repair: folder of the original checkpoint; by default the parent of the split.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
