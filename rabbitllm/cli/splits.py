@@ -105,6 +105,7 @@ def verify_command(
       rabbitllm verify my-checkpoint --repair
     """
     from rabbitllm.base.options import expand
+    from rabbitllm.base.terminal import counted
     from rabbitllm.models.library import of_model, one_of_model
     from rabbitllm.models.library_report import repair_advice, verification_record, verification_text
     from rabbitllm.prepare import read_lock, repair_split
@@ -129,7 +130,8 @@ def verify_command(
     repair_split(folder, found.manifest, {damage.layer for damage in found.damaged}, original)
     left = _verify_and_show(folder).damaged
     if not as_json:
-        print(f"repaired: {len(found.damaged)} layers" if not left else f"{len(left)} layers are still damaged")
+        repaired = f"repaired: {counted(len(found.damaged), 'layer file')}"
+        print(f"{counted(len(left), 'layer file')} still damaged" if left else repaired)
     raise typer.Exit(1 if left else 0)
 
 

@@ -69,7 +69,7 @@ def test_a_unit_that_is_not_there_is_a_key_error() -> None:
     one = PlacedUnit("layers.0", "cpu", Tier.RESIDENT, 8)
     placement = Placement((one,), ())
     assert placement.of("layers.0") is one
-    with pytest.raises(KeyError, match="layers.1"):
+    with pytest.raises(KeyError, match=r"layers\.1"):
         placement.of("layers.1")
 
 
