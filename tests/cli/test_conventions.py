@@ -132,7 +132,7 @@ def test_the_advice_to_install_is_of_the_copy_and_not_of_another_package() -> No
 def test_help_and_page_agree_on_the_memory_of_keys_and_values() -> None:
     assert "by default half of what the weights leave" in help_of("serve")
     guide = " ".join((ROOT / "docs" / "guides" / "serving.md").read_text(encoding="utf-8").split())
-    assert "**`--cache-memory`** limits the KV cache; the default is half of what the weights leave." in guide
+    assert "| `--cache-memory` | half of what the weights leave |" in guide
 
 
 # Completion
