@@ -317,7 +317,7 @@ def plan(
         revision: branch, tag or commit of the repository.
         token: access token for the hub.
         cache_dir: folder of the hub cache.
-        max_disk: maximum bytes of the split, e.g. "57GiB".
+        max_disk: maximum bytes of the split, e.g. "50GiB".
         min_free_disk: bytes of the disk that must stay free.
         bandwidth: bytes per second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
             measurement.
