@@ -24,15 +24,6 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.batch_jobs.asking import (
-    Answered,
-    PreparedItem,
-    RequestBuilder,
-    call_line,
-    missing_pydantic,
-    refused_answer,
-    unreadable_answer,
-)
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of, ordered
 from rabbitllm.batch_jobs.items import (
     MAX_ANSWERS,
@@ -44,6 +35,15 @@ from rabbitllm.batch_jobs.items import (
     JobLimits,
     Key,
     ScoreItem,
+)
+from rabbitllm.batch_jobs.requests import (
+    Answered,
+    PreparedItem,
+    RequestBuilder,
+    call_line,
+    missing_pydantic,
+    refused_answer,
+    unreadable_answer,
 )
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
@@ -150,13 +150,13 @@ class _OpenGeneration:
     def is_cut(self) -> bool:
         """Whether the batch ended before the item was answered."""
         ends = (one.end for one in self.answers)
-        return any(end is not None and end.ended not in (FinishReason.STOP, FinishReason.LENGTH) for end in ends)
+        return any(end is not None and end.finish not in (FinishReason.STOP, FinishReason.LENGTH) for end in ends)
 
     def answer(self) -> BatchAnswer:
         """The answer to the item."""
         item, ends = self.wanted.item, [one.finished for one in self.answers]
         line = self.wanted.answer(self.answers)
-        new_tokens = sum(one.new_tokens for one in ends)
+        new_tokens = sum(len(one.tokens) for one in ends)
         return BatchAnswer(item.index, item.key, line, False, ends[0].prompt_tokens, new_tokens)
 
 

@@ -39,10 +39,8 @@ from rabbitllm.display.region import THE_REGION
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
-from rabbitllm.generation.memory import cost_of_a_pass, free_memory
-from rabbitllm.generation.request import Sampling
+from rabbitllm.generation.memory import cost_of_a_pass, free_memory, weight_limits
 from rabbitllm.models.pull import load, pulled
-from rabbitllm.server.service import with_room
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -97,11 +95,9 @@ def work(batch: BatchJob) -> Progress:
     Everything that can be refused is refused before the model is loaded.
 
     Raises:
-        OptionError: a temperature or top_p out of its range.
         RabbitLLMError: the input cannot be read, the output exists already or belongs to another input, the model
             cannot be loaded, or the disk is full; earlier answers are kept.
     """
-    Sampling(batch.defaults.temperature, batch.defaults.top_p)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(opened_input(batch.source, batch.columns))
         scan = scanned(file, batch.defaults)
@@ -251,7 +247,7 @@ def loaded(request: LoadRequest, lengths: Sequence[int], limits: JobLimits) -> B
                 cache_bytes = min(needed, free // CACHE_SHARE) or None
             texts = min(len(lengths), limits.sequences)
             pass_bytes = min(good_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
-        run = replace(run, max_memory=with_room(run, cache_bytes, pass_bytes), show_progress=False)
+        run = replace(run, max_memory=weight_limits(run, cache_bytes, pass_bytes), show_progress=False)
         model = load(replace(request, run=run), found, Console(stderr=True, highlight=False))
     transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
     if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted

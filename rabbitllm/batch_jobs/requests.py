@@ -1,4 +1,4 @@
-"""From items to requests of a batch, and from its events to answers; the part that needs the tokenizer.
+"""From items to requests of a batch, and from its results to answers; the part that needs the tokenizer.
 
 Lines in this package's format are answered in the same format; those of OpenAI's batch format in OpenAI's, by the
 code that serves it over HTTP.
@@ -18,29 +18,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
-from rabbitllm.errors import MediaError, MissingPackageError
+from rabbitllm.errors import MediaError, MissingPackageError, OptionError
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import (
     Delta,
-    Finished,
     FinishReason,
+    ModelLimits,
     Prompt,
     Request,
+    Result,
     Sampling,
     TokenLogprob,
-    context_of,
     end_tokens,
-    tokenizer_of,
 )
-from rabbitllm.server.api_error import BROKEN, APIError, bad
-from rabbitllm.server.settings import ModelLimits, Settings
-from rabbitllm.server.templates import BAD_MEDIA, Template
+from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server.api_error import BAD_MEDIA, BROKEN, PROMPT_ERRORS, APIError, bad, prompt_error
+from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-_SEEDS = (1 << 63) - 1
 
 
 @dataclass(slots=True)
@@ -55,10 +53,10 @@ class Answered:
 
     text: str = ""
     tokens: tuple[TokenLogprob, ...] = ()
-    end: Finished | None = None
+    end: Result | None = None
 
     @property
-    def finished(self) -> Finished:
+    def finished(self) -> Result:
         """The end of a finished one."""
         assert self.end is not None
         return self.end
@@ -98,10 +96,9 @@ class RequestBuilder:
     """
 
     def __init__(self, model: StreamedModel, name: str) -> None:
-        self.tokenizer = tokenizer_of(model)
-        self.template = Template(self.tokenizer, model)
-        self.vocabulary: int = model.get_input_embeddings().num_embeddings
-        self.context: int | None = context_of(model)
+        self.template = ChatTemplate(model)
+        self.tokenizer = self.template.tokenizer
+        self.limits = ModelLimits.of(model)
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.ends = frozenset(end_tokens(model))
         self.name = name
@@ -128,10 +125,10 @@ class RequestBuilder:
             APIError: an id outside the vocabulary, or no ids.
         """
         ids = tuple(int(one) for one in self.tokenizer(given)["input_ids"]) if isinstance(given, str) else given
-        if not ids:
-            raise bad("The text has no tokens.")
-        if max(ids) >= self.vocabulary:
-            raise bad(f"Token {max(ids)} is not the model's, which has {self.vocabulary:,}.")
+        try:
+            self.limits.check_ids(ids, "The text")
+        except OptionError as error:
+            raise bad(error.problem) from None
         return ids
 
     def _own(self, item: Item, asked: Generate) -> PreparedItem:
@@ -139,23 +136,20 @@ class RequestBuilder:
         if isinstance(asked.given, str) or isinstance(asked.given[0], int):
             prompt = Prompt(self.ids_of(asked.given))
         else:
-            prompt = self.template.prompt(_with_media(asked.given), (), {})
-            stop = (*stop, *self.template.stops)
-        most = asked.max_new_tokens
-        if self.context is not None:
-            if len(prompt.ids) >= self.context:
-                raise bad(
-                    f"The prompt has {len(prompt.ids):,} tokens, and the model's context only {self.context:,}.",
-                    code="context_length_exceeded",
-                )
-            most = min(most, self.context - len(prompt.ids))
-        requests = []
-        for number in range(asked.n):
-            seed = None if asked.seed is None else (asked.seed + number) & _SEEDS
-            samples = asked.temperature != 0
-            sampling = Sampling(asked.temperature, asked.top_p if samples else None, seed)
-            requests.append(Request(prompt.ids, most, sampling, stop, media=prompt.media))
-        return PreparedItem(item, tuple(requests), lambda answered: _own_line(item, answered))
+            messages, stop = _with_media(asked.given), (*stop, *self.template.stops)
+            try:
+                prompt = self.template.prompt(messages)
+            except PROMPT_ERRORS as error:
+                raise prompt_error(error) from error
+        try:
+            most = self.limits.new_tokens(len(prompt.ids), asked.max_new_tokens, cut=True)
+        except OptionError as error:
+            raise bad(error.problem, code="context_length_exceeded") from None
+        sampling = Sampling(asked.temperature, asked.top_p if asked.temperature != 0 else None, asked.seed)
+        requests = tuple(
+            Request(prompt.ids, most, sampling.nth(number), stop, media=prompt.media) for number in range(asked.n)
+        )
+        return PreparedItem(item, requests, lambda answered: _own_line(item, answered))
 
     def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
         try:
@@ -167,19 +161,19 @@ class RequestBuilder:
 
         defaults = asked.defaults
         most = defaults.max_new_tokens
-        settings = Settings(self.name, max_new_tokens=most, completion_new_tokens=most)
-        limits = ModelLimits(self.context, self.vocabulary, defaults.temperature or 0.0, defaults.top_p)
+        sampling = Sampling(defaults.temperature or 0.0, defaults.top_p)
+        settings = Settings(self.name, max_new_tokens=most, completion_new_tokens=most, sampling=sampling)
         given, spelling = _with_defaults(asked, item.index), Spelling(self.tokenizer)
         body: ChatBody | CompletionBody
         choices: ChatChoices | CompletionChoices
         if asked.url == "/v1/chat/completions":
             body = parsed(ChatBody, given)
-            checked = checked_chat(body, self.template, limits, settings)
+            checked = checked_chat(body, self.template, self.limits, settings)
             choices = ChatChoices(checked, spelling, self.ends, lambda: _new("call_"))
             kind, lead = "chat.completion", "chatcmpl-"
         else:
             body = parsed(CompletionBody, given)
-            checked = checked_completion(body, self.tokenizer, limits, settings)
+            checked = checked_completion(body, self.tokenizer, self.limits, settings)
             choices = CompletionChoices(checked, spelling, self.ends)
             kind, lead = "text_completion", "cmpl-"
         n = body.n or 1
@@ -191,7 +185,7 @@ class RequestBuilder:
             ]
             return call_line(item, 200, envelope.whole(made, [one.finished for one in answered]))
 
-        return PreparedItem(item, checked.requests, answer, checked.likeliest is not None, choices.text_of)
+        return PreparedItem(item, checked.requests, answer, checked.top_logprobs is not None, choices.text_of)
 
 
 def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -219,7 +213,7 @@ def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:
 def _with_defaults(asked: BatchCall, index: int) -> dict[str, Any]:
     body = {name: value for name, value in asked.body.items() if value is not None}
     if asked.defaults.seed is not None:
-        body.setdefault("seed", (asked.defaults.seed + index) & _SEEDS)
+        body.setdefault("seed", asked.defaults.sampling.nth(index).seed)
     if asked.defaults.stop:
         body.setdefault("stop", list(asked.defaults.stop))
     if asked.defaults.top_p is not None and asked.defaults.temperature is None:
@@ -262,8 +256,8 @@ def unreadable_answer(item: Item) -> BatchAnswer:
 
 
 def _own_line(item: Item, answered: Sequence[Answered]) -> Mapping[str, Any]:
-    made = [{"text": one.text, "finish": FINISHES[one.finished.ended]} for one in answered]
-    counts = [one.finished.new_tokens for one in answered]
+    made = [{"text": one.text, "finish": FINISHES[one.finished.finish]} for one in answered]
+    counts = [len(one.finished.tokens) for one in answered]
     of_each = [{**one, "new_tokens": count} for one, count in zip(made, counts, strict=True)]
     texts = made[0] if len(made) == 1 else {"answers": of_each}
     return {"id": item.key, **texts, "prompt_tokens": answered[0].finished.prompt_tokens, "new_tokens": sum(counts)}

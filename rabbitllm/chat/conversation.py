@@ -19,8 +19,6 @@ Other keys of the file are ignored.
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatFileError
-from rabbitllm.formats.bounded import decode_json
+from rabbitllm.formats.bounded import decode_json, regular_bytes
 from rabbitllm.generation.template import ASSISTANT, SYSTEM, USER
 from rabbitllm.storage import durable
 
@@ -146,7 +144,7 @@ def decode(raw: bytes, name: str) -> SavedChat:
         name: name of the file, for messages.
 
     Raises:
-        ChatFileError: they are no valid conversation.
+        ChatFileError: they are not a valid conversation.
     """
     try:
         table = decode_json(raw)
@@ -213,24 +211,15 @@ def read_chat(path: Path) -> SavedChat:
     """The conversation in a file.
 
     Raises:
-        ChatFileError: the file cannot be read, or is no conversation.
+        ChatFileError: the file cannot be read, or is not a conversation.
     """
     shown = harmless(str(path))
     try:
-        # without waiting: opening a pipe would block until a writer opens it too
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        raw = regular_bytes(
+            path, MAX_BYTES, lambda problem: ChatFileError(f"{shown} cannot be used: it {problem}.", _SOUND)
+        )
     except OSError as error:
-        raise ChatFileError(f"{shown} cannot be read: {error.strerror}.", "Use a file that /save wrote.") from None
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ChatFileError(f"{shown} is not a regular file; expected one that /save wrote.", _SOUND)
-        if found.st_size > MAX_BYTES:
-            raise ChatFileError(f"{shown} has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read.", _SOUND)
-        with open(descriptor, "rb", closefd=False) as file:
-            raw = file.read(MAX_BYTES)
-    finally:
-        os.close(descriptor)
+        raise ChatFileError(f"{shown} cannot be read: {error.strerror}.", _SOUND) from None
     return decode(raw, shown)
 
 

@@ -26,7 +26,7 @@ from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_
 from rabbitllm.errors import ChatError, RabbitLLMError
 from rabbitllm.formats.media_file import read_picture
 from rabbitllm.generation.media import MediaFile, media_file
-from rabbitllm.generation.request import Answer, AnswerWork, FinishReason
+from rabbitllm.generation.request import FinishReason, Result, Work
 from rabbitllm.generation.session import Session
 from rabbitllm.generation.streams import print_text
 from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, UPLOAD
@@ -100,7 +100,7 @@ def count_of(argument: str) -> int:
 # The output of /stats.
 
 
-def show_stats(console: Console, answers: Sequence[Answer], session: Session, in_place: Mapping[str, int]) -> None:
+def show_stats(console: Console, answers: Sequence[Result], session: Session, in_place: Mapping[str, int]) -> None:
     """Print the output of /stats.
 
     Args:
@@ -125,17 +125,17 @@ def show_stats(console: Console, answers: Sequence[Answer], session: Session, in
         put_fact(console, "in place", f"{size(nbytes)} {place}, used in place by each pass")
     of = f" of {session.context:,}" if session.context is not None else ""
     held = f"{session.cached_tokens:,}{of} tokens, {size(session.cache_bytes)}"
-    is_kept = session.kept is not None
+    is_kept = session.cache is not None
     put_fact(console, "KV cache", held if is_kept else "not kept: for this type of model it would not be exact")
 
 
-def _show(console: Console, answers: Sequence[Answer]) -> None:
+def _show(console: Console, answers: Sequence[Result]) -> None:
     tokens = sum(len(answer.tokens) for answer in answers)
     prompt, kept = (sum(map(attrgetter(name), answers)) for name in ("prompt_tokens", "kept_tokens"))
     further = sum(max(len(answer.tokens) - 1, 0) for answer in answers)
     seconds = sum(answer.seconds - answer.first_seconds for answer in answers if answer.first_seconds is not None)
     rate = f", {further / seconds:,.2f} a second" if further and seconds else ""
-    work = reduce(AnswerWork.plus, (answer.work for answer in answers))
+    work = reduce(Work.plus, (answer.work for answer in answers))
     put_fact(console, "  generated", counted(tokens, "token") + rate)
     put_fact(console, "  prompt", f"{counted(prompt, 'token')}: {kept:,} kept in the cache, {prompt - kept:,} computed")
     put_fact(console, "  passes", f"{work.passes:,}, with {counted(work.tokens, 'token')} altogether")
@@ -239,7 +239,7 @@ class ChatLoop:
         self._session = session
         self._surface = surface
         self._model = model
-        self._answers: list[Answer] = []
+        self._answers: list[Result] = []
         self._failed = False
         self._pictures: tuple[MediaFile, ...] = ()
         self.conversation = conversation
@@ -328,7 +328,7 @@ class ChatLoop:
         if self._surface.interactive:
             self._put("\n")
 
-    def _is_full(self, answer: Answer) -> bool:
+    def _is_full(self, answer: Result) -> bool:
         context = self._session.context
         return context is not None and answer.prompt_tokens + len(answer.tokens) >= context
 

@@ -31,7 +31,7 @@ from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_errors_by_name
 from rabbitllm.evaluation.compare import Summary, compare
-from rabbitllm.generation.request import context_of
+from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring import ScoredText
 from rabbitllm.models.library import compression_here
 from rabbitllm.prepare import ModelSpec, split_options
@@ -342,7 +342,7 @@ def quality(
         shown, texts = PROBLEMS_TEXT, answers_of(tokenizer, asked)
     else:
         shown, written = (BUNDLED_TEXT, bundled_text()) if text is None else (str(text), text_of(expand(Path(text))))
-        chosen = min(WINDOW, context_of(reference) or WINDOW) if window is None else window
+        chosen = min(WINDOW, ModelLimits.of(reference).context or WINDOW) if window is None else window
         texts = windows(tokenizer, written, window=chosen, tokens=tokens)
     summary = compare(compared, reference, texts, say=say)
     sides = []

@@ -2,13 +2,14 @@
 
 Python's own JSON reader accepts a repeated key (the last one wins, while a scanner may see the first), and turns a few
 bytes of text into a hundred times as many bytes of objects. Here the memory is limited before decoding, by the number
-of values and the size of the text. Type and size of a file are checked before it is opened. Independent of the meaning
+of values and the size of the text. Type and size of a file are checked before it is read. Independent of the meaning
 of the content.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import stat
 import sys
 from collections.abc import Callable
@@ -121,7 +122,9 @@ def read_json(path: Path) -> dict[str, Any]:
         InvalidIndexError: the file is not a regular file, not one JSON object, not UTF-8, repeats a key, or exceeds
             `MAX_BYTES` or the limits of `decode_json`.
     """
-    raw = _small(path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is not a JSON file: it {what}.", _REMEDY))
+    raw = regular_bytes(
+        path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is not a JSON file: it {what}.", _REMEDY)
+    )
     try:
         decoded = decode_json(raw)
     except ValueError as error:
@@ -147,16 +150,31 @@ def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> 
         CorruptVocabularyError: it is not a regular file, or is larger.
     """
     try:
-        return _small(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
+        return regular_bytes(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Use the path of tokenizer.model.") from None
 
 
-def _small(path: Path, limit: int, refusal: Callable[[str], Exception]) -> bytes:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
-        raise refusal("is not a regular file")
-    if found.st_size > limit:
-        raise refusal(f"has {found.st_size:,} bytes; at most {limit:,} are read")
-    with path.open("rb") as stream:
-        return stream.read(limit)
+def regular_bytes(path: Path, limit: int, refused: Callable[[str], Exception]) -> bytes:
+    """All of a regular file. It is opened without waiting: opening a pipe would block until a writer opens it too.
+
+    Args:
+        path: the file.
+        limit: maximum number of bytes.
+        refused: makes the error for a file that is not regular or is too large, from what is wrong with it.
+
+    Raises:
+        OSError: it cannot be opened or read.
+        ValueError: the path has a null byte.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise refused("is not a regular file")
+        if found.st_size > limit:
+            raise refused(f"has {found.st_size:,} bytes; at most {limit:,} are read")
+        with open(descriptor, "rb", closefd=False) as stream:
+            return stream.read(limit)
+    finally:
+        os.close(descriptor)

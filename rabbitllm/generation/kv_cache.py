@@ -6,7 +6,7 @@ What a cache can do depends on its kinds of layers (transformers 5, `cache_utils
     a sliding window                      cut as long as it has not slid; after that older tokens are gone
     a state (linear attention, Mamba, …)  cannot be cut: it sums up all tokens
 
-Two caches outlive an answer: `KeptCache`, of one conversation, and `PrefixCache`, of many finished sequences.
+Two caches outlive an answer: `ConversationCache`, of one conversation, and `PrefixCache`, of many finished sequences.
 """
 
 from __future__ import annotations
@@ -364,8 +364,8 @@ CONTINUING = frozenset(
 )
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
 `tests/generation/test_kv_cache.py`."""
-MAX_MARKS = 2
-"""The most marks kept: the beginning of a turn and the end of its prompt."""
+MAX_SNAPSHOTS = 2
+"""The most snapshots: at the beginning of a turn and at the end of its prompt."""
 
 
 def keeps(model: StreamedModel) -> bool:
@@ -385,22 +385,22 @@ def keeps(model: StreamedModel) -> bool:
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
         return False  # the number of its tokens would be unknown
     if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):
-        return False  # a mark restores the layers of this host only
+        return False  # a snapshot has the layers of this host only
     states = [layer for layer in layers if hasattr(layer, "conv_states")]
     return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
 
 
-class KeptCache:
-    """The KV cache of one conversation, kept from one answer to the next.
+class ConversationCache:
+    """The KV cache of one conversation, from one answer to the next.
 
     The next prompt is seldom an exact continuation of the last one: a template strips the model's reasoning, and a
-    tokenizer may split the text of the answer differently from the model. So the cache goes back to their common
-    prefix. Windows and states are copied at the beginning of a turn and at the end of its prompt, and the cache goes
-    back to the longest copy that is short enough. A copy is as large as the window or the state, whatever the length of
-    the sequence.
+    tokenizer may split the text of the answer differently from the model. So the cache is cut to their common prefix.
+    Windows and states cannot be cut. Snapshots of them are made at the beginning of a turn and at the end of its
+    prompt, and the cache is cut to the longest snapshot that is short enough. A snapshot is as large as the windows and
+    states, whatever the length of the sequence.
 
     Args:
-        model: one for which `keeps` holds.
+        model: a model for which `keeps` holds.
 
     Attributes:
         ids: ids of the tokens in the cache.
@@ -412,45 +412,41 @@ class KeptCache:
         self.clear()
 
     def clear(self) -> None:
-        """Empty the cache and drop its marks."""
+        """Empty the cache and drop its snapshots."""
         self.ids: list[int] = []
         self.cache = DynamicCache(config=self._config)
-        # length to which the cache can go back -> number of a layer -> its attributes to restore; ascending
-        self._marks: dict[int, Mapping[int, Mapping[str, Any]]] = {}
+        # length of the cache -> number of a layer -> its attributes to restore; ascending
+        self._snapshots: dict[int, Mapping[int, Mapping[str, Any]]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors of the cache and its marks."""
-        held = [vars(layer) for layer in self.cache.layers]
-        held += [dict(one) for layers in self._marks.values() for one in layers.values()]
-        return sum(tensor.nbytes for one in held for tensor in _tensors(one))
+        """Bytes of the tensors of the cache and its snapshots."""
+        owners = [vars(layer) for layer in self.cache.layers]
+        owners += [dict(one) for layers in self._snapshots.values() for one in layers.values()]
+        return sum(tensor.nbytes for one in owners for tensor in _tensors(one))
 
-    def go_back(self, length: int) -> int:
-        """Shorten the cache to at most so many tokens, and return its new length.
+    def crop(self, length: int) -> int:
+        """Cut the cache to at most so many tokens, and return its new length.
 
         Args:
             length: number of tokens; no change if the cache has no more than that.
         """
-        return len(self.ids) if length >= len(self.ids) else self._shorten(length)
+        return len(self.ids) if length >= len(self.ids) else self._crop(length)
 
-    def mark(self, ids: list[int]) -> None:
-        """Record that the cache holds exactly these tokens now, and keep a mark to go back here."""
+    def snapshot(self, ids: list[int]) -> None:
+        """Record that the cache has exactly these tokens now, and copy its windows and states."""
         self.ids = list(ids)
         layers = {
-            number: _cloned(_what_cutting_spoils(layer))
+            number: _cloned(_uncroppable(layer))
             for number, layer in enumerate(self.cache.layers)
             if not keeps_every_token(layer) and not is_nothing(layer)
         }
         if layers and ids:
-            before = [mark for mark in self._marks.items() if mark[0] < len(ids)][1 - MAX_MARKS :]
-            self._marks = dict([*before, (len(ids), layers)])
-
-    def hold(self, ids: list[int]) -> None:
-        """Record that the cache holds exactly these tokens now."""
-        self.ids = list(ids)
+            before = [one for one in self._snapshots.items() if one[0] < len(ids)][1 - MAX_SNAPSHOTS :]
+            self._snapshots = dict([*before, (len(ids), layers)])
 
     def recover(self, length: int, ids: list[int]) -> int:
-        """Make the cache consistent after an interrupted pass, in which some layers got further than others.
+        """Make the cache consistent after an interrupted pass, which some layers have computed and others have not.
 
         Args:
             length: number of tokens in every layer before that pass.
@@ -460,18 +456,18 @@ class KeptCache:
             The new length of the cache.
         """
         self.ids = ids[:length]
-        return self._shorten(length)
+        return self._crop(length)
 
-    def _shorten(self, length: int) -> int:
+    def _crop(self, length: int) -> int:
         layers = self.cache.layers
-        self._marks = {own: kept for own, kept in self._marks.items() if own <= length}
+        self._snapshots = {at: one for at, one in self._snapshots.items() if at <= length}
         restored: Mapping[int, Mapping[str, Any]] = {}
         if not length or not all(can_be_cut(layer) for layer in layers):
-            if not self._marks:
+            if not self._snapshots:
                 self.clear()
                 return 0
-            length = max(self._marks)
-            restored = self._marks[length]
+            length = max(self._snapshots)
+            restored = self._snapshots[length]
         for number, layer in enumerate(layers):
             if number not in restored or _grows(layer):
                 _cut_layer(layer, length)
@@ -480,7 +476,8 @@ class KeptCache:
         return length
 
 
-def _what_cutting_spoils(layer: CacheLayerMixin) -> dict[str, Any]:
+def _uncroppable(layer: CacheLayerMixin) -> dict[str, Any]:
+    """The attributes of a layer that cutting does not restore."""
     own: dict[str, Any] = dict(vars(layer))
     if _grows(layer):
         del own["keys"], own["values"]

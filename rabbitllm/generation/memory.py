@@ -16,12 +16,14 @@ quarter of it. Measured on the CPU, see docs/PERFORMANCE.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.config import picked_by
+from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import TAIL_TOKENS
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_cache, cost_by_config, layer_configs
@@ -298,3 +300,27 @@ def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) ->
     if cache_bytes is None:
         return free // REQUESTS_SHARE
     return min(cache_bytes + max(free // LEAST_PASS_SHARE, pass_bytes), free)
+
+
+def weight_limits(run: RunOptions, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[str, int] | None:
+    """Memory limits of the weights that leave room for requests: the caller's own, else lower defaults.
+
+    On GPUs a margin is always left, so the limits are lower only where the size of the KV cache is given.
+
+    Args:
+        run: options for running the model.
+        cache_bytes: limit of the KV caches; divided equally among several GPUs, as layers are. None for the default.
+        pass_bytes: see `left_to_requests`.
+    """
+    if run.max_memory is not None:
+        return run.max_memory
+    devices = resolve_devices(run.device, None)
+    on_host = all(device.shares_host_memory for device in devices)
+    if cache_bytes is None and not on_host:
+        return None
+    share = None if cache_bytes is None else cache_bytes // len(devices)
+    left = {
+        one.name: left_to_requests(one.free_bytes(), share, pass_bytes) if on_host or share is None else share
+        for one in devices
+    }
+    return {one.name: max(default_budget(one) - left[one.name], 0) for one in devices}

@@ -35,6 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, append, is_nothing, is_window, keeps_every_token
+from rabbitllm.generation.request import ModelLimits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -494,7 +495,7 @@ class PackedForward:
         self._layers = [type(layer) for layer in DynamicCache(config=config).layers]
         self._windows = [number for number, kind in enumerate(self._layers) if kind is DynamicSlidingWindowLayer]
         self._shares = shares_keys(model)
-        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._vocabulary = ModelLimits.of(model).vocabulary
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedSequence | None:

@@ -19,15 +19,13 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.generation.joint_pass import JointPasses, Member
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
 from rabbitllm.generation.request import (
     Delta,
     Event,
     Failed,
-    Finished,
     FinishReason,
-    Likelihood,
     Request,
+    Result,
     TokenLogprob,
     end_tokens,
     generate_arguments,
@@ -108,7 +106,7 @@ class Sequence:
         self._ends = end_tokens(model)
         self._pieces: list[str] = []
         self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=request.stop)
-        self._logprobs = _Logprobs() if request.likeliest is not None else None
+        self._logprobs = _Logprobs() if request.top_logprobs is not None else None
         self._random = _seeded(request.sampling.seed, model.device) if request.sampling.samples else None
 
     def cancel(self) -> None:
@@ -170,25 +168,26 @@ class Sequence:
             passes.take_out(self.member)
         self.member = None  # its stack holds much memory, and the caller may keep the sequence
 
-    def finish(self, reason: FinishReason) -> Finished:
+    def finish(self, reason: FinishReason) -> Result:
         """Report the text that was held back, and the result."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self._stream.end()
             if self._pieces:
                 self._tell(Delta("".join(self._pieces), ()))
-        finished = Finished(
-            self.finish_reason,
-            self._stream.stop,
+        result = Result(
+            self._stream.text,
+            tuple(self.tokens),
             len(self.request.prompt),
-            self.kept_tokens,
-            len(self.tokens),
-            time.monotonic() - self._submitted,
+            self.finish_reason,
             None if self._first is None else self._first - self._submitted,
+            time.monotonic() - self._submitted,
+            self.kept_tokens,
+            self._stream.stop,
         )
-        self._tell(finished)
+        self._tell(result)
         self._notify = None  # breaks the reference cycle with the caller
-        return finished
+        return result
 
     def fail(self, error: Exception) -> None:
         """Report that it has failed."""
@@ -204,33 +203,21 @@ class Sequence:
             self.is_cancelled = True
 
     def _generate(self, chunk: int | None) -> None:
-        room = self.length.room + 1  # `_take` ends it, not `generate`
-        given = generate_arguments(self._model, self._ends, self.request.sampling, room)
-        if self.cache is not None:
-            given |= {CACHE_ARGUMENT: self.cache, "cache_implementation": None}
+        arguments = generate_arguments(self._model, self.request, self.tokens, self.cache)
+        arguments["max_new_tokens"] += 1  # `_take` ends it, not `generate`
+        arguments["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
         if self._logprobs is not None:
-            given["logits_processor"] = LogitsProcessorList([self._logprobs])
-        given["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
-        ids = torch.tensor([self.ids], device=self._model.device)
-        if self.request.media is not None:
-            given |= self.request.media.arguments(ids.shape[1], ids.device)
+            arguments["logits_processor"] = LogitsProcessorList([self._logprobs])
         with contextlib.suppress(_Over):
-            self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                num_return_sequences=1,
-                use_cache=True,
-                return_dict_in_generate=False,
-                prefill_chunk_size=chunk,
-                **given,
-            )
+            self._model.generate(prefill_chunk_size=chunk, **arguments)
 
     def _take(self, token: int) -> None:
         """Take a token, report the text that it completes, and leave `generate` if it was the last one."""
         if self._first is None:
             self._first = time.monotonic()
-        likeliest = self.request.likeliest
-        chosen = self._logprobs.of(token, likeliest or 0) if self._logprobs is not None else TokenLogprob(token)
+        chosen = TokenLogprob(token)
+        if self._logprobs is not None:
+            chosen = self._logprobs.of(token, self.request.top_logprobs or 0)
         self.tokens.append(token)  # not earlier: without memory for the line above, the token is chosen again
         self._stream.add([token])
         if self._stream.stop is not None or token in self._ends:
@@ -274,14 +261,12 @@ class _Logprobs(LogitsProcessor):  # type: ignore[misc]
         self._logprobs = torch.log_softmax(scores[0].float(), dim=-1)
         return scores
 
-    def of(self, token: int, likeliest: int) -> TokenLogprob:
+    def of(self, token: int, count: int) -> TokenLogprob:
+        """The probability of a token, and those of the `count` most likely ones."""
         assert self._logprobs is not None
-        best = self._logprobs.topk(min(likeliest, len(self._logprobs)))
-        return TokenLogprob(
-            token,
-            float(self._logprobs[token]),
-            tuple(Likelihood(*pair) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)),
-        )
+        best = self._logprobs.topk(min(count, len(self._logprobs)))
+        top = map(TokenLogprob, best.indices.tolist(), best.values.tolist())
+        return TokenLogprob(token, float(self._logprobs[token]), tuple(top))
 
 
 def _seeded(seed: int | None, device: torch.device) -> torch.Tensor:

@@ -107,7 +107,7 @@ def _routes(service: Service) -> list[BaseRoute]:
     async def chat(request: Request) -> Response:
         body = parsed(ChatBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(lambda: checked_chat(body, service.template, service.model, settings))
+        asked = await service.encoded(lambda: checked_chat(body, service.template, service.limits, settings))
         choices = ChatChoices(asked, service.spelling, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
         return await _generated(request, service, body, asked, choices, envelope("chatcmpl-", kinds, body, request))
@@ -115,7 +115,7 @@ def _routes(service: Service) -> list[BaseRoute]:
     async def completion(request: Request) -> Response:
         body = parsed(CompletionBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.model, settings))
+        asked = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.limits, settings))
         choices = CompletionChoices(asked, service.spelling, service.ends)
         kinds = "text_completion", "text_completion"
         return await _generated(request, service, body, asked, choices, envelope("cmpl-", kinds, body, request))
@@ -130,9 +130,7 @@ def _routes(service: Service) -> list[BaseRoute]:
                 code="no_embeddings",
             )
         embedder = service.embedder
-        asked = await service.encoded(
-            lambda: checked_embedding(body, service.tokenizer, service.model, settings, embedder)
-        )
+        asked = await service.encoded(lambda: checked_embedding(body, service.tokenizer, service.limits, embedder))
         work = asyncio.ensure_future(embedder.embed(asked.inputs))
         found = await unless_left(work, request.receive, work.cancel)
         return JsonResponse(embedding_object(asked, found, settings.name))
@@ -171,7 +169,7 @@ async def _generated(
     record = _record(request)
     inbox = Inbox(
         len(asked.requests),
-        keep_tokens=asked.likeliest is not None,
+        keep_tokens=asked.top_logprobs is not None,
         text_of=choices.text_of,
         watch=service.metrics.watch(),
     )
@@ -212,7 +210,7 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "rabbitllm",
-        "max_model_len": service.model.context,
+        "max_model_len": service.limits.context,
     }
 
 
@@ -240,7 +238,7 @@ def _status(service: Service) -> dict[str, Any]:
         `model`; and `placement` with, in bytes, the reads from disk per pass (`streamed_bytes`), the copies to devices
         per pass (`uploaded_bytes`), and the distribution of the weights: `places`, place -> words -> bytes.
     """
-    placement = service.streamed.placement
+    placement = service.model.placement
     return {
         "model": service.settings.name,
         **asdict(service.batch.facts),

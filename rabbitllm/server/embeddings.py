@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.errors import InvalidIndexError
+from rabbitllm.errors import InvalidIndexError, OptionError
 from rabbitllm.formats.bounded import decode_json, read_json
+from rabbitllm.generation.request import ModelLimits
 from rabbitllm.server.api_error import bad
 from rabbitllm.server.requests import listed, token_ids
 from rabbitllm.server.schemas import Embedding
-from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.telemetry.passes import PassInput
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def groups(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def checked_embedding(
-    body: Embedding, tokenizer: PreTrainedTokenizerBase, model: ModelLimits, settings: Settings, embedder: Embedder
+    body: Embedding, tokenizer: PreTrainedTokenizerBase, limits: ModelLimits, embedder: Embedder
 ) -> CheckedEmbedding:
     """Check the body and tokenize its inputs.
 
@@ -180,13 +180,13 @@ def checked_embedding(
     inputs = []
     for one in given:
         ids = token_ids(one, tokenizer)
-        if not ids:
-            raise bad("An input has no tokens.", "input")
-        if max(ids) >= model.vocabulary:
-            raise bad(f"An input has token {max(ids)}; this model has {model.vocabulary:,}.", "input")
-        if model.context is not None and len(ids) > model.context:
+        try:
+            limits.check_ids(ids, "An input")
+        except OptionError as error:
+            raise bad(error.problem, "input") from None
+        if limits.context is not None and len(ids) > limits.context:
             raise bad(
-                f"An input has {len(ids):,} tokens; the model's context has {model.context:,}.",
+                f"An input has {len(ids):,} tokens; the model's context has {limits.context:,}.",
                 "input",
                 "context_length_exceeded",
             )

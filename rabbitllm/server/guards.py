@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rabbitllm.base.terminal import counted, harmless
-from rabbitllm.generation.request import Finished
+from rabbitllm.generation.request import Result
 from rabbitllm.server.api_error import CLOSE, FORBIDDEN, UNAUTHORISED, APIError, broken, closing
 from rabbitllm.server.metrics import Metrics
 from rabbitllm.server.streaming import text_of
@@ -60,7 +60,7 @@ class Record:
     status: int = 0
     error: str | None = None
     gone: bool = False
-    finished: list[Finished] = field(default_factory=list)
+    finished: list[Result] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
     def line(self) -> str:
@@ -77,9 +77,9 @@ class Record:
 
     def _generated(self) -> list[str]:
         prompt, kept = (sum(getattr(one, name) for one in self.finished) for name in ("prompt_tokens", "kept_tokens"))
-        new = sum(one.new_tokens for one in self.finished)
+        new = sum(len(one.tokens) for one in self.finished)
         parts = [f"{prompt:,} + {counted(new, 'token')}" + (f" ({kept:,} kept)" if kept else "")]
-        firsts = [one.first for one in self.finished if one.first is not None]
+        firsts = [one.first_seconds for one in self.finished if one.first_seconds is not None]
         if firsts:
             parts.append(f"first after {min(firsts):.2f} s")
             after = max(one.seconds for one in self.finished) - min(firsts)

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rabbitllm.generation.request import SEEDS
 from rabbitllm.server.api_error import bad, unsupported
 
 MAX_STOPS = 4
-MAX_LIKELIEST = 20
+MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
-_SEEDS = 1 << 63
 
 Token = Annotated[int, Field(ge=0)]
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
@@ -44,7 +44,7 @@ class GenerationBody(_Strict):
     stop: str | list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
+    seed: int | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
@@ -129,7 +129,7 @@ class ChatBody(GenerationBody):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -143,7 +143,7 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | list[Token] | list[list[Token]]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1)
     suffix: str | None = None
 

@@ -279,7 +279,7 @@ def put_greeting(
     if split is not None:
         before, folder = split
         put_fact(console, "split", f"{'existed' if before else 'made'}, in {harmless(str(folder))}")
-    put_fact(console, "weights", _weights(service.streamed))
+    put_fact(console, "weights", _weights(service.model))
     put_fact(console, "requests", _requests(facts))
     put_fact(console, "embeddings", "yes" if service.embedder is not None else "no, the checkpoint has no modules.json")
     put_fact(console, "API key", "required" if settings.api_key else "none")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.generation.request import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Settings:
         seconds: time limit from a request's submission to its end; None for no limit.
         max_new_tokens: default limit of new tokens.
         completion_new_tokens: likewise in `/v1/completions`, where OpenAI has its own default.
+        sampling: default temperature and top_p.
         choices: limit of answers to one request.
         heartbeat_seconds: an idle stream sends a comment after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
@@ -40,26 +42,11 @@ class Settings:
     seconds: float | None = None
     max_new_tokens: int = 4096
     completion_new_tokens: int = 16
+    sampling: Sampling = Sampling(1.0)  # noqa: RUF009  immutable
     choices: int = 128
     heartbeat_seconds: float = 15.0
     stall_seconds: float = 60.0
     media_folder: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """Limits of a model that requests are checked against.
-
-    Attributes:
-        context: tokens of prompt and answer together that the model was made for; None if its config does not say.
-        vocabulary: token ids are below this number.
-        temperature, top_p: defaults.
-    """
-
-    context: int | None
-    vocabulary: int
-    temperature: float = 1.0
-    top_p: float | None = None
 
 
 LOCAL = ("localhost", "127.0.0.1", "::1")

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
-from rabbitllm.generation.request import Delta, Event, Failed, Finished, FinishReason, Request, TokenLogprob
+from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Request, Result, TokenLogprob
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
 from rabbitllm.server.api_error import BUSY, TOO_LATE, APIError, bad, broken, closing
 
@@ -151,7 +151,7 @@ class Submission:
         self._inbox = inbox
         self._handles: list[Any] = []
         self._open = len(requests)
-        self.finished: list[Finished | None] = [None] * len(requests)
+        self.finished: list[Result | None] = [None] * len(requests)
         self.error: str | None = None
         try:
             for choice, request in enumerate(requests):
@@ -165,33 +165,33 @@ class Submission:
         for handle in self._handles:
             handle.cancel()
 
-    async def events(self) -> AsyncIterator[Sequence[tuple[int, Delta | Finished]]]:
+    async def events(self) -> AsyncIterator[Sequence[tuple[int, Delta | Result]]]:
         """Events as they arrive, until all choices have ended.
 
         Raises:
             APIError: a request failed or took too long.
         """
         while self._open:
-            found: list[tuple[int, Delta | Finished]] = []
+            found: list[tuple[int, Delta | Result]] = []
             for choice, one in await self._inbox.take():
                 if isinstance(one, Failed):
                     raise api_error_of_batch(one.error)
-                if isinstance(one, Finished):
+                if isinstance(one, Result):
                     self.finished[choice] = one
                     self._open -= 1
-                    if one.ended is FinishReason.TIMEOUT:
+                    if one.finish is FinishReason.TIMEOUT:
                         raise APIError(
                             TOO_LATE,
                             f"The answer was not complete after {one.seconds:.0f} s.",
                             code="timeout",
                             headers=NO_RETRY,
                         )
-                    if one.ended is FinishReason.CANCELLED and not one.new_tokens:
+                    if one.finish is FinishReason.CANCELLED and not one.tokens:
                         raise closing()
                 found.append((choice, one))
             yield found
 
-    def ends(self) -> list[Finished]:
+    def ends(self) -> list[Result]:
         """The end of each choice that has ended."""
         return [one for one in self.finished if one is not None]
 

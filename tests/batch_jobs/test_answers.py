@@ -71,9 +71,9 @@ def test_what_cannot_be_answered_is_an_error_in_place_and_touches_nothing_else(m
         Item(5, 5, Generate(ids(250, 5), 50)),
     ]
     found = {one.index: one for one in answers(model, items, LIMITS)}
-    assert "the model's context only 256" in found[0].line["error"]["message"]
+    assert "the model's context has 256" in found[0].line["error"]["message"]
     assert found[0].line["error"]["code"] == "context_length_exceeded"
-    assert "is not the model's" in found[1].line["error"]["message"]
+    assert "the model's vocabulary has" in found[1].line["error"]["message"]
     assert found[2].line == {"id": 2, "error": {"code": "invalid_line", "message": "Line 3 is bad."}}
     assert found[3].line["response"] is None
     assert found[3].line["error"]["message"] == "url is bad."

@@ -13,16 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
-from rabbitllm.engine.free_memory import trimming
+from rabbitllm.engine.devices import default_budget
+from rabbitllm.engine.free_memory import available_ram, trimming
 from rabbitllm.errors import OptionError
+from rabbitllm.generation import memory
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.kv_cache import cost_by_config
-from rabbitllm.generation.memory import LEAST_TOKENS, PassCost, cost_of_a_pass, left_to_requests
+from rabbitllm.generation.memory import LEAST_TOKENS, PassCost, cost_of_a_pass, left_to_requests, weight_limits
 from rabbitllm.generation.request import Request
 from rabbitllm.quant.vectors import multiplies_pairs
 from tests.generation.asking import alone, asked
 from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import load, split
 
 LLAMA = SimpleNamespace(hidden_size=2048, intermediate_size=5632, num_attention_heads=16, vocab_size=32000)
@@ -116,6 +120,33 @@ def test_what_weights_are_not_to_take() -> None:
     assert left_to_requests(1000, 5000) == 1000
     assert left_to_requests(1000, 300, 50) == 400
     assert left_to_requests(1000, 300, 250) == 550
+
+
+def test_weights_leave_room_for_requests() -> None:
+    run = RunOptions(device="cpu")
+    for cache_bytes in (None, 1 << 20):
+        limits = weight_limits(run, cache_bytes)
+        assert limits is not None
+        nbytes = limits["cpu"]
+        assert isinstance(nbytes, int)
+        least = 1 / 5 if cache_bytes is None else 1 / 10
+        free = available_ram()
+        assert 0 < nbytes < free * (1.05 - least)  # other processes come and go meanwhile
+    everything = weight_limits(run, 1 << 60)
+    assert everything == {"cpu": 0}
+
+
+def test_a_given_limit_holds() -> None:
+    assert weight_limits(RunOptions(device="cpu", max_memory={"cpu": 1 << 30}), None) == {"cpu": 1 << 30}
+
+
+def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [FakeGpu(0, memory=8 << 30), FakeGpu(1, memory=8 << 30)]
+    monkeypatch.setattr(memory, "resolve_devices", lambda device, limits: gpus)
+    run = RunOptions(device="auto")
+    assert weight_limits(run, None) is None
+    weights = default_budget(gpus[0])
+    assert weight_limits(run, 1 << 30) == {gpu.name: weights - (1 << 29) for gpu in gpus}
 
 
 def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def endless(folder: Path, family: str, dtype: torch.dtype) -> Path:
 
 
 def requests() -> list[Request]:
-    return [Request(prompt(length, length), NEW_TOKENS, likeliest=2) for length in LENGTHS]
+    return [Request(prompt(length, length), NEW_TOKENS, top_logprobs=2) for length in LENGTHS]
 
 
 def assert_resumed(family: str, model: Any, facts: BatchStats) -> None:
@@ -157,7 +157,7 @@ def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open
     for one in several:
         one.wait()
     batch.close()
-    assert several[0].finished.ended is FinishReason.LENGTH  # and not because `told` has raised
+    assert several[0].finished.finish is FinishReason.LENGTH  # and not because `told` has raised
     assert seen
     assert not any(seen)
     assert not list(tmp_path.iterdir())
@@ -187,7 +187,7 @@ def test_who_is_cancelled_leaves_nothing_aside(
     for one in several:
         one.wait()
     assert held
-    assert {one.finished.ended for one in several[1:]} == {FinishReason.CANCELLED}
+    assert {one.finished.finish for one in several[1:]} == {FinishReason.CANCELLED}
     assert batch.facts.aside_bytes == 0
     assert open_files() == before
 

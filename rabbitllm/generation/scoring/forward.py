@@ -38,6 +38,7 @@ from rabbitllm.generation.packed_batch import (
     shares_keys,
     texts_of,
 )
+from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, Segment, Segments
 from rabbitllm.generation.scoring.tasks import Asked, Scored
 
@@ -257,7 +258,7 @@ class ScoringForward:
         self._whole = whole
         self._keep = keep
         self._config = model.config.get_text_config(decoder=True)
-        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._vocabulary = ModelLimits.of(model).vocabulary
         self._rows_at_once = max(logits_bytes // (4 * self._vocabulary), 1)
         self._configs = attending_configs(model) if packed else []
         self._shares = shares_keys(model) if packed else False

@@ -14,10 +14,9 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.memory import cost_of_a_pass
 from rabbitllm.generation.packed_batch import PACKABLE, can_be_packed, depends_on_longest, grouped
-from rabbitllm.generation.request import context_of
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
-from rabbitllm.generation.scoring.tasks import Ability, Room, Task
+from rabbitllm.generation.scoring.tasks import Room, Task
 from rabbitllm.storage.durable import NamelessFile
 
 if TYPE_CHECKING:
@@ -114,8 +113,8 @@ class ScoringPlan:
         )
 
 
-def ability_of(model: StreamedModel) -> Ability:
-    """The properties of a model that decide which texts it can score.
+def check_scores(model: StreamedModel) -> None:
+    """Refuse a model that cannot score.
 
     Raises:
         OptionError: it was not loaded by this package, or has an encoder.
@@ -127,8 +126,6 @@ def ability_of(model: StreamedModel) -> Ability:
         )
     if model.config.is_encoder_decoder:
         raise OptionError(f"{type(model).__name__} has an encoder; scoring needs a decoder-only model.")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    return Ability(vocabulary, context_of(model), model.get_output_embeddings() is not None)
 
 
 def form_of(model: StreamedModel, *, exact: bool) -> TextLayout:

@@ -28,10 +28,11 @@ from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
 from rabbitllm.generation.joint_pass import JointPasses, MeetingPoint, Member, MemberCall, RowKind, call_of, called
 from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, grouped, shares_keys
+from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, tensors_in
 from rabbitllm.generation.scoring.forward import Keep, Relay, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
-from rabbitllm.generation.scoring.plan import ScoringLimits, ScoringPlan, ability_of, form_of, limits_of, planned
+from rabbitllm.generation.scoring.plan import ScoringLimits, ScoringPlan, check_scores, form_of, limits_of, planned
 from rabbitllm.generation.scoring.tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
 
 if TYPE_CHECKING:
@@ -77,18 +78,19 @@ def score(
         raise MissingPackageError(
             "Scoring needs the package greenlet, which is not installed.", "Run pip install greenlet."
         )
-    ability = ability_of(model)
+    check_scores(model)
+    limits, has_head = ModelLimits.of(model), model.get_output_embeddings() is not None
     if model.shared_passes is not None:
         raise BatchError("The model is busy with other requests.", "Score when these are finished.")
     sound = []
     for number, text in enumerate(texts):
-        problem = problem_of(text, ability, truncate=room.truncate)
+        problem = problem_of(text, limits, has_head=has_head, truncate=room.truncate)
         if problem is None:
             sound.append(number)
         else:
             yield Scored(text.index, tokens=len(text.continuation), error=problem)
     indices = [text.index for text in texts]
-    tasks = tasks_of(texts, sound, ability.context, shared=not room.exact)
+    tasks = tasks_of(texts, sound, limits.context, shared=not room.exact)
     hands_on = not (can_be_packed(model) and shares_keys(model))  # a layer's KV cache exists during its turn only
     waiting = deque([(tasks, form_of(model, exact=room.exact))] if tasks else [])
     while waiting:
@@ -99,11 +101,11 @@ def score(
         on_plan(plan)
         again: dict[TextLayout, list[Task]] = {}
         for batches in plan.passes:
-            limits = limits_of(model, room)
+            space = limits_of(model, room)
             forward = ScoringForward(
-                model, packed=form is TextLayout.PACKED, whole=room.exact, logits_bytes=limits.logits_bytes, keep=keep
+                model, packed=form is TextLayout.PACKED, whole=room.exact, logits_bytes=space.logits_bytes, keep=keep
             )
-            found, failed = _pass(model, forward, batches, limits, indices, exact=room.exact)
+            found, failed = _pass(model, forward, batches, space, indices, exact=room.exact)
             yield from found
             for batch, error in failed:
                 then = _then(form, batch, error, some_passed=bool(found))
