@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +34,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.span_reader import stays_cached
 from rabbitllm.generation.kv_cache import append, keeps_every_token, without_room
-from rabbitllm.storage import durable
+from rabbitllm.generation.slot_file import Slot, SlotFile
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Image:
         nbytes = (keys.numel() + values.numel()) * dtype.itemsize
         if nbytes < LEAST_BLOCKS * DIRECT_ALIGNMENT:
             return Image.over(torch.empty(nbytes, dtype=torch.uint8, device=device), form)
-        nbytes = -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        nbytes = round_up(nbytes, DIRECT_ALIGNMENT)
         room = torch.empty(nbytes + DIRECT_ALIGNMENT, dtype=torch.uint8, device=device)
         begin = -room.data_ptr() % DIRECT_ALIGNMENT
         return Image.over(room[begin : begin + nbytes], form)
@@ -115,64 +115,14 @@ class Image:
         return self.whole.data_ptr() % DIRECT_ALIGNMENT == 0 and len(self.whole) % DIRECT_ALIGNMENT == 0
 
 
-class FileSlots:
-    """The slots of a file. The first free one that is large enough is used, and adjacent free ones are merged.
-
-    Args:
-        limit: maximum size of the file in bytes.
-
-    Attributes:
-        taken: bytes of the slots in use.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.taken = 0
-        self._free = [(0, limit)]  # (begin, bytes), sorted; not adjacent to each other
-
-    def take(self, nbytes: int) -> int | None:
-        """Reserve a slot and return its offset; None if there is no room.
-
-        Args:
-            nbytes: size of the slot, at least one.
-        """
-        for number, (begin, room) in enumerate(self._free):
-            if room >= nbytes:
-                self._free[number : number + 1] = [(begin + nbytes, room - nbytes)] if room > nbytes else []
-                self.taken += nbytes
-                return begin
-        return None
-
-    def give_back(self, begin: int, nbytes: int) -> None:
-        """Free a slot.
-
-        Args:
-            begin: as `take` returned it.
-            nbytes: as passed to `take`.
-        """
-        self.taken -= nbytes
-        insort(self._free, (begin, nbytes))
-        joined = self._free[:1]
-        for begin, nbytes in self._free[1:]:
-            last, room = joined[-1]
-            if last + room == begin:
-                joined[-1] = last, room + nbytes
-            else:
-                joined.append((begin, nbytes))
-        self._free = joined
-
-
 @dataclass(frozen=True, eq=False, slots=True)
-class StoredImage:
-    """An image that is in the file; another one that gets its slot later is not equal to it.
+class StoredImage(Slot):
+    """The slot of an image.
 
     Attributes:
-        offset: offset of its slot in the file.
-        nbytes: bytes of its slot.
         form: form of the image.
     """
 
-    offset: int
-    nbytes: int
     form: Form
 
 
@@ -182,7 +132,7 @@ class ImageFile:
     Args:
         folder: folder of the file; None only with a limit of 0.
         limit: maximum size of the file in bytes.
-        most_ahead: bytes that may be in memory ahead of their use; the next image is always allowed.
+        max_ahead: bytes that may be in memory ahead of their use; the next image is always allowed.
         weight_bytes: bytes of weights that are read between two reads of an image.
 
     Attributes:
@@ -191,21 +141,19 @@ class ImageFile:
         is_past_the_cache: whether images that are not small bypass the page cache.
     """
 
-    def __init__(self, folder: Path | None, limit: int, most_ahead: int = 0, weight_bytes: int = 0) -> None:
+    def __init__(self, folder: Path | None, limit: int, max_ahead: int = 0, weight_bytes: int = 0) -> None:
         self.read = 0
         self.ahead = 0
         self.is_past_the_cache = False
-        self._slots = FileSlots(limit)
+        self._file = SlotFile(folder, limit, READERS)
         self._limit = limit
-        self._most_ahead = most_ahead
+        self._max_ahead = max_ahead
         self._folder = folder
         self._weight_bytes = weight_bytes
         self._free_ram = available_ram()
         self._error: OSError | None = None  # after it nothing is written any more
-        self._file: durable.NamelessFile | None = None
-        self._readers: ThreadPoolExecutor | None = None
         self._next: deque[StoredImage] = deque()
-        self._coming: dict[StoredImage, tuple[Image, Future[None]]] = {}
+        self._prefetched: dict[StoredImage, tuple[Image, Future[None]]] = {}
 
     @property
     def limit(self) -> int:
@@ -215,17 +163,12 @@ class ImageFile:
     @property
     def nbytes(self) -> int:
         """Bytes of the images in the file."""
-        return self._slots.taken
+        return self._file.nbytes
 
     def close(self) -> None:
         """Close the file, which deletes it, and end the threads."""
         self.forget()
-        if self._readers is not None:
-            self._readers.shutdown(wait=True, cancel_futures=True)
-            self._readers = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     def put(self, image: Image) -> StoredImage | None:
         """Write an image; None if that is not possible.
@@ -236,33 +179,29 @@ class ImageFile:
         if self._error is not None:
             return None
         nbytes = len(image.whole)
-        offset = self._slots.take(nbytes)
-        if offset is None:
-            self._limit -= self._limit // 8  # holes between slots take more than estimated
-            return None
-        if not self.is_past_the_cache and not stays_cached(self.nbytes + self._weight_bytes, self._free_ram):
+        if not self.is_past_the_cache and not stays_cached(self.nbytes + nbytes + self._weight_bytes, self._free_ram):
             self.is_past_the_cache = True  # and remains so; cached images are dropped when they are read
         try:
-            if self._file is None:
-                self._file = durable.NamelessFile(self._folder)
-            self._file.write_at(image.whole.numpy().data, offset, aligned=self._goes_past(image, offset))
+            slot = self._file.write(image.whole.numpy().data, nbytes, aligned=self._is_direct(image))
         except OSError as error:
             logger.warning("KV caches cannot be written to a file in %s any more: %s.", self._folder, error)
             self._error = error
-            self._slots.give_back(offset, nbytes)
             return None
-        return StoredImage(offset, nbytes, image.form)
+        if slot is None:
+            self._limit -= self._limit // 8  # holes between slots take more than estimated
+            return None
+        return StoredImage(slot.offset, slot.nbytes, image.form)
 
-    def give_back(self, stored: StoredImage) -> None:
+    def release(self, stored: StoredImage) -> None:
         """Free the slot of an image.
 
         Args:
             stored: as `put` returned it.
         """
-        self._slots.give_back(stored.offset, stored.nbytes)
+        self._file.release(stored)
 
-    def expect(self, images: Iterable[StoredImage]) -> None:
-        """Begin to read for a pass, in which none of the images is given back before it is taken.
+    def prefetch(self, images: Iterable[StoredImage]) -> None:
+        """Begin to read for a pass, in which none of the images is released before it is taken.
 
         Args:
             images: images that the pass takes, in this order.
@@ -271,7 +210,7 @@ class ImageFile:
         if not self.is_past_the_cache:
             self._free_ram = available_ram()
         self._next = deque(images)
-        self._read_ahead()
+        self._prefetch_next()
 
     def take(self, stored: StoredImage) -> Image:
         """An image, after waiting for its read; one that is not being read ahead is read now.
@@ -282,45 +221,40 @@ class ImageFile:
         Raises:
             OSError: it cannot be read.
         """
-        found = self._coming.pop(stored, None)
+        found = self._prefetched.pop(stored, None)
         if found is None:
             with contextlib.suppress(ValueError):
                 self._next.remove(stored)
             image = Image.new(stored.form)
-            self._fill(image, stored)
+            self._file.fill(stored, image.whole.numpy().data, aligned=self._is_direct(image))
         else:
             image, future = found
             future.result()
             self.ahead -= len(image.whole)
-            self._read_ahead()
+            self._prefetch_next()
         self.read += len(image.whole)
         return image
 
     def forget(self) -> None:
         """Drop all images that are read ahead; a failed pass leaves some."""
         self._next.clear()
-        for _, future in self._coming.values():
+        for _, future in self._prefetched.values():
             if not future.cancel():
                 with contextlib.suppress(OSError):
                     future.result()
-        self._coming.clear()
+        self._prefetched.clear()
         self.ahead = 0
 
-    def _read_ahead(self) -> None:
-        while self._next and not (self.ahead and self.ahead + self._next[0].nbytes > self._most_ahead):
+    def _prefetch_next(self) -> None:
+        while self._next and not (self.ahead and self.ahead + self._next[0].nbytes > self._max_ahead):
             stored = self._next.popleft()
             image = Image.new(stored.form)
-            if self._readers is None:
-                self._readers = ThreadPoolExecutor(READERS, "rabbitllm-cache-file")
             self.ahead += stored.nbytes
-            self._coming[stored] = image, self._readers.submit(self._fill, image, stored)
+            future = self._file.prefetch(stored, image.whole.numpy().data, aligned=self._is_direct(image))
+            self._prefetched[stored] = image, future
 
-    def _fill(self, image: Image, stored: StoredImage) -> None:
-        assert self._file is not None
-        self._file.read_at(image.whole.numpy().data, stored.offset, aligned=self._goes_past(image, stored.offset))
-
-    def _goes_past(self, image: Image, offset: int) -> bool:
-        return self.is_past_the_cache and image.is_aligned and offset % DIRECT_ALIGNMENT == 0
+    def _is_direct(self, image: Image) -> bool:
+        return self.is_past_the_cache and image.is_aligned
 
 
 @dataclass(slots=True)
@@ -426,7 +360,7 @@ class CacheFile:
         """Drop a cache, which cannot be used afterwards."""
         filed = self._sequences.pop(cache, None) if cache is not None else None
         for layer in filed.layers.values() if filed is not None else ():
-            self.images.give_back(layer.stored)
+            self.images.release(layer.stored)
 
     def whole_copy(self, cache: Cache) -> Any:
         """A cache, or a copy of it that is whole in memory; layers that were not in the file are shared with the cache.
@@ -467,7 +401,7 @@ class CacheFile:
                 self.drop(cache)
         held = [self._sequences[cache].layers for cache in caches if cache in self._sequences]
         numbers = sorted({number for layers in held for number in layers})
-        self.images.expect(layers[number].stored for number in numbers for layers in held if number in layers)
+        self.images.prefetch(layers[number].stored for number in numbers for layers in held if number in layers)
 
     def brings(self, cache: Cache, number: int) -> bool:
         """Whether the KV cache of a layer goes through this file.
@@ -517,7 +451,7 @@ class CacheFile:
         end = kept.tokens + kept.tail + rows
         if filed.returns:
             layer.keys, layer.values = image.keys[:, :, :end], image.values[:, :, :end]
-            self.images.give_back(kept.stored)
+            self.images.release(kept.stored)
             del filed.layers[number]
             if not filed.layers:
                 del self._sequences[cache]
@@ -539,7 +473,7 @@ class CacheFile:
         image = Image.of(keys, values, TAIL_TOKENS)
         before = filed.layers.pop(number, None)
         if before is not None:
-            self.images.give_back(before.stored)
+            self.images.release(before.stored)
         _empty(layer, keys, values, keys.shape[2])
         stored = self.images.put(image) if not filed.is_lost else None
         if stored is None:

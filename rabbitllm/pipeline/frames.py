@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import HostsError
 
 ALIGNMENT = 64
@@ -112,7 +113,7 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
 def _places(begin: int, sizes: Sequence[int]) -> list[int]:
     places = []
     for size in sizes:
-        begin = -(-begin // ALIGNMENT) * ALIGNMENT
+        begin = round_up(begin, ALIGNMENT)
         places.append(begin)
         begin += size
     return places

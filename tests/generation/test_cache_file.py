@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rabbitllm.generation import cache_file
-from rabbitllm.generation.cache_file import CacheFile, FileSlots, Image, ImageFile
+from rabbitllm.generation.cache_file import CacheFile, Image, ImageFile
+from rabbitllm.generation.slot_file import FileSlots
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 from tests.engine.test_span_reader import _cached_pages
@@ -143,7 +144,7 @@ def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monk
     take = ImageFile.take
 
     def taken(self: ImageFile, *given: Any) -> Any:
-        seen.append(sum(len(image.whole) for image, _ in self._coming.values()))
+        seen.append(sum(len(image.whole) for image, _ in self._prefetched.values()))
         assert seen[-1] == self.ahead
         return take(self, *given)
 
@@ -237,7 +238,7 @@ def fill_and_compare(file: ImageFile, seeds: range) -> None:
         assert stored is not None
         kept[seed] = stored, one
         if seed % 4 == 3:
-            file.give_back(kept.pop(seed - 2)[0])
+            file.release(kept.pop(seed - 2)[0])
     for stored, one in kept.values():
         back = file.take(stored)
         assert torch.equal(back.keys, one.keys)

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rabbitllm.generation.cache_file import FileSlots
-from rabbitllm.storage.durable import NamelessFile
+from rabbitllm.base.rounding import round_up
+from rabbitllm.generation.slot_file import Slot, SlotFile
 
 BLOCK = 1 << 12
 """Offsets in the file are multiples of this."""
@@ -53,13 +53,21 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Offloaded:
-    """An offloaded storage, which is empty, with its bytes in host memory or their offset in the file."""
+    """An offloaded storage, which is empty.
+
+    Attributes:
+        storage: the storage.
+        nbytes: its size when it is filled.
+        memory: its bytes in host memory; those of a file once they are prefetched.
+        slot: the slot with its bytes in the file.
+        prefetched: done when `memory` has the bytes of the file.
+    """
 
     storage: torch.UntypedStorage
     nbytes: int
     memory: torch.Tensor | None = None
-    offset: int | None = None
-    coming: Future[torch.Tensor] | None = None
+    slot: Slot | None = None
+    prefetched: Future[None] | None = None
 
 
 class ActivationOffload:
@@ -71,7 +79,6 @@ class ActivationOffload:
         disk: bytes that may be offloaded to a file.
         folder: existing folder of the file; None for the system's.
         fixed: keys (`_cdata`) of storages that are never offloaded: weights and buffers.
-        least_bytes: minimum size of a storage that is offloaded.
 
     Attributes:
         written, read: bytes written to and read from the file.
@@ -86,19 +93,16 @@ class ActivationOffload:
         folder: Path | None = None,
         *,
         fixed: frozenset[int] = frozenset(),
-        least_bytes: int = BLOCK,
     ) -> None:
         self._limits = near, host
-        self._disk, self._folder = disk, folder
-        self._fixed, self._least_bytes = fixed, least_bytes
+        self._disk = disk
+        self._fixed = fixed
         self._held: dict[Hashable, dict[int, torch.UntypedStorage]] = {}
         self._holders: dict[int, set[Hashable]] = {}
         self._near: dict[int, int] = {}
         self._offloaded: dict[int, _Offloaded] = {}
-        self._slots = FileSlots(disk)
+        self._file = SlotFile(folder, disk, 1)
         self._host = 0
-        self._file: NamelessFile | None = None
-        self._thread = ThreadPoolExecutor(1, "rabbitllm-scoring")
         self.written = self.read = self.max_near = 0
 
     def __enter__(self) -> ActivationOffload:
@@ -106,12 +110,9 @@ class ActivationOffload:
 
     def __exit__(self, *error: object) -> None:
         """Release everything; offloaded storages are lost."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._file.close()
         for of_all in (self._held, self._holders, self._near, self._offloaded):
             of_all.clear()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def leave(self, owner: Hashable, tensors: Iterable[torch.Tensor]) -> None:
         """End the turn of an owner, and offload its storages if the limit is exceeded.
@@ -142,28 +143,31 @@ class ActivationOffload:
         self.max_near = max(self.max_near, near)
 
     def _may_go(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata not in self._fixed and storage.nbytes() >= self._least_bytes and storage.resizable()
+        return storage._cdata not in self._fixed and storage.nbytes() >= BLOCK and storage.resizable()
 
-    def expect(self, owner: Hashable) -> None:
+    def prefetch(self, owner: Hashable) -> None:
         """Begin to read back the storages of an owner."""
         for key in self._held.get(owner, {}).keys() & self._offloaded.keys():
             offloaded = self._offloaded[key]
-            if offloaded.offset is not None and offloaded.coming is None:
-                offloaded.coming = self._thread.submit(self._read, offloaded.offset, offloaded.nbytes)
+            if offloaded.slot is not None and offloaded.prefetched is None:
+                offloaded.memory = torch.empty(offloaded.nbytes, dtype=torch.uint8)
+                offloaded.prefetched = self._file.prefetch(offloaded.slot, offloaded.memory.numpy().data)
 
     def take(self, owner: Hashable) -> None:
         """Fill the storages of an owner, and read those that were not prefetched."""
-        self.expect(owner)
+        self.prefetch(owner)
         for key in self._held.get(owner, {}).keys() & self._offloaded.keys():
             offloaded = self._offloaded.pop(key)
-            bytes_there = offloaded.memory if offloaded.coming is None else offloaded.coming.result()
-            assert bytes_there is not None
+            if offloaded.prefetched is not None:
+                offloaded.prefetched.result()
+                self.read += offloaded.nbytes
+            assert offloaded.memory is not None
             offloaded.storage.resize_(offloaded.nbytes)
-            _bytes_of(offloaded.storage).copy_(bytes_there)
+            _bytes_of(offloaded.storage).copy_(offloaded.memory)
             self._free_copy(offloaded)
             self._near[key] = offloaded.nbytes
 
-    def over(self, owner: Hashable) -> None:
+    def drop(self, owner: Hashable) -> None:
         """Drop an owner that takes no more turns."""
         for key in self._held.pop(owner, {}):
             self._release(key, owner)
@@ -186,42 +190,29 @@ class ActivationOffload:
             offloaded.memory = torch.empty(nbytes, dtype=torch.uint8).copy_(whole)
             self._host += nbytes
         else:
-            offloaded.offset = self._write(whole.cpu())
+            offloaded.slot = self._write(whole.cpu())
         storage.resize_(0)
         return offloaded
 
     def _free_copy(self, offloaded: _Offloaded) -> None:
-        if offloaded.coming is not None:
-            offloaded.coming.cancel()
-        if offloaded.memory is not None:
+        if offloaded.prefetched is not None:
+            offloaded.prefetched.cancel()
+        if offloaded.slot is not None:
+            self._file.release(offloaded.slot)
+        else:
             self._host -= offloaded.nbytes
-        if offloaded.offset is not None:
-            self._slots.give_back(offloaded.offset, _whole_blocks(offloaded.nbytes))
 
-    def _write(self, whole: torch.Tensor) -> int:
-        size = _whole_blocks(len(whole))
-        offset = self._slots.take(size)
-        if offset is None:
-            raise NoRoom(f"{size:,} bytes more than the {self._disk:,} in a file")
-        if self._file is None:
-            self._file = NamelessFile(self._folder)
+    def _write(self, whole: torch.Tensor) -> Slot:
         # not by numpy(), after which torch would no longer resize the storage
-        self._file.write_at(memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr())), offset)
+        data = memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr()))
+        size = round_up(len(whole), BLOCK)
+        slot = self._file.write(data, size)
+        if slot is None:
+            raise NoRoom(f"{size:,} bytes more than the {self._disk:,} in a file")
         self.written += len(whole)
-        return offset
-
-    def _read(self, offset: int, nbytes: int) -> torch.Tensor:
-        assert self._file is not None
-        whole = torch.empty(nbytes, dtype=torch.uint8)
-        self._file.read_at(whole.numpy().data, offset)
-        self.read += nbytes
-        return whole
+        return slot
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """A view of a storage, (nbytes,) uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _whole_blocks(nbytes: int) -> int:
-    return -(-nbytes // BLOCK) * BLOCK
