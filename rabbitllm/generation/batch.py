@@ -139,7 +139,7 @@ class Batch:
             )
 
     def _work(self) -> None:
-        # members leave their own no_grad in another order than they entered it, which would enable gradients again
+        # coroutines leave their own no_grad in another order than they entered it, which would enable gradients again
         torch.set_grad_enabled(False)
         try:
             while self._scheduler.wait():

@@ -1,23 +1,20 @@
-"""Several generations that go through the model together, so that each unit's weights are loaded once for all.
+"""Several calls of a model as coroutines of one thread, which wait for each other at the model's modules.
 
-Every generation (a member) runs the model's own code with its own KV cache, in a greenlet of one thread. At a unit it
-waits for the others. Then the unit's hooks run once, and each member's call is computed. Inside a layer members meet
-again at every module that computes each row independently (linear layers, embeddings, routed experts): the rows of all
-members go through it as one matrix. Everything else, above all attention, is computed for each member alone: nothing
-is padded, and no data can get from one sequence into another.
+Each coroutine runs the model's own code with its own KV cache, in a greenlet. At a sync point it waits. There are sync
+points at every unit, so that its weights are loaded once for all, and at modules that compute each row independently
+(linear layers, embeddings, routed experts), so that the rows of all go through them as one matrix. Everything else,
+above all attention, is computed for each coroutine alone: nothing is padded, and no data can get from one sequence into
+another.
 
-    a pass   members come in ── unit ── meet ── linear: one product ── meet ── … ── unit ── … ── members are out
-    a member comes in with the inputs of its forward, and is out when it waits for the next pass or has ended
+    a pass   coroutines wait for it ── unit ── wait ── linear: one product ── wait ── … ── unit ── … ── all are outside
+    a coroutine brings the inputs of its forward, and is outside when it waits for the next pass or has ended
 
-If the model allows it, members do not go through the layers by themselves: their rows are packed into one forward
-(`packed_batch.py`), whose outputs are returned to them where they came in. Members that cannot be packed meet this
-forward as if it were one more member.
+`ModelRunner` decides how the calls at a sync point are computed for generation, `MicroBatchRunner` for scoring.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -32,16 +29,16 @@ from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.forwards import RowProducts
 from rabbitllm.engine.pass_line import entry_of
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.cache_file import CacheFile
-from rabbitllm.generation.packed_batch import NotPackable, PackedForward, PackedSequence, can_be_packed, grouped
 from rabbitllm.telemetry.passes import PassInput
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
+# rows of several calls -----------------------------------------------------------------------------------------------
+
 
 class RowKind(Enum):
-    """The layout of rows in the tensors of a call; see the module's docstring."""
+    """The layout of rows in the tensors of a call of a module that computes each row independently."""
 
     FEATURES = 1
     IDS = 2
@@ -101,35 +98,27 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
     return RowBatch(tuple(map(torch.cat, zip(*rows, strict=True))), parts)
 
 
+# coroutines and their sync points ------------------------------------------------------------------------------------
+
 POSITIONS = "rope_deltas"
 """The attribute in which models of the Qwen2-VL kind remember positions from one call to the next; it belongs to a
 sequence, not to the model."""
 
 
-class Left(BaseException):
-    """Thrown into a member to take it out; a `BaseException`, so that no error handler catches it."""
+class SyncPoint:
+    """A module at which coroutines wait for each other.
 
-
-@dataclass(slots=True)
-class MemberCall:
-    """The call at which a member waits; `point` is None while it waits for the next pass.
-
-    As an answer, the call that the member has to compute by itself.
+    Args:
+        module: the module.
+        kind: the layout of its rows if those of all coroutines may go through it as one matrix, else None.
+        is_unit: whether it is a unit, whose hooks load weights.
     """
-
-    point: MeetingPoint | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class MeetingPoint:
-    """A module at which members meet."""
 
     def __init__(self, module: nn.Module, kind: RowKind | None, *, is_unit: bool) -> None:
         self.module = module
         self.forward = module.forward
         self.is_unit = is_unit
-        self.rowwise = kind
+        self.kind = kind
 
     @contextlib.contextmanager
     def replaced(self, forward: Callable[..., None]) -> Iterator[None]:
@@ -145,20 +134,51 @@ class MeetingPoint:
                 self.module.forward = before
 
 
-class Member(greenlet):  # type: ignore[misc]
-    """One generation among those that share passes.
+def _sync_points(
+    model: StreamedModel, kind_of: Callable[[nn.Module], RowKind | None], *, exact: bool
+) -> list[SyncPoint]:
+    """The sync points of a model: its units, and modules through which rows go as one matrix."""
+    units = {id(model.get_submodule(placed.unit)) for placed in model.placement.units}
+    points = []
+    for module in model.modules():
+        is_unit, kind = id(module) in units, kind_of(module)
+        if exact and kind is not RowKind.IDS:  # a lookup of rows does not round
+            kind = None
+        if is_unit or (kind is not None and not exact):
+            points.append(SyncPoint(module, kind, is_unit=is_unit))
+    return points
+
+
+@dataclass(slots=True)
+class PendingCall:
+    """The call at which a coroutine waits; `point` is None while it waits for the next pass.
+
+    As an answer, the call that the coroutine computes by itself.
+    """
+
+    point: SyncPoint | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Cancelled(BaseException):
+    """Raised in a coroutine to end it; a `BaseException`, so that no error handler catches it."""
+
+
+class Coroutine(greenlet):  # type: ignore[misc]
+    """A function that calls the model any number of times, and can be suspended in each call.
 
     Args:
-        work: function that it runs; may call the model any number of times.
-        behind_head: called with True before and with False after the member runs behind the model's output head,
-            where tokens are sampled.
-        meets_inside: whether it waits for others at every module that computes rows independently, not only where
-            weights are loaded.
+        work: the function.
+        around_sampling: called with True before and with False after it runs behind the model's output head, where
+            tokens are sampled.
+        syncs_rows: whether it waits at every module that computes rows independently, not only where weights are
+            loaded.
 
     Attributes:
         error: the error that ended it, if any.
-        waits: the call at which it waits; None while it runs and after it has ended.
-        is_in_pass: whether it computes a call of the model, and so meets others.
+        call: the call at which it waits; None while it runs and after it has ended.
+        is_in_pass: whether it computes a call of the model, and so waits at sync points.
         inside: the modules whose calls it computes by itself; a unit may have another one in it, such as a table.
         positions: what its pictures add to the positions behind them, which modules with `POSITIONS` remember.
     """
@@ -166,123 +186,81 @@ class Member(greenlet):  # type: ignore[misc]
     def __init__(
         self,
         work: Callable[[], None],
-        behind_head: Callable[[bool], None] = lambda goes_on: None,
+        around_sampling: Callable[[bool], None] = lambda begins: None,
         *,
-        meets_inside: bool = True,
+        syncs_rows: bool = True,
     ) -> None:
         super().__init__(self._run)
         self._work = work
-        self.behind_head = behind_head
-        self.meets_inside = meets_inside
-        self.waits: MemberCall | None = None
+        self.around_sampling = around_sampling
+        self.syncs_rows = syncs_rows
+        self.call: PendingCall | None = None
         self.error: BaseException | None = None
         self.is_in_pass = False
-        self.inside: list[MeetingPoint] = []
+        self.inside: list[SyncPoint] = []
         self.positions: list[Any] = []
 
     def _run(self, answer: Any = None) -> None:
         work = self._work
-        del self._work  # it may refer to this member
+        del self._work  # it may refer to this coroutine
         try:
             work()
-        except Left:
+        except Cancelled:
             pass
         except BaseException as error:
             self.error = error
 
     @property
+    def pending(self) -> PendingCall:
+        """The call at which it waits."""
+        assert self.call is not None
+        return self.call
+
+    @property
     def is_outside(self) -> bool:
         """Whether it waits for the next pass."""
-        return self.waits is not None and self.waits.point is None
-
-    def waits_inside(self, point: MeetingPoint) -> bool:
-        """Whether it waits inside a module that it computes by itself."""
-        return self.waits is not None and point in self.inside
+        return self.call is not None and self.call.point is None
 
     @property
     def tokens(self) -> int:
         """Number of tokens that it brings into the next pass, for which it waits."""
-        entry, _ = self.brings
+        entry, _ = self.inputs
         return entry.batch * entry.length
 
     @property
-    def brings(self) -> tuple[PassInput, Any]:
+    def inputs(self) -> tuple[PassInput, Any]:
         """Its input of the next pass, for which it waits, and its KV cache; None without one."""
-        assert self.waits is not None
-        return entry_of(self.waits.args, self.waits.kwargs)
+        return entry_of(self.pending.args, self.pending.kwargs)
 
 
-def call_of(member: Member) -> MemberCall:
-    """The call at which a waiting member waits."""
-    assert member.waits is not None
-    return member.waits
-
-
-def together(members: Sequence[Member]) -> tuple[MeetingPoint, list[Member]]:
-    """The meeting point where most of them wait, and the members there."""
-    by_point: dict[int, list[Member]] = {}
-    for member in members:
-        by_point.setdefault(id(call_of(member).point), []).append(member)
-    most = max(by_point.values(), key=len)
-    point = call_of(most[0]).point
-    assert point is not None
-    return point, most
-
-
-logger = logging.getLogger(__name__)
-
-
-class Carrier:
-    """Takes the sequences of several members through the model, packed; runs as a member itself if a pass has others.
+class Coroutines:
+    """Coroutines that call a model.
 
     Args:
-        forward: computes the packed sequences.
-        members: the members that are packed.
-        sequences: the sequence of each member.
+        model: a streamed model; until `close`, its units and some of its modules are sync points.
+        kind_of: the kind of a module, see `SyncPoint`.
+        compute: computes the calls of coroutines that wait at a sync point, and resumes them. An error from it ends
+            these coroutines.
+        before: called with a coroutine and the answer to its call before it is resumed.
+        after: called with a coroutine that waits again or has ended.
+        exact: keep the rows of coroutines apart in all products.
 
     Attributes:
-        members: see above.
-        sequences: see above.
-        outputs: output of each sequence, once the forward has succeeded.
-        error: the error that ended the forward, if any.
-    """
+        active: the coroutines that have not ended.
 
-    def __init__(self, forward: PackedForward, members: Sequence[Member], sequences: Sequence[PackedSequence]) -> None:
-        self._forward = forward
-        self.members = members
-        self.sequences = sequences
-        self.outputs: list[Any] = []
-        self.error: BaseException | None = None
-
-    def __call__(self) -> None:
-        """Go through the model."""
-        try:
-            self.outputs = self._forward(self.sequences)
-        except BaseException as error:
-            self.error = error
-
-
-class JointPasses:
-    """Lets members meet at the modules of a model.
-
-    Args:
-        model: a streamed model.
-        exact: compute each member's rows separately in every module, so that its results are bitwise those that it
-            would have alone.
-        packing: pack members into one forward if possible.
-        max_rows: maximum rows of a packed forward; with more rows several packed forwards go through each layer, one
-            after the other. None for no limit.
-        file: file in which members may have their KV cache; members that are not packed get theirs back in memory.
+    Raises:
+        OptionError: some of the model's layers are on other hosts.
     """
 
     def __init__(
         self,
         model: StreamedModel,
+        kind_of: Callable[[nn.Module], RowKind | None],
+        compute: Callable[[SyncPoint, Sequence[Coroutine]], None],
+        before: Callable[[Coroutine, Any], None] = lambda coroutine, answer: None,
+        after: Callable[[Coroutine], None] = lambda coroutine: None,
         *,
         exact: bool = False,
-        packing: bool = True,
-        max_rows: int | None = None,
-        file: CacheFile | None = None,
     ) -> None:
         if model.hosts is not None:
             raise OptionError(
@@ -290,31 +268,24 @@ class JointPasses:
                 "Call model.generate, with several prompts as one batch; or load the model without hosts.",
             )
         self._model = model
-        self._exact = exact
-        self._hub: greenlet | None = None
-        self.members: list[Member] = []
-        self._max_rows = max_rows
-        self._packed = PackedForward(model, file) if packing and not exact and can_be_packed(model) else None
-        self._file = file
-        head = model.get_output_embeddings()
         self._products = RowProducts(model) if not exact else None
-        units = {id(model.get_submodule(placed.unit)) for placed in model.placement.units}
-        self._points: list[MeetingPoint] = []
-        for module in model.modules():
-            is_unit = id(module) in units
-            kind = self._kind(module)
-            if is_unit or (kind and not exact):
-                self._points.append(MeetingPoint(module, kind, is_unit=is_unit))
-        self._placing = [module for module in model.modules() if hasattr(module, POSITIONS)]
+        self._points = _sync_points(model, kind_of, exact=exact)
+        self._compute = compute
+        self._before = before
+        self._after = after
+        self._hub: greenlet | None = None
+        self.active: list[Coroutine] = []
+        self._with_positions = [module for module in model.modules() if hasattr(module, POSITIONS)]
+        head = model.get_output_embeddings()
         self._head = next((point for point in self._points if point.module is head), None)
         for point in self._points:
             point.module._compiled_call_impl = self._at(point)
         model.shared_passes = self
 
     def close(self) -> None:
-        """Take all members out, and restore the model."""
-        for member in list(self.members):
-            self.take_out(member)
+        """End all coroutines, and restore the model."""
+        for coroutine in list(self.active):
+            self.cancel(coroutine)
         for point in self._points:
             point.module._compiled_call_impl = None
         if self._products is not None:
@@ -324,224 +295,161 @@ class JointPasses:
     def add(
         self,
         work: Callable[[], None],
-        behind_head: Callable[[bool], None] = lambda goes_on: None,
+        around_sampling: Callable[[bool], None] = lambda begins: None,
         *,
         reads_media: bool = False,
-    ) -> Member:
-        """Start a member; it stops before its first pass.
+    ) -> Coroutine:
+        """Start a coroutine; it stops before its first pass.
 
         Args:
-            work, behind_head: see `Member`.
+            work, around_sampling: see `Coroutine`.
             reads_media: whether it may use weights before its first pass, to read pictures or sounds.
         """
-        member = Member(work, behind_head)
-        self.members.append(member)
+        coroutine = Coroutine(work, around_sampling)
+        self.active.append(coroutine)
         with self._model.streamer.passing() if reads_media else contextlib.nullcontext(), torch.no_grad():
-            self._go_on(member, None)
-        return member
+            self.resume(coroutine, None)
+        return coroutine
 
-    def take_out(self, member: Member) -> None:
-        """End a member between two passes."""
-        self._end(member, Left())
+    def cancel(self, coroutine: Coroutine) -> None:
+        """End a coroutine between two passes."""
+        self.throw(coroutine, Cancelled())
 
-    def run(self, members: Sequence[Member]) -> None:
-        """Run one pass for some members; afterwards each of them has ended or waits for the next one.
+    def run(self, coroutines: Sequence[Coroutine]) -> None:
+        """Run one pass; afterwards each of the coroutines has ended or waits for the next pass."""
+        for coroutine in coroutines:
+            self.resume(coroutine, None)
+        while waiting := [one for one in coroutines if one.call is not None and not one.is_outside]:
+            self.compute(waiting)
 
-        An error in a member ends only that member (see its `error`); an error with the weights ends all.
+    def leave(self, point: SyncPoint, coroutines: Sequence[Coroutine]) -> None:
+        """Compute until all of the coroutines have left a unit."""
+        while inside := [one for one in coroutines if one.call is not None and point in one.inside]:
+            self.compute(inside)
+
+    def compute(self, waiting: Sequence[Coroutine]) -> None:
+        """Compute the calls at the sync point where most of the coroutines wait."""
+        by_point: dict[int, list[Coroutine]] = {}
+        for coroutine in waiting:
+            by_point.setdefault(id(coroutine.pending.point), []).append(coroutine)
+        here = max(by_point.values(), key=len)
+        point = here[0].pending.point
+        assert point is not None
+        try:
+            self._compute(point, here)
+        except Exception as error:  # from the weights, or from a product of all rows
+            for coroutine in here:
+                if not coroutine.dead:
+                    self.throw(coroutine, copy_of(error))
+
+    def compute_rows(self, point: SyncPoint, waiting: Sequence[Coroutine]) -> bool:
+        """Compute the rows of all calls as one matrix; False if they cannot be joined."""
+        calls = [(one.pending.args, one.pending.kwargs) for one in waiting]
+        batch = joined(point.kind, calls) if point.kind is not None else None
+        if batch is None:
+            return False
+        try:
+            answers = batch.parts(called(point.module, *batch.args))
+        except Exception:
+            if len(waiting) == 1:
+                raise
+            for coroutine in waiting:  # if the input of one cannot be computed, only that one ends
+                self.compute([coroutine])
+            return True
+        for coroutine, answer in zip(waiting, answers, strict=True):
+            self.resume(coroutine, answer)
+        return True
+
+    def resume(self, coroutine: Coroutine, answer: Any) -> None:
+        """Run a coroutine until it waits again or ends.
+
+        Args:
+            coroutine: the coroutine.
+            answer: the result of its call, or a `PendingCall` that it computes by itself.
         """
-        inside = list(members)
-        if not inside:
+        self._before(coroutine, answer)
+        point, was_outside = coroutine.call and coroutine.call.point, coroutine.is_outside
+        samples = (was_outside and answer is not None) or (point is not None and point is self._head)
+        if samples:
+            coroutine.around_sampling(True)
+        self._switch(coroutine, lambda: coroutine.switch(answer))
+        if samples:
+            coroutine.around_sampling(False)
+        if coroutine.dead and coroutine in self.active:
+            self.active.remove(coroutine)
+        self._after(coroutine)
+
+    def throw(self, coroutine: Coroutine, error: BaseException) -> None:
+        """End a coroutine by an error."""
+        throw: Callable[..., Any] = coroutine.throw
+        self._switch(coroutine, lambda: throw(error))
+        if not coroutine.dead:  # it caught the exception
+            self.throw(coroutine, error)
             return
-        with self._model.joint_pass(PassInput(1, sum(member.tokens for member in inside))):
-            carriers = self._carriers(inside)
-            carried = {member for carrier in carriers for member in carrier.members}
-            others = [member for member in inside if member not in carried]
-            if self._file is not None:
-                caches = [sequence.cache for carrier in carriers for sequence in carrier.sequences]
-                self._file.begin(caches, [member.brings[1] for member in others])
-            if len(carriers) == 1 and not others:
-                carriers[0]()
-            else:
-                carrying = [Member(carrier, meets_inside=len(carriers) == 1) for carrier in carriers]
-                for member in carrying:
-                    member.is_in_pass = True
-                others += carrying
-            # forwards that take turns are left in any order
-            with self._packed.attending() if self._packed and len(carriers) > 1 else contextlib.nullcontext():
-                for member in others:
-                    self._go_on(member, None)
-                while here := [member for member in others if member.waits is not None and not member.is_outside]:
-                    self._meet(here)
-            for carrier in carriers:
-                self._answer(carrier)
+        if coroutine in self.active:
+            self.active.remove(coroutine)
+        self._after(coroutine)
 
-    def _carriers(self, members: Sequence[Member]) -> list[Carrier]:
-        """Carriers of the members whose calls can be packed, in their order; the other members are in none."""
-        forward = self._packed
-        if forward is None:
-            return []
-        calls = [(member, call_of(member)) for member in members]
-        read = [(member, forward.read(call.args, call.kwargs)) for member, call in calls]
-        known = [(member, sequence) for member, sequence in read if sequence is not None]
-        sound = forward.fitting([sequence for _, sequence in known]) if known else []
-        packed = [one for one, good in zip(known, sound, strict=True) if good]
-        groups = (packed[group] for group in grouped([one.ids.shape[1] for _, one in packed], self._max_rows))
-        return [Carrier(forward, [one for one, _ in group], [one for _, one in group]) for group in groups]
+    def _switch(self, coroutine: Coroutine, into: Callable[[], Any]) -> None:
+        self._hub = coroutine.parent = getcurrent()
+        coroutine.call = None
+        gradients = torch.is_grad_enabled()
+        own = coroutine.positions or [None] * len(self._with_positions)
+        for module, positions in zip(self._with_positions, own, strict=True):
+            setattr(module, POSITIONS, positions)
+        into()
+        coroutine.positions = [getattr(module, POSITIONS) for module in self._with_positions]
+        torch.set_grad_enabled(gradients)
 
-    def _kind(self, module: nn.Module) -> RowKind | None:
-        """How members' rows go through a module together; None if they do not."""
-        if module is self._model.get_input_embeddings() and isinstance(module, nn.Embedding):
-            return RowKind.IDS  # some embeddings also scale each row
-        return rowwise(module)
+    # called in coroutines --------------------------------------------------------------------------------------------
 
-    # called by members -----------------------------------------------------------------------------------------------
+    def is_coroutine(self) -> bool:
+        """Whether the caller is a coroutine."""
+        return isinstance(getcurrent(), Coroutine)
 
-    def is_member(self) -> bool:
-        """Whether the caller is a member."""
-        return isinstance(getcurrent(), Member)
-
-    def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wait for the next pass; called by the model in a member, with the inputs of its forward.
+    def wait_for_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wait for the next pass; called by the model in a coroutine, with the inputs of its forward.
 
         Returns:
             The output of the forward if it was packed; else None.
         """
-        member = getcurrent()
-        assert isinstance(member, Member)
-        member.is_in_pass = False
-        output = self._wait(MemberCall(None, args, kwargs))
-        member.is_in_pass = output is None
+        coroutine = getcurrent()
+        assert isinstance(coroutine, Coroutine)
+        coroutine.is_in_pass = False
+        output = self._wait(coroutine, PendingCall(None, args, kwargs))
+        coroutine.is_in_pass = output is None
         return output
 
-    def _wait(self, call: MemberCall) -> Any:
-        member = getcurrent()
-        assert isinstance(member, Member)
+    def _wait(self, coroutine: Coroutine, call: PendingCall) -> Any:
         assert self._hub is not None
-        member.waits = call
+        coroutine.call = call
         gradients = torch.is_grad_enabled()  # belongs to the thread, and `generate` changes it
         try:
             return self._hub.switch()
         finally:
             torch.set_grad_enabled(gradients)
 
-    def _at(self, point: MeetingPoint) -> Callable[..., Any]:
+    def _at(self, point: SyncPoint) -> Callable[..., Any]:
         ordinary: Callable[..., Any] = point.module._call_impl
+        # experts are loaded by the rows routed to them, and so for the rows of all coroutines
+        loads = point.is_unit or point.kind is RowKind.EXPERTS
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            member = getcurrent()
-            # experts are loaded by the rows routed to them, and so for the rows of all members
-            brings = point.is_unit or point.rowwise is RowKind.EXPERTS
-            if not isinstance(member, Member) or not (brings or member.meets_inside):
+            coroutine = getcurrent()
+            if not isinstance(coroutine, Coroutine) or not (loads or coroutine.syncs_rows):
                 return ordinary(*args, **kwargs)
-            if not member.is_in_pass:  # `generate` of some models reads pictures before it calls the model
+            if not coroutine.is_in_pass:  # `generate` of some models reads pictures before it calls the model
                 return ordinary(*args, **kwargs)
-            answer = self._wait(MemberCall(point, args, kwargs))
-            if not isinstance(answer, MemberCall):
+            answer = self._wait(coroutine, PendingCall(point, args, kwargs))
+            if not isinstance(answer, PendingCall):
                 return answer
-            member.inside.append(point)
+            coroutine.inside.append(point)
             try:
                 return point.forward(*answer.args, **answer.kwargs)
             finally:
-                member.inside.pop()
+                coroutine.inside.pop()
 
         return call
-
-    # in the hub ------------------------------------------------------------------------------------------------------
-
-    def _go_on(self, member: Member, answer: Any) -> None:
-        """Run a member until it waits again or ends."""
-        at = member.waits
-        computed = at is not None and at.point is None and answer is not None
-        drawing = computed or (at is not None and at.point is self._head and self._head is not None)
-        if drawing:
-            member.behind_head(True)
-        self._switch(member, lambda: member.switch(answer))
-        if drawing:
-            member.behind_head(False)
-        if member.dead and member in self.members:
-            self.members.remove(member)
-
-    def _switch(self, member: Member, into: Callable[[], Any]) -> None:
-        self._hub = member.parent = getcurrent()
-        member.waits = None
-        gradients = torch.is_grad_enabled()
-        for module, own in zip(self._placing, member.positions or [None] * len(self._placing), strict=True):
-            setattr(module, POSITIONS, own)
-        into()
-        member.positions = [getattr(module, POSITIONS) for module in self._placing]
-        torch.set_grad_enabled(gradients)
-
-    def _answer(self, carrier: Carrier) -> None:
-        """Pass the members of a carrier their outputs or its error."""
-        if carrier.error is not None and not isinstance(carrier.error, Exception):
-            raise carrier.error
-        if isinstance(carrier.error, NotPackable):
-            logger.warning("From now on each sequence is computed alone: %s.", carrier.error)
-            self._packed = None
-        for number, member in enumerate(carrier.members):
-            if carrier.error is None:
-                self._go_on(member, carrier.outputs[number])
-            else:
-                self._end(member, _copy_of(carrier.error))
-
-    def _end(self, member: Member, error: BaseException) -> None:
-        throw: Callable[..., Any] = member.throw
-        self._switch(member, lambda: throw(error))
-        if not member.dead:  # it caught the exception
-            self._end(member, error)
-        elif member in self.members:
-            self.members.remove(member)
-
-    def _meet(self, members: Sequence[Member]) -> None:
-        """Compute the calls at the meeting point where most members wait."""
-        point, here = together(members)
-        try:
-            # a lookup of rows does not round
-            if point.rowwise is not None and (point.rowwise is RowKind.IDS or not self._exact):
-                self._through_as_rows(point, here)
-            elif point.is_unit:
-                self._through_a_unit(point, here)
-            else:
-                self._each(point, here)
-        except Exception as error:  # from the weights, or from a product of all members' rows
-            for member in here:
-                if not member.dead:
-                    self._end(member, _copy_of(error))
-
-    def _through_as_rows(self, point: MeetingPoint, members: Sequence[Member]) -> None:
-        calls = [call_of(member) for member in members]
-        assert point.rowwise is not None
-        batch = joined(point.rowwise, [(call.args, call.kwargs) for call in calls])
-        if batch is None:
-            (self._through_a_unit if point.is_unit else self._each)(point, members)
-            return
-        try:
-            answers = batch.parts(called(point.module, *batch.args))
-        except Exception:
-            if len(members) == 1:
-                raise
-            for member in members:  # if the input of one cannot be computed, only that one ends
-                self._meet([member])
-            return
-        for member, answer in zip(members, answers, strict=True):
-            self._go_on(member, answer)
-
-    def _each(self, point: MeetingPoint, members: Sequence[Member]) -> None:
-        for member in members:
-            self._go_on(member, call_of(member))
-
-    def _through_a_unit(self, point: MeetingPoint, members: Sequence[Member]) -> None:
-        """Run a unit's hooks once, and between them every member's call, until all have left it."""
-        calls = [call_of(member) for member in members]
-
-        def all_of_them(*brought: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-            for member, (args, kwargs) in zip(members, brought, strict=True):
-                self._go_on(member, MemberCall(point, args, kwargs))
-            while inside := [member for member in members if member.waits_inside(point)]:
-                self._meet(inside)
-
-        with point.replaced(all_of_them):
-            called(point.module, *((call.args, call.kwargs) for call in calls))
 
 
 def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -550,8 +458,8 @@ def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-def _copy_of(error: Exception) -> Exception:
-    """A copy of the error for each member, since every raise extends the traceback of an error."""
+def copy_of(error: Exception) -> Exception:
+    """A copy of the error for each coroutine, since every raise extends the traceback of an error."""
     try:
         copy = type(error)(*error.args)
     except Exception:

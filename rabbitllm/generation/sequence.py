@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from rabbitllm.generation.joint_pass import JointPasses, Member
+from rabbitllm.generation.coroutines import Coroutine, Coroutines
 from rabbitllm.generation.request import (
     Delta,
     Event,
@@ -80,7 +80,7 @@ class Sequence:
         kept_tokens: number of prompt tokens taken from the prefix cache.
         cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
         swapped_out: its KV cache, if it was preempted and the cache is swapped out.
-        member: its member of the joint passes, while it runs.
+        coroutine: its suspended call of `generate`, while it runs.
         is_cancelled: whether it was cancelled.
         deadline: deadline in `time.monotonic()`; None for no limit.
         finish_reason: None until it has ended.
@@ -94,7 +94,7 @@ class Sequence:
         self.kept_tokens = 0
         self.cache: Any = None
         self.swapped_out: SwappedOutCache | None = None
-        self.member: Member | None = None
+        self.coroutine: Coroutine | None = None
         self.is_cancelled = False
         self._submitted = time.monotonic()
         self.deadline = self._submitted + request.seconds if request.seconds is not None else None
@@ -136,6 +136,21 @@ class Sequence:
         prompt = self.request.prompt
         return prompt if self.cache is not None and self.cached_tokens < len(prompt) else None
 
+    @property
+    def next_tokens(self) -> int:
+        """Number of tokens that it brings into the next pass; 0 if it does not wait for one."""
+        return self.coroutine.tokens if self.coroutine is not None and self.coroutine.is_outside else 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has left `generate`."""
+        return self.coroutine is None or bool(self.coroutine.dead)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error by which it has left `generate`, if any."""
+        return self.coroutine.error if self.coroutine is not None else None
+
     def resumable_cache(self, *, continues: bool) -> Any | None:
         """The KV cache from which `generate` can continue: of all tokens except those of the next pass.
 
@@ -145,28 +160,28 @@ class Sequence:
             continues: whether the model can continue the cache with several tokens at once; otherwise the next pass
                 must have one token.
         """
-        if self.request.media is not None or self.member is None or not self.member.is_outside:
+        if self.request.media is not None or self.coroutine is None or not self.coroutine.is_outside:
             return None  # its positions depend on the pictures, so it begins again with them
-        entry, cache = self.member.brings
+        entry, cache = self.coroutine.inputs
         if not entry.past or entry.past >= self.length.tokens or not (continues or entry.length == 1):
             return None
         return cache
 
-    def start(self, passes: JointPasses, chunk: int | None) -> None:
+    def start(self, coroutines: Coroutines, chunk: int | None) -> None:
         """Begin to generate, or continue behind the tokens of an earlier run; it stops before its first pass.
 
         Args:
-            passes: the passes to take part in.
+            coroutines: the coroutines of its batch.
             chunk: tokens of the prompt to prefill in one pass; None for all.
         """
         reads_media = self.request.media is not None
-        self.member = passes.add(lambda: self._generate(chunk), self._swap_random_state, reads_media=reads_media)
+        self.coroutine = coroutines.add(lambda: self._generate(chunk), self._swap_random_state, reads_media=reads_media)
 
-    def stop(self, passes: JointPasses) -> None:
-        """Leave the passes, between two of them."""
-        if self.member is not None and not self.member.dead:
-            passes.take_out(self.member)
-        self.member = None  # its stack holds much memory, and the caller may keep the sequence
+    def stop(self, coroutines: Coroutines) -> None:
+        """Stop generating, between two passes."""
+        if self.coroutine is not None and not self.has_ended:
+            coroutines.cancel(self.coroutine)
+        self.coroutine = None  # its stack holds much memory, and the caller may keep the sequence
 
     def finish(self, reason: FinishReason) -> Result:
         """Report the text that was held back, and the result."""

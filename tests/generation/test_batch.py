@@ -15,8 +15,8 @@ import torch
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.joint_pass import Carrier
 from rabbitllm.generation.memory import PassCost
+from rabbitllm.generation.model_runner import PackedGroup
 from rabbitllm.generation.packed_batch import PackedSequence
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Result, Sampling
 from tests.generation.asking import Asked, Open, alone, asked, asked_together, begin, prompt
@@ -347,7 +347,7 @@ def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> No
         assert len(ended) == 4
         del made
         asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on
-        texts = [one for one in gc.get_objects() if type(one) in (PackedSequence, Carrier)]
+        texts = [one for one in gc.get_objects() if type(one) in (PackedSequence, PackedGroup)]
     finally:
         gc.enable()
     assert [one() for one in ended] == [None] * 4

@@ -177,6 +177,6 @@ def test_only_files_of_the_folder_are_read(tmp_path: Path) -> None:
             media_of_url("image", f"file://{inside}/{path}", inside, "a part")
     with pytest.raises(MediaError, match="outside"):
         media_of_url("image", f"file://host{inside}/a%20b.png", inside, "a part")
-    with pytest.raises(MediaError, match="a part is not a regular file") as caught:
+    with pytest.raises(MediaError, match="a part cannot be used: it is not a regular file") as caught:
         media_of_url("image", f"file://{inside}", inside, "a part")
     assert str(tmp_path) not in str(caught.value)

@@ -27,7 +27,7 @@ from rabbitllm.generation.scheduler import (
     TokenBudget,
     excess,
     retry_after,
-    take_part,
+    within_budget,
 )
 from rabbitllm.generation.sequence import Sequence, SequenceLength
 from tests.support.builders import build_checkpoint
@@ -121,7 +121,7 @@ texts = st.lists(st.builds(SequenceLength, st.integers(1, 500), st.integers(0, 5
 
 @given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 600))
 def test_texts_that_go_on_always_take_part_and_prompts_as_far_as_they_fit(tokens: list[int], chunk: int) -> None:
-    chosen = take_part(tokens, chunk)
+    chosen = within_budget(tokens, chunk)
     assert {place for place, count in enumerate(tokens) if count == 1} <= set(chosen)
     prompts = [tokens[place] for place in chosen if tokens[place] > 1]
     assert sum(prompts) <= chunk or len(prompts) == 1

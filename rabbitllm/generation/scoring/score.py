@@ -26,7 +26,7 @@ from torch import nn
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
-from rabbitllm.generation.joint_pass import JointPasses, MeetingPoint, Member, MemberCall, RowKind, call_of, called
+from rabbitllm.generation.coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
 from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, tensors_in
@@ -34,6 +34,7 @@ from rabbitllm.generation.scoring.forward import Keep, Relay, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
 from rabbitllm.generation.scoring.plan import ScoringLimits, ScoringPlan, check_scores, form_of, limits_of, planned
 from rabbitllm.generation.scoring.tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
+from rabbitllm.telemetry.passes import PassInput
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 ROOM = Room()
 REMEDY = "If memory is short, give fewer tokens to a micro-batch, or load the model with less of it in memory."
 """Advice after an unexpected error while a text is scored."""
-_BY_THEMSELVES = (Tier.ROWS, *READY)
+_WITHOUT_LOADING = (Tier.ROWS, *READY)
 """Tiers of an input embedding for which a call loads nothing that the next call needs too."""
 
 
@@ -159,12 +160,14 @@ def _pass(
     relays = [Relay() for _ in range(len(batches) + 1)]
     fixed = frozenset(one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers()))
     with ActivationOffload(limits.near, limits.host, limits.disk, limits.folder, fixed=fixed) as offload:
-        turns = TakingTurns(model, offload, exact=exact, alone=len(batches) == 1, experts_rows=limits.experts_rows)
+        runner = MicroBatchRunner(
+            model, offload, exact=exact, alone=len(batches) == 1, experts_rows=limits.experts_rows
+        )
 
         def work_of(number: int, batch: MicroBatch) -> Callable[[], None]:
             def work() -> None:
                 ids = forward.ids(batch)
-                turns.come_in((), {"input_ids": ids})
+                runner.coroutines.wait_for_pass((), {"input_ids": ids})
                 with model.streamer.memory_explained():
                     found[number] = forward(batch, ids, indices, relays[number], relays[number + 1])
 
@@ -172,120 +175,138 @@ def _pass(
 
         try:
             with forward.installed():
-                members = [turns.add(work_of(number, batch)) for number, batch in enumerate(batches)]
-                turns.run(members)
+                works = (work_of(number, batch) for number, batch in enumerate(batches))
+                coroutines = [runner.coroutines.add(work) for work in works]
+                runner.run(coroutines)
         finally:
-            turns.close()
+            runner.coroutines.close()
     failed = []
-    for number, (batch, member) in enumerate(zip(batches, members, strict=True)):
+    for number, (batch, coroutine) in enumerate(zip(batches, coroutines, strict=True)):
         if number in found:
             continue
-        error = member.error
+        error = coroutine.error
         if not isinstance(error, Exception):
-            raise error or ScoringError("A micro-batch has ended without a result.")
+            raise error or ScoringError("A micro-batch returned no result.")
         if isinstance(error, OSError | RabbitLLMError) and not isinstance(error, ScoringError | OutOfDeviceMemory):
             raise error
         failed.append((batch, error))
     return [one for number in sorted(found) for one in found[number]], failed
 
 
-class TakingTurns(JointPasses):
-    """Lets micro-batches take turns at the units of a model.
+class MicroBatchRunner:
+    """Runs a pass of micro-batches, which take turns at the units of a model.
 
     Args:
         model: a streamed model.
-        offload: offloads the tensors of members that wait.
+        offload: offloads the tensors of micro-batches that wait.
         exact: compute experts too for each micro-batch by itself.
         alone: whether there is only one micro-batch, for which nothing is offloaded.
-        experts_rows: maximum rows that go through a layer's experts together, unless one member has more.
+        experts_rows: maximum rows that go through a layer's experts together, unless one micro-batch has more.
+
+    Attributes:
+        coroutines: the coroutines, each of which computes a micro-batch.
     """
 
     def __init__(
         self, model: StreamedModel, offload: ActivationOffload, *, exact: bool, alone: bool, experts_rows: int
     ) -> None:
+        self._model = model
         self._offload = offload
         self._alone = alone
         self._experts_rows = experts_rows
-        self._embeddings: dict[Member, list[torch.Tensor]] = {}
+        self._embeddings: dict[Coroutine, list[torch.Tensor]] = {}
         self._pooled = {id(source.module) for pool in model.streamer.pools.values() for source in pool.sources}
         placed = {id(model.get_submodule(placed.unit)): placed for placed in model.placement.units}
         embedding = placed.get(id(model.get_input_embeddings()))
-        self._brings_rows = embedding is not None and embedding.tier in _BY_THEMSELVES
+        self._looks_up_alone = embedding is not None and embedding.tier in _WITHOUT_LOADING
         executors = model.streamer.executors
         self._boundaries = (
             {key: executors[one.device].boundary for key, one in placed.items()} if len(executors) > 1 else {}
         )
-        super().__init__(model, exact=exact, packing=False)
+        self.coroutines = Coroutines(
+            model, self._kind_of, self._compute, self._before_resuming, self._after_running, exact=exact
+        )
 
-    def _kind(self, module: nn.Module) -> RowKind | None:
+    def run(self, coroutines: Sequence[Coroutine]) -> None:
+        """Run the pass; afterwards each of the coroutines has ended."""
+        with self._model.joint_pass(PassInput(1, sum(coroutine.tokens for coroutine in coroutines))):
+            self.coroutines.run(coroutines)
+
+    def _kind_of(self, module: nn.Module) -> RowKind | None:
         if id(module) in self._pooled:
             return RowKind.EXPERTS
-        return super()._kind(module) if module is self._model.get_input_embeddings() else None
+        if module is not self._model.get_input_embeddings():
+            return None
+        return RowKind.IDS if isinstance(module, nn.Embedding) else rowwise(module)
 
-    def _go_on(self, member: Member, answer: Any) -> None:
-        self._offload.take(member)
-        point = None if member.waits is None else member.waits.point
-        if point is not None and point.rowwise is RowKind.IDS:
-            self._embeddings[member] = tensors_in([answer])
-        super()._go_on(member, answer)
-        if member.dead:
-            self._drop(member)
+    def _before_resuming(self, coroutine: Coroutine, answer: Any) -> None:
+        self._offload.take(coroutine)
+        point = None if coroutine.call is None else coroutine.call.point
+        if point is not None and point.kind is RowKind.IDS:
+            self._embeddings[coroutine] = tensors_in([answer])
+
+    def _after_running(self, coroutine: Coroutine) -> None:
+        if coroutine.dead:
+            self._offload.drop(coroutine)
+            self._embeddings.pop(coroutine, None)
         elif not self._alone:
-            call = call_of(member)
+            call = coroutine.pending
+            tensors = [*tensors_in([call.args, call.kwargs]), *self._embeddings.get(coroutine, ())]
             try:
-                self._offload.leave(member, [*tensors_in([call.args, call.kwargs]), *self._embeddings.get(member, ())])
+                self._offload.leave(coroutine, tensors)
             except Exception as error:  # no room to offload it
-                self._end(member, error)
+                self.coroutines.throw(coroutine, error)
 
-    def _end(self, member: Member, error: BaseException) -> None:
-        super()._end(member, error)
-        self._drop(member)
-
-    def _drop(self, member: Member) -> None:
-        self._offload.over(member)
-        self._embeddings.pop(member, None)
-
-    def _through_as_rows(self, point: MeetingPoint, members: Sequence[Member]) -> None:
-        if point.rowwise is RowKind.IDS and self._brings_rows:
-            for member in members:
-                call = call_of(member)
+    def _compute(self, point: SyncPoint, waiting: Sequence[Coroutine]) -> None:
+        if point.kind is RowKind.IDS and self._looks_up_alone:
+            for coroutine in waiting:
+                call = coroutine.pending
                 try:
                     answer = called(point.module, *call.args, **call.kwargs)
                 except Exception as error:
-                    self._end(member, error)
+                    self.coroutines.throw(coroutine, error)
                 else:
-                    self._go_on(member, answer)
+                    self.coroutines.resume(coroutine, answer)
             return
-        for group in self._groups(members) if point.rowwise is RowKind.EXPERTS else [members]:
-            for member in group:
-                self._offload.take(member)
-            super()._through_as_rows(point, group)
+        if point.kind is None:
+            self._take_turns(point, waiting)
+            return
+        for group in self._groups(waiting) if point.kind is RowKind.EXPERTS else [waiting]:
+            for coroutine in group:
+                self._offload.take(coroutine)
+            if self.coroutines.compute_rows(point, group):
+                continue
+            if point.is_unit:
+                self._take_turns(point, group)
+            else:
+                for coroutine in group:
+                    self.coroutines.resume(coroutine, coroutine.pending)
 
-    def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
-        """Groups of members whose rows go through a layer's experts together."""
-        given = [call_of(member).args for member in members]
+    def _groups(self, waiting: Sequence[Coroutine]) -> list[Sequence[Coroutine]]:
+        """Groups of coroutines whose rows go through a layer's experts together."""
+        given = [coroutine.pending.args for coroutine in waiting]
         rows = [len(args[0]) if args else self._experts_rows for args in given]
-        return [list(members[group]) for group in grouped(rows, self._experts_rows)]
+        return [waiting[group] for group in grouped(rows, self._experts_rows)]
 
-    def _through_a_unit(self, point: MeetingPoint, members: Sequence[Member]) -> None:
-        """Run a unit's hooks once, and between them every member's calls, until all have left it.
+    def _take_turns(self, point: SyncPoint, waiting: Sequence[Coroutine]) -> None:
+        """Run a unit's hooks once, and between them every coroutine's calls, until all have left it.
 
-        The hooks get no inputs, since most of them are offloaded: the boundary between devices is run for each member.
+        The hooks get no inputs, since most of them are offloaded: the boundary between devices is run for each
+        coroutine.
         """
         module = point.module
         boundary = self._boundaries.get(id(module))
 
-        def all_of_them(*args: Any, **kwargs: Any) -> None:
-            for member, following in zip(members, [*members[1:], members[0]], strict=True):
-                if following is not member:
-                    self._offload.expect(following)
-                while member.waits is not None and member.waits.point is point:  # the head, for several slices
-                    call = member.waits
-                    self._offload.take(member)
-                    brought = boundary(module, call.args, call.kwargs) if boundary is not None else None
-                    self._go_on(member, call if brought is None else MemberCall(point, *brought))
-            while inside := [member for member in members if member.waits_inside(point)]:
-                self._meet(inside)
+        def forward(*args: Any, **kwargs: Any) -> None:
+            for coroutine, following in zip(waiting, [*waiting[1:], waiting[0]], strict=True):
+                if following is not coroutine:
+                    self._offload.prefetch(following)
+                while coroutine.call is not None and coroutine.call.point is point:  # the head, for several slices
+                    call = coroutine.call
+                    self._offload.take(coroutine)
+                    moved = boundary(module, call.args, call.kwargs) if boundary is not None else None
+                    self.coroutines.resume(coroutine, call if moved is None else PendingCall(point, *moved))
+            self.coroutines.leave(point, waiting)
 
-        with point.replaced(all_of_them):
+        with point.replaced(forward):
             called(module)
