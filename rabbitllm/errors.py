@@ -73,6 +73,20 @@ class MissingPackageError(RabbitLLMError, ImportError):
     """
 
 
+def missing_package(use: str, package: str, extra: str) -> MissingPackageError:
+    """Return the error for a missing package.
+
+    Args:
+        use: begins the sentence with the use and its verb: "Pictures need".
+        package: the package.
+        extra: the extra of RabbitLLM that has it.
+    """
+    return MissingPackageError(
+        f"{use} the package {package}, which is not installed.",
+        f'Run pip install ".[{extra}]" in a copy of the repository.',
+    )
+
+
 class ChatError(RabbitLLMError):
     """A conversation cannot continue: the context is full, or the chat template refuses it.
 

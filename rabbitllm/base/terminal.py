@@ -7,12 +7,12 @@ streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -21,12 +21,12 @@ LABEL = 14
 GAP = "  "
 
 
-def harmless(text: str, most: int = 200) -> str:
-    """Make text of a file harmless: one line of printable characters, cut after `most` of them with a mark."""
-    cut = text[:most]
+def harmless(text: str, limit: int = 200) -> str:
+    """Make text of a file harmless: one line of printable characters, cut after `limit` of them with a mark."""
+    cut = text[:limit]
     if not cut.isprintable():
         cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
-    return cut if len(text) <= most else cut + "…"
+    return cut if len(text) <= limit else cut + "…"
 
 
 def disarmed(text: str) -> str:
@@ -57,6 +57,13 @@ def shortened(path: Path) -> str:
 def counted(count: int, what: str) -> str:
     """Format a count: `1 shard`, `2 shards`."""
     return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def listed(names: Iterable[str], limit: int = 5, separator: str = ", ") -> str:
+    """Format names, at most `limit` of them: `a, b and 3 more`."""
+    found = list(names)
+    more = f" and {len(found) - limit:,} more" if len(found) > limit else ""
+    return separator.join(found[:limit]) + more
 
 
 def large(count: int) -> str:
@@ -127,16 +134,13 @@ def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequen
     Returns:
         The names of the columns that were left out.
     """
-    widths = [
-        max([cell_len(column.name), *(cell_len(row[at]) for row in rows)], default=0)
-        for at, column in enumerate(columns)
-    ]
+    cells = [*zip(*([column.name for column in columns], *rows), strict=True)]
+    widths = [max(map(_columns, column)) for column in cells]
     shown = _fitting(columns, widths, console.width if console.is_terminal else None)
-    head = _line([columns[at].name for at in shown], [columns[at] for at in shown], [widths[at] for at in shown])
+    left = [place for place, at in enumerate(shown) if not columns[at].right]
+    head, *lines = aligned([*zip(*(cells[at] for at in shown), strict=True)], left)
     console.print(Text(head, "dim"), soft_wrap=True)
-    kept, fitting = [columns[at] for at in shown], [widths[at] for at in shown]
-    for row in rows:  # not through rich, which takes seconds for a vocabulary
-        console.file.write(_line([row[at] for at in shown], kept, fitting) + "\n")
+    console.file.writelines(line + "\n" for line in lines)  # not through rich, which takes seconds for a vocabulary
     return tuple(column.name for at, column in enumerate(columns) if at not in shown)
 
 
@@ -152,15 +156,19 @@ def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int | None)
     return sorted(shown)
 
 
-def _line(values: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
-    padded = [_padded(value, column, width) for value, column, width in zip(values, columns, widths, strict=True)]
-    return GAP.join(padded).rstrip()
+def _columns(text: str) -> int:
+    return len(text) if text.isascii() else cell_len(text)
 
 
-def _padded(value: str, column: Column, width: int) -> str:
-    if value.isascii():
-        return value.rjust(width) if column.right else value.ljust(width)
-    return " " * (width - cell_len(value)) + value if column.right else set_cell_size(value, width)
+def aligned(rows: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Format rows as lines; the columns `left` are left-aligned, the others right-aligned."""
+    columns = []
+    for at, cells in enumerate(zip(*rows, strict=True)):
+        lengths = [*map(_columns, cells)]
+        width, is_left = max(lengths), at in left
+        padded = ((cell, " " * (width - length)) for cell, length in zip(cells, lengths, strict=True))
+        columns.append([cell + padding if is_left else padding + cell for cell, padding in padded])
+    return [GAP.join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 Span: TypeAlias = tuple[str, str]
@@ -171,6 +179,8 @@ STYLES = {"bold": "1", "dim": "2", "colour": "36"}
 SEPARATOR = " · "
 FULL, HALF, EMPTY = "━", "╸", "─"
 """Characters of a bar."""
+MIN_BAR, MAX_BAR = 8, 60
+"""Columns of a bar."""
 PLAIN_LETTERS = str.maketrans({"·": "|", FULL: "=", HALF: "-", EMPTY: "."})
 """Replacements for a terminal without these characters."""
 
@@ -205,6 +215,11 @@ def duration(seconds: float) -> str:
         return f"{round(seconds / 60)} min"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def minute(moment: str) -> str:
+    """Format an ISO time to the minute, in its own time zone: `2026-07-01 12:30`."""
+    return moment[:16].replace("T", " ")
 
 
 def _digits(value: float) -> str:
@@ -255,3 +270,16 @@ def fitting(pieces: Iterable[LinePiece], width: int) -> Row:
 def text_of(row: Sequence[Span]) -> str:
     """Return the text of a row without its styles."""
     return "".join(text for text, _ in row)
+
+
+def progress_row(head: str, share: float, pieces: Iterable[LinePiece], width: int) -> Row:
+    """Return a row of at most `width` columns: a word, a bar of the done share, and the pieces that fit."""
+    head = f"{head} "
+    tail = fitting(pieces, width - len(head) - MIN_BAR - 1)
+    room = width - len(head) - 1 - len(text_of(tail))
+    return ((head, ""), *bar(share, min(max(room, 0), MAX_BAR)), (" ", ""), *tail)
+
+
+def plain_line(head: str, pieces: Iterable[LinePiece]) -> str:
+    """Return a word and all pieces as one line of text."""
+    return f"{head} " + ", ".join(piece.text for piece in pieces if piece.text)

@@ -14,7 +14,7 @@ from rabbitllm.base.options import RunOptions, expand, parse_dtype, parse_max_me
 from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import MissingPackageError, system_errors_by_name
+from rabbitllm.errors import missing_package, system_errors_by_name
 
 if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress
@@ -28,10 +28,7 @@ def check_installed() -> None:
         MissingPackageError: greenlet, by which lines share passes, is not installed.
     """
     if importlib.util.find_spec("greenlet") is None:
-        raise MissingPackageError(
-            "A batch needs the package greenlet, which is not installed.",
-            'Run pip install ".[batch]" in a copy of the repository.',
-        )
+        raise missing_package("A batch needs", "greenlet", "batch")
 
 
 @system_errors_by_name()

@@ -44,7 +44,7 @@ from rabbitllm.batch_jobs.items import (
     key_of,
     spoken,
 )
-from rabbitllm.errors import InputError, MissingPackageError, OptionError
+from rabbitllm.errors import InputError, OptionError, missing_package
 from rabbitllm.formats.bounded import decode_message
 from rabbitllm.storage import durable
 
@@ -410,10 +410,7 @@ def _records_of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         from pyarrow import ArrowException  # type: ignore[import-untyped,unused-ignore]
         from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
-        raise MissingPackageError(
-            "A Parquet file needs the package pyarrow, which is not installed.",
-            'Run pip install ".[batch]" in a copy of the repository.',
-        ) from None
+        raise missing_package("A Parquet file needs", "pyarrow", "batch") from None
     with _plain(path):  # raises our own error if it is missing
         pass
     try:

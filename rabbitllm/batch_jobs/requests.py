@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
-from rabbitllm.errors import MediaError, MissingPackageError, OptionError
+from rabbitllm.errors import MediaError, MissingPackageError, OptionError, missing_package
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import (
     Delta,
@@ -223,10 +223,7 @@ def _with_defaults(asked: BatchCall, index: int) -> dict[str, Any]:
 
 def missing_pydantic(error: ImportError) -> MissingPackageError:
     """The error where the packages for OpenAI's format are missing."""
-    return MissingPackageError(
-        f"Lines of OpenAI's batch format need the package {error.name}, which is not installed.",
-        'Run pip install ".[batch]" in a copy of the repository.',
-    )
+    return missing_package("Lines of OpenAI's batch format need", error.name or "pydantic", "batch")
 
 
 def refused_answer(item: Item, error: APIError) -> BatchAnswer:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatFileError
-from rabbitllm.formats.bounded import decode_json, regular_bytes
+from rabbitllm.formats.bounded import decode_json, read_regular
 from rabbitllm.generation.template import ASSISTANT, SYSTEM, USER
 from rabbitllm.storage import durable
 
@@ -215,7 +215,7 @@ def read_chat(path: Path) -> SavedChat:
     """
     shown = harmless(str(path))
     try:
-        raw = regular_bytes(
+        raw = read_regular(
             path, MAX_BYTES, lambda problem: ChatFileError(f"{shown} cannot be used: it {problem}.", _SOUND)
         )
     except OSError as error:

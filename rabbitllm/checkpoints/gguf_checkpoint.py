@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.base.forks import own_lock
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.gguf_rotary import FACTOR_TENSORS, rope_parameters
 from rabbitllm.checkpoints.index import CheckpointIndex, gguf_number
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, TOKENIZER_NAMES
@@ -399,8 +400,7 @@ def _texts(values: object) -> list[str]:
 @functools.cache
 def _warn_of(shard: str, names: tuple[str, ...]) -> None:
     """Warn once of tensors that transformers does not use either."""
-    some = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
-    logger.warning("%s: transformers has no parameter for %s, which is left out.", shard, some)
+    logger.warning("%s: transformers has no parameter for %s, which is left out.", shard, listed(names))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.base.terminal import listed
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
 from rabbitllm.formats.bounded import read_json, short
 
@@ -92,17 +93,17 @@ def entry_of(names: Iterable[str], where: str) -> str:
         if len(models) == 1:
             return models[0]
         raise CheckpointNotFoundError(
-            f"{where} holds {len(models)} models as GGUF: {_some(models)}.",
+            f"{where} holds {len(models)} models as GGUF: {listed(models)}.",
             "Name one: the path of its file, or organisation/name:Q4_K_M with its quantization.",
         )
     if len([name for name in torch_files if is_rank(name)]) > 1:
         raise CheckpointNotFoundError(
-            f"{where} holds {_some(torch_files)}, weights in Meta's own format, without their {META_PARAMETERS}.",
+            f"{where} holds {listed(torch_files)}, weights in Meta's own format, without their {META_PARAMETERS}.",
             f"Put the {META_PARAMETERS} that was published with them into the same folder.",
         )
     if torch_files:
         raise CheckpointNotFoundError(
-            f"{where} holds {len(torch_files)} files of weights and no index: {_some(torch_files)}.",
+            f"{where} holds {len(torch_files)} files of weights and no index: {listed(torch_files)}.",
             f"Leave one in the folder, name it {TORCH_SINGLE_NAME}, or add a {TORCH_INDEX_NAME}.",
         )
     raise _nothing_there(found, where)
@@ -193,7 +194,7 @@ def gguf_entry(names: Iterable[str], quantization: str | None, where: str) -> st
         )
     asked = "" if quantization is None else f" {len(fitting)} of them fit {quantization!r}."
     raise CheckpointNotFoundError(
-        f"{where} holds the GGUF models {_some(models)}.{asked}",
+        f"{where} holds the GGUF models {listed(models)}.{asked}",
         "Name one by its quantization, as organisation/name:Q4_K_M.",
     )
 
@@ -211,7 +212,7 @@ def _is_torch_file(name: str) -> bool:
 
 def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundError:
     weights = sorted(name for name in found if name.endswith(WEIGHT_SUFFIXES))
-    what = f"the weights {_some(weights)}" if weights else f"{len(found)} other files"
+    what = f"the weights {listed(weights)}" if weights else f"{len(found)} other files"
     return CheckpointNotFoundError(
         f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and "
         f"GGUF, "
@@ -220,11 +221,6 @@ def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundErro
         if weights
         else "Use the folder that holds the weights, or a repository id.",
     )
-
-
-def _some(names: Collection[str]) -> str:
-    shown = ", ".join([*names][:5])
-    return f"{shown} and more" if len(names) > 5 else shown
 
 
 def natural_key(name: str) -> tuple[object, ...]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.index import META_PARAMETERS, CheckpointIndex, is_rank, natural_key
 from rabbitllm.checkpoints.meta_llama import (
     LlamaVocabulary,
@@ -300,8 +301,8 @@ def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
     numbers = [int(found[0]) for name in ranks if (found := _NUMBER.search(name))]
     if len(set(numbers)) != len(numbers) or len(numbers) > MAX_RANKS or max(numbers, default=0) >= MAX_RANKS:
         raise InvalidIndexError(
-            f"{where} holds {', '.join(ranks[:5])}{' …' if len(ranks) > 5 else ''}; expected consolidated.00.pth and "
-            f"on, each number once and below {MAX_RANKS}.",
+            f"{where} holds {listed(ranks)}; expected consolidated.00.pth, .01.pth, …, each number once and below "
+            f"{MAX_RANKS}.",
             "Keep only files that were published together in the folder.",
         )
     missing = sorted({*range(max(numbers, default=0) + 1)} - {*numbers})

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.base.rounding import round_up
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.index import CheckpointIndex, index_of
 from rabbitllm.errors import InvalidIndexError, MissingShardError, UnreadableFormatError
 from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorPiece, TensorSpec
@@ -130,7 +132,7 @@ def _refuse_others(fields: Mapping[str, Any], where: str) -> None:
     kinds = [kind for pattern, kind in _OTHERS for key in other if pattern.search(key)]
     what = kinds[0] if kinds else "another model"
     raise UnreadableFormatError(
-        f"{where} has {', '.join(map(repr, other[:5]))}, which belongs to {what}; in Meta's own format the dense text "
+        f"{where} has {listed(map(repr, other))}, which belongs to {what}; in Meta's own format the dense text "
         "models Llama 1 to 3 are read.",
         "Use the same model in transformers' format, from the hub.",
     )
@@ -153,7 +155,7 @@ def _intermediate(dim: int, multiple_of: int | None, multiplier: float) -> int |
     if multiple_of is None:
         return None
     rows = int(multiplier * int(2 * 4 * dim / 3))
-    return -(-rows // multiple_of) * multiple_of
+    return round_up(rows, multiple_of)
 
 
 _LAYER = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)\.weight")

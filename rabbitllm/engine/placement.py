@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from rabbitllm.base.terminal import size
-from rabbitllm.telemetry.report import aligned
+from rabbitllm.base.terminal import aligned, size
 
 SLOTS = 2
 """Buffers of a device for streamed units: one in use and one that is being filled."""

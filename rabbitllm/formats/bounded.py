@@ -2,19 +2,20 @@
 
 Python's own JSON reader accepts a repeated key (the last one wins, while a scanner may see the first), and turns a few
 bytes of text into a hundred times as many bytes of objects. Here the memory is limited before decoding, by the number
-of values and the size of the text. Type and size of a file are checked before it is read. Independent of the meaning
-of the content.
+of values and the size of the text. Type and size of a file are checked before it is read. Independent of the meaning of
+the content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError, InvalidIndexError
 
@@ -122,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InvalidIndexError: the file is not a regular file, not one JSON object, not UTF-8, repeats a key, or exceeds
             `MAX_BYTES` or the limits of `decode_json`.
     """
-    raw = regular_bytes(
+    raw = read_regular(
         path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is not a JSON file: it {what}.", _REMEDY)
     )
     try:
@@ -138,7 +139,7 @@ MAX_FILE_BYTES = 64 << 20
 """Limit of a file. Gemma's 262,144 pieces take 5 MB, Llama 3's 128,000 tokens 2 MB."""
 
 
-def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> bytes:
+def read_vocabulary(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> bytes:
     """All of a regular file of at most 64 MiB.
 
     Args:
@@ -150,31 +151,38 @@ def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> 
         CorruptVocabularyError: it is not a regular file, or is larger.
     """
     try:
-        return regular_bytes(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
+        return read_regular(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Use the path of tokenizer.model.") from None
 
 
-def regular_bytes(path: Path, limit: int, refused: Callable[[str], Exception]) -> bytes:
-    """All of a regular file. It is opened without waiting: opening a pipe would block until a writer opens it too.
+def open_regular(path: Path, refusal: Callable[[str], Exception]) -> BinaryIO:
+    """Open a file for reading, without waiting: the opening of a pipe would block until a writer opens it too.
 
     Args:
         path: the file.
-        limit: maximum number of bytes.
-        refused: makes the error for a file that is not regular or is too large, from what is wrong with it.
+        refusal: makes the error for a problem, which is a verb and its object.
 
     Raises:
-        OSError: it cannot be opened or read.
-        ValueError: the path has a null byte.
+        OSError: it cannot be opened.
+        ValueError: it is not a valid path.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise refused("is not a regular file")
-        if found.st_size > limit:
-            raise refused(f"has {found.st_size:,} bytes; at most {limit:,} are read")
-        with open(descriptor, "rb", closefd=False) as stream:
-            return stream.read(limit)
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(IsADirectoryError):
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+    raise refusal("is not a regular file")
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_regular(path: Path, limit: int, refusal: Callable[[str], Exception]) -> bytes:
+    """The content of a file of at most `limit` bytes; arguments and errors as of `open_regular`."""
+    with open_regular(path, refusal) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise refusal(f"has {size:,} bytes; at most {limit:,} are read")
+        return file.read(limit)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import CorruptShardError, UnreadableFormatError
 from rabbitllm.formats.bounded import short
 from rabbitllm.formats.gguf_types import BY_NUMBER, TensorType
@@ -148,10 +149,10 @@ def parse_gguf(read: ReadAt, size: int, file: str) -> GgufFile:
     entries_end = cursor.at
     table = [_entry(cursor) for _ in range(tensors)]
     alignment = _alignment(metadata, cursor)
-    data_start = -(-cursor.at // alignment) * alignment
+    data_start = round_up(cursor.at, alignment)
     header = _header(table, data_start, alignment, size, file)
     end = max([spec.offset + spec.extent for spec in header.tensors], default=cursor.at)
-    if size > -(-end // alignment) * alignment:
+    if size > round_up(end, alignment):
         raise cursor.error(f"its tensors end at byte {end:,}, and it has {size:,} bytes")
     return GgufFile(version, metadata, header, entries_end)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import MediaError, MissingPackageError
+from rabbitllm.errors import MediaError, missing_package
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,10 +66,7 @@ def read_picture(data: bytes, name: str, most_pixels: int = MAX_PIXELS) -> Image
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
-        raise MissingPackageError(
-            "Pictures need the package Pillow, which is not installed.",
-            'Run pip install ".[pictures]" in a copy of the repository.',
-        ) from None
+        raise missing_package("Pictures need", "Pillow", "pictures") from None
     name = harmless(name)
     _check_size(data, name)
     _check_pixels(_webp_size(data), name, most_pixels)  # its decoder reserves memory when it is opened

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.base.collection import uncollected
+from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.bounded import decode_json, no_constant, short
 from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, torch_dtype
@@ -231,7 +232,7 @@ def encode_header(tensors: Iterable[TensorToWrite]) -> tuple[bytes, tuple[int, .
         entries.append(f'{_quoted(tensor.name)}:{{{described},"data_offsets":[{at},{end}]}}')
         at = end
     raw = (",".join(entries) + "}").encode()
-    data_start = math.ceil((LENGTH_BYTES + len(raw)) / DATA_ALIGNMENT) * DATA_ALIGNMENT
+    data_start = round_up(LENGTH_BYTES + len(raw), DATA_ALIGNMENT)
     padded = raw.ljust(data_start - LENGTH_BYTES)
     return len(padded).to_bytes(LENGTH_BYTES, "little") + padded, tuple(data_start + begin for begin in begins)
 

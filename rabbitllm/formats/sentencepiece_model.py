@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rabbitllm.errors import CorruptVocabularyError
-from rabbitllm.formats.bounded import read_bytes, short
+from rabbitllm.formats.bounded import read_vocabulary, short
 from rabbitllm.formats.protobuf import (
     FieldKind,
     FieldRead,
@@ -436,7 +436,7 @@ def read_model(path: Path) -> SentencePieceModel:
         CheckpointNotFoundError: there is no such file.
         CorruptVocabularyError: see `parse_model`; or it is not a regular file, or has more than 64 MiB.
     """
-    return parse_model(read_bytes(path, lambda what: _corrupt(path.name, what)), path.name)
+    return parse_model(read_vocabulary(path, lambda what: _corrupt(path.name, what)), path.name)
 
 
 def parse_model(data: bytes, file: str) -> SentencePieceModel:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import TensorType
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class TensorSpec(NamedTuple):
             bits = DTYPES[self.dtype].bits
             return self.offset + first * bits // 8, self.offset + (first + count) * bits // 8
         step, kind = self.granule, self.blocks.kind
-        begin, end = first // step * step, min(-(-(first + count) // step) * step, self.elements)
+        begin, end = first // step * step, min(round_up(first + count, step), self.elements)
         return tuple(self.offset + at // kind.elements * kind.nbytes for at in (begin, end))  # type: ignore[return-value]
 
     @property

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import MediaError
-from rabbitllm.formats.bounded import regular_bytes
+from rabbitllm.formats.bounded import read_regular
 from rabbitllm.formats.media_file import MAX_BYTES
 
 Kind = Literal["image", "audio"]
@@ -56,7 +56,7 @@ def media_file(kind: Kind, path: Path, name: str | None = None) -> MediaFile:
 
     remedy = f"Use the path of a file of at most {MAX_BYTES:,} bytes."
     try:
-        data = regular_bytes(
+        data = read_regular(
             path, MAX_BYTES, lambda problem: MediaError(f"{shown} cannot be used: it {problem}.", remedy)
         )
     except OSError as error:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
@@ -264,7 +265,7 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
         found = checkpoint.identity(shards_at_hand(checkpoint))
         why = known.differs_from(found)
         if why is None and found.fingerprints and known.fingerprints.keys().isdisjoint(found.fingerprints):
-            why = f"it was made from {', '.join([*known.fingerprints][:3])}"
+            why = f"it was made from {listed(known.fingerprints, 3)}"
     if why is not None:
         raise SplitMismatchError(
             f"{folder} holds the conversion of {known.name}, not of {source.name}: {why}.",

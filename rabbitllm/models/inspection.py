@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-import stat
 import zipfile
 import zlib
 from collections import Counter
@@ -25,14 +24,15 @@ from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, read_index
 from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_by_block, naming_for
-from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
-from rabbitllm.formats.bounded import read_json
+from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, OptionError, RabbitLLMError
+from rabbitllm.formats.bounded import open_regular, read_json
 from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
 from rabbitllm.formats.sentencepiece_model import SentencePieceModel, read_model
 from rabbitllm.formats.shard_header import HEAD_BYTES, TORCH, Weights, read_shard_header, recognise
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.formats.torch_file import PICKLE, TorchTensor, pickle_of, read_legacy_torch, read_torch_zip
 from rabbitllm.splitter.plan import tensors_by_shard
+from rabbitllm.splitter.request import require_shards
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
 from rabbitllm.store.manifest import JOURNAL_NAME, is_finished
 
@@ -321,13 +321,9 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
     Raises:
         CheckpointNotFoundError: there is no such file, or it cannot be read.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its writer
-        raise CheckpointNotFoundError(
-            f"{path} is neither a file nor a folder.", "Use a file, a folder or a repository."
-        )
+    error = CheckpointNotFoundError(f"{path} is neither a file nor a folder.", "Use a file, a folder or a repository.")
     try:
-        with path.open("rb") as stream:
+        with open_regular(path, lambda _: error) as stream:
             kind = kind_of(stream.read(HEAD_BYTES), path.name)
     except PermissionError:
         raise CheckpointNotFoundError(
@@ -337,7 +333,7 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
     has_pickle = kind in HAVE_PICKLES
     if isinstance(kind, Weights) and has_pickle and (opcodes or kind is Weights.PICKLE):
         content = list_pickles(path, kind)
-    return Inspection(str(path), kind.value, found.st_size, content, has_pickle=has_pickle, refusal=refusal)
+    return Inspection(str(path), kind.value, path.stat().st_size, content, has_pickle=has_pickle, refusal=refusal)
 
 
 def _read(path: Path, kind: Weights | WeightlessFile) -> tuple[Content | None, CheckpointError | None]:
@@ -504,7 +500,7 @@ def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | Non
         {shard: one.size for shard, one in facts.items()},
         absent,
         _sidecars(checkpoint),
-        refusal=_refusal(checkpoint, found, facts, absent),
+        refusal=_refusal(checkpoint, found, facts),
     )
 
 
@@ -520,19 +516,13 @@ def _refusal(
     checkpoint: Checkpoint,
     found: Mapping[str, ShardMetadata | CheckpointError | None],
     facts: Mapping[str, ShardMetadata],
-    absent: tuple[str, ...],
 ) -> CheckpointError | None:
     """The error that a split would raise: an unsound shard, missing shards, or an unsound index."""
     broken = next((one for one in found.values() if isinstance(one, CheckpointError)), None)
     if broken is not None:
         return broken
-    if absent:
-        some = ", ".join(absent[:5]) + (" …" if len(absent) > 5 else "")
-        return MissingShardError(
-            f"{checkpoint.label} lacks {len(absent)} of the {len(found)} shards in its index: {some}.",
-            "Add the missing shards, or use the repository that has them.",
-        )
     try:
+        require_shards(checkpoint.index.shards, facts, checkpoint)
         tensors_by_shard(checkpoint.index, facts.values())
     except CheckpointError as error:
         return error

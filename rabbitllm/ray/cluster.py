@@ -21,7 +21,7 @@ from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import expand
-from rabbitllm.errors import ClusterError, MissingPackageError, OptionError, RabbitLLMError
+from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError, missing_package
 from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 
@@ -55,10 +55,7 @@ def check_installed() -> None:
         MissingPackageError: Ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
-        raise MissingPackageError(
-            "--ray needs the package ray, which is not installed.",
-            'Run pip install ".[ray]" in a copy of the repository, on every machine.',
-        )
+        raise missing_package("--ray needs", "ray", "ray")
 
 
 def say(line: str) -> None:

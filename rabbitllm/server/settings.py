@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.errors import OptionError, missing_package
 from rabbitllm.generation.request import Sampling
 
 
@@ -152,7 +152,4 @@ def check_installed() -> None:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingPackageError(
-            f"A server needs the package {missing[0]}, which is not installed.",
-            'Run pip install ".[serve]" in a copy of the repository.',
-        )
+        raise missing_package("A server needs", missing[0], "serve")

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
@@ -187,7 +188,7 @@ def facts_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardMe
     return {shard: facts for shard, facts in found.items() if facts is not None}
 
 
-def require_shards(shards: Iterable[str], facts: dict[str, ShardMetadata], checkpoint: Checkpoint) -> None:
+def require_shards(shards: Iterable[str], facts: Mapping[str, ShardMetadata], checkpoint: Checkpoint) -> None:
     """Check that all of these shards exist.
 
     Raises:
@@ -196,8 +197,8 @@ def require_shards(shards: Iterable[str], facts: dict[str, ShardMetadata], check
     missing = [shard for shard in shards if shard not in facts]
     if missing:
         raise MissingShardError(
-            f"{checkpoint.label} lacks {len(missing)} of the shards in its index: {', '.join(missing[:5])}"
-            f"{' …' if len(missing) > 5 else ''}. Nothing was changed.",
+            f"{checkpoint.label} lacks {len(missing)} of the shards in its index: {listed(missing)}. Nothing "
+            "was changed.",
             "Add the missing shards, or use the repository that has them.",
         )
 

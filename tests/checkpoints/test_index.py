@@ -134,7 +134,7 @@ def test_several_files_of_torch() -> None:
     ) as bad:
         entry_of(["a-10.pth", "a-2.pth", "optimizer.pt"], "here")
     assert "name it pytorch_model.bin" in bad.value.remedy
-    with pytest.raises(CheckpointNotFoundError, match=r"4\.pt and more\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"4\.pt and 4 more\."):
         entry_of([f"{n}.pt" for n in range(9)], "here")
 
 

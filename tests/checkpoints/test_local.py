@@ -135,7 +135,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
         (["mmproj-F16.gguf"], "found the weights mmproj-F16.gguf."),
         (
             [f"{n}.safetensors" for n in range(7)],
-            "found the weights 0.safetensors, 1.safetensors, .*4.safetensors and more.",
+            "found the weights 0.safetensors, 1.safetensors, .*4.safetensors and 2 more.",
         ),
     ],
 )
@@ -185,7 +185,7 @@ def test_name_that_leads_out(folder: Path, tmp_path: Path, name: str, opened: li
     opened.clear()
     with pytest.raises(UnsafePathError, match="expected a plain file name inside the checkpoint's own folder"):
         LocalCheckpoint(folder)
-    assert [Path(path).name for path in opened] == [INDEX_NAME]
+    assert {Path(path).name for path in opened} == {INDEX_NAME}
     assert contents(tmp_path) == before
 
 
@@ -206,7 +206,7 @@ def test_link_that_leads_out(folder: Path, tmp_path: Path, kind: str, opened: li
     opened.clear()
     with pytest.raises(UnsafePathError, match="is a link that leads outside its folder"):
         LocalCheckpoint(folder)
-    assert [Path(path).name for path in opened] == ([] if kind == "single" else [INDEX_NAME])
+    assert {Path(path).name for path in opened} == (set() if kind == "single" else {INDEX_NAME})
     assert contents(tmp_path) == before
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
+from rabbitllm.errors import BatchError, RabbitLLMError, ScoringError, missing_package
 from rabbitllm.generation.coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
 from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation.request import ModelLimits
@@ -76,9 +76,7 @@ def score(
             the model is beyond the range of float16.
     """
     if importlib.util.find_spec("greenlet") is None:
-        raise MissingPackageError(
-            "Scoring needs the package greenlet, which is not installed.", "Run pip install greenlet."
-        )
+        raise missing_package("Scoring needs", "greenlet", "batch")
     check_scores(model)
     limits, has_head = ModelLimits.of(model), model.get_output_embeddings() is not None
     if model.shared_passes is not None:
