@@ -79,7 +79,7 @@ def answers(
 
 
 def answered(
-    model: StreamedModel, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda facts: None
+    model: StreamedModel, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda stats: None
 ) -> Generator[list[BatchAnswer]]:
     """Answers, in groups that are complete at the same time.
 
@@ -161,7 +161,7 @@ class _OpenGeneration:
 
 
 def generated(
-    model: StreamedModel, name: str, items: Iterator[Item], limits: JobLimits, watch: Watch = lambda facts: None
+    model: StreamedModel, name: str, items: Iterator[Item], limits: JobLimits, watch: Watch = lambda stats: None
 ) -> Iterator[list[BatchAnswer]]:
     """Answers in the order of their completion, in groups that are complete at the same time.
 
@@ -181,11 +181,11 @@ def generated(
     most = READY * limits.sequences
     batch_limits = BatchLimits(
         *(limits.sequences, most + MAX_ANSWERS, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
-        in_bulk=True,
+        throughput=True,
         file_bytes=limits.cache_disk,
     )
     batch = Batch(model, batch_limits)
-    watch(lambda: batch.facts)
+    watch(lambda: batch.stats)
     following = _prepared(builder, items)
     one = next(following, None)
     open_requests = open_bytes = 0
@@ -240,7 +240,7 @@ def _prepared(builder: RequestBuilder, items: Iterator[Item]) -> Iterator[Prepar
 def _submit(batch: Batch, begin: list[_OpenGeneration]) -> list[BatchAnswer]:
     """Submit all at once, so that they share the first pass; returns the answers to refused ones."""
     refused = []
-    with batch.held():
+    with batch.paused():
         for one in begin:
             handles = []
             try:

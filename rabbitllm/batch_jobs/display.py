@@ -49,17 +49,17 @@ class JobDisplay:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._progress: Progress | None = None
-        self._facts: Callable[[], BatchStats] | None = None
+        self._stats: Callable[[], BatchStats] | None = None
 
     def told(self, progress: Progress) -> None:
         """Update the durable progress."""
         with self._lock:
             self._progress = progress
 
-    def watch(self, facts: Callable[[], BatchStats]) -> None:
+    def watch(self, stats: Callable[[], BatchStats]) -> None:
         """Set the source of the batch's statistics."""
         with self._lock:
-            self._facts = facts
+            self._stats = stats
 
     def rows(self, width: int) -> Sequence[Row]:
         """One row, with a bar if it fits."""
@@ -83,18 +83,18 @@ class JobDisplay:
 
     def _pieces(self, progress: Progress) -> list[tuple[str, int]]:
         """The pieces of the row, each with its importance."""
-        facts = self._facts() if self._facts is not None else None
+        stats = self._stats() if self._stats is not None else None
         here = progress.done - progress.resumed
         left = ""
         if progress.prompt_tokens and progress.seconds:  # errors alone give no estimate
             left = f"{duration((progress.lines - progress.done) * progress.seconds / here)} left"
         running = passes = ""
-        if facts is not None and facts.passes:
-            running = f"{facts.running:,} at a time"
-            passes = f"{facts.pass_seconds / facts.passes:.1f} s a pass"
+        if stats is not None and stats.passes:
+            running = f"{stats.running:,} at a time"
+            passes = f"{stats.pass_seconds / stats.passes:.1f} s a pass"
         return [
             (f"{progress.done:,} of {counted(progress.lines, 'line')}", 0),
-            (rate_of(progress, facts), 1),
+            (rate_of(progress, stats), 1),
             (left, 2),
             (counted(progress.errors, "error") if progress.errors else "", 3),
             (running, 4),
@@ -122,10 +122,10 @@ def said_when_interrupted(console: Console) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def rate_of(progress: Progress, facts: BatchStats | None) -> str:
+def rate_of(progress: Progress, stats: BatchStats | None) -> str:
     """Tokens per second: generated ones, or where there are none, prompt tokens."""
-    made = max(progress.new_tokens, facts.new_tokens if facts is not None else 0)
-    seconds = facts.pass_seconds if facts is not None else progress.seconds
+    made = max(progress.new_tokens, stats.new_tokens if stats is not None else 0)
+    seconds = stats.pass_seconds if stats is not None else progress.seconds
     tokens, what = (made, "tokens/s") if made else (progress.prompt_tokens, "tokens/s read")
     if not tokens or not seconds:
         return ""

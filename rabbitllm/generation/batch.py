@@ -99,9 +99,9 @@ class Batch:
         self._scheduler.submit(sequence)
         return sequence
 
-    def held(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Start no pass while the context is open: requests submitted in it share a pass."""
-        return self._scheduler.held()
+        return self._scheduler.paused()
 
     def close(self, seconds: float | None = None) -> None:
         """Accept no more requests, finish the running and waiting ones, and end the thread; blocks until done.
@@ -113,7 +113,7 @@ class Batch:
         self._thread.join()
 
     @property
-    def facts(self) -> BatchStats:
+    def stats(self) -> BatchStats:
         """Totals so far and the current state."""
         disk, copies = self._model.streamer.waited()
         disk_before, copies_before = self._waited_before
@@ -134,8 +134,8 @@ class Batch:
                 resumed=caches.resumed,
                 aside_bytes=caches.swap.nbytes,
                 aside_limit_bytes=caches.swap.limit,
-                file_bytes=caches.file.images.nbytes,
-                file_read_bytes=caches.file.images.read,
+                file_bytes=caches.file.buffers.nbytes,
+                file_read_bytes=caches.file.buffers.read,
             )
 
     def _work(self) -> None:

@@ -178,7 +178,7 @@ class CacheCost:
         held = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
         return self.fixed + held * self.every_token + sum(min(tokens, most) * each for most, each in self.windows)
 
-    def filed_bytes(self, tokens: int) -> int:
+    def tail_bytes(self, tokens: int) -> int:
         """Bytes in memory of a sequence in a file: its last tokens, with sliding windows and states."""
         return self.fixed + tokens * self.every_token + sum(most * each for most, each in self.windows)
 

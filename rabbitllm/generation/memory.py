@@ -194,7 +194,7 @@ class CacheMemory:
         model: as `AutoModel.from_pretrained` returns it.
         cache_bytes: limit of all KV caches; None for half of the memory that is free once the weights are loaded, on
             the devices that compute.
-        in_bulk: see `Limits`.
+        throughput: see `Limits`.
         running: maximum number of sequences in one pass.
 
     Attributes:
@@ -210,7 +210,7 @@ class CacheMemory:
     """
 
     def __init__(
-        self, model: StreamedModel, cache_bytes: int | None, *, in_bulk: bool = False, running: int = 1
+        self, model: StreamedModel, cache_bytes: int | None, *, throughput: bool = False, running: int = 1
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self._cost: CacheCost = cost_by_config(config, model.dtype)
@@ -228,7 +228,7 @@ class CacheMemory:
         self.part: int | None = None
         self.rows: int | None = None
         self.is_tight = False
-        if not in_bulk:
+        if not throughput:
             self.max_tokens = cost.tokens_in(left - cost.of(0, 0, running))
             return
         if cache_bytes is not None and left < cost.least():
@@ -247,21 +247,21 @@ class CacheMemory:
         """The size in bytes of the KV cache of one sequence with so many tokens."""
         return self._cost.bytes_for(tokens)
 
-    def filed_bytes(self) -> int:
+    def tail_bytes(self) -> int:
         """Bytes of memory of a sequence whose KV cache is in a file."""
-        return self._cost.filed_bytes(TAIL_TOKENS)
+        return self._cost.tail_bytes(TAIL_TOKENS)
 
-    def ahead(self) -> int:
+    def prefetch_bytes(self) -> int:
         """Bytes that may be read from a file ahead of their use."""
         return self.limit // AHEAD_SHARE
 
-    def now(self, lengths: Iterable[SequenceLength]) -> int:
+    def next_bytes(self, lengths: Iterable[SequenceLength]) -> int:
         """Bytes of the KV caches of these sequences after the next pass."""
         return sum(self.bytes_for(length.tokens + 1) for length in lengths)
 
-    def soon(self, lengths: Iterable[SequenceLength]) -> int:
-        """Bytes of the KV caches of these sequences after the next tokens; see `SequenceLength.soon`."""
-        return sum(self.bytes_for(length.soon) for length in lengths)
+    def reserved(self, lengths: Iterable[SequenceLength]) -> int:
+        """Bytes of the KV caches of these sequences after the next tokens; see `SequenceLength.reserved`."""
+        return sum(self.bytes_for(length.reserved) for length in lengths)
 
     def measure(self, caches: Iterable[Any]) -> None:
         """Measure the bytes of a token on the first cache that allows it; does nothing after that.

@@ -101,7 +101,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.lengths = list(lengths)
         self._caches = list(caches)
         self._shares = shares
-        self._file = file if file is not None and any(map(file.holds, caches)) else None
+        self._file = file if file is not None and any(cache in file for cache in caches) else None
         self._asked = 0
         # layer -> new keys and values of all sequences, and the whole ones of each; None of a sequence in the file
         self._given: dict[int, tuple[torch.Tensor, torch.Tensor, list[Pair | None]]] = {}
@@ -121,7 +121,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         """
         pairs: list[Pair | None] = []
         for cache, (key, value) in zip(self._caches, self._by_sequence(key_states, value_states), strict=True):
-            is_in_file = self._file is not None and self._file.brings(cache, layer_idx)
+            is_in_file = self._file is not None and self._file.covers(cache, layer_idx)
             pairs.append(None if is_in_file else append(cache.layers[layer_idx], key, value))
         self._given[layer_idx] = key_states, value_states, pairs
         self._unused += 1
@@ -163,8 +163,8 @@ class PackedCache(Cache):  # type: ignore[misc]
             if pair is not None:
                 yield pair
                 continue
-            yield self._file.joined(cache, layer, key, value)
-            self._file.put_back(cache, layer, key, value)
+            yield self._file.load(cache, layer, key, value)
+            self._file.store(cache, layer, key, value)
 
     def spans(self) -> list[MaskSpan]:
         """The sizes of each sequence's mask in the layer of the latest `get_mask_sizes` or `get_query_offset`."""

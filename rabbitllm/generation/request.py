@@ -316,13 +316,13 @@ class Limits:
         chunk: tokens of one prompt in a pass, so that a long prompt does not block other requests; several prompts
             together may have more, see `scheduler.TokenBudget`.
         exact: compute each request's rows separately: in any dtype it gets the same tokens as alone, but slower.
-        aside_bytes: limit of KV caches of preempted requests, swapped out to RAM or a file until there is room again;
+        swap_bytes: limit of KV caches of preempted requests, swapped out to RAM or a file until there is room again;
             None for four times `cache_bytes`, 0 to recompute them each time. See `swap.py`.
-        aside_folder: folder of such files; None for a folder of temporary files that is not in memory.
-        file_bytes: limit of KV caches of running requests in a file in `aside_folder`, used if a pass reads more bytes
+        swap_folder: folder of such files; None for a folder of temporary files that is not in memory.
+        file_bytes: limit of KV caches of running requests in a file in `swap_folder`, used if a pass reads more bytes
             of weights than memory has for KV caches; None for a quarter of the free space there, 0 for none. See
             `cache_file.py`.
-        in_bulk: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
+        throughput: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
             allows, and its sequences go through each layer in parts.
     """
 
@@ -331,9 +331,9 @@ class Limits:
     cache_bytes: int | None = None
     chunk: int = 512
     exact: bool = False
-    aside_bytes: int | None = None
-    aside_folder: Path | None = None
-    in_bulk: bool = False
+    swap_bytes: int | None = None
+    swap_folder: Path | None = None
+    throughput: bool = False
     file_bytes: int | None = 0
 
     def __post_init__(self) -> None:
@@ -345,13 +345,13 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")
-        for name in ("aside_bytes", "file_bytes"):
+        for name in ("swap_bytes", "file_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise OptionError(f"{name}={value}; expected 0 or more.", "Use 0 for none.")
-        if self.aside_folder is not None and not (self.aside_folder.is_dir() and is_writable(self.aside_folder)):
+        if self.swap_folder is not None and not (self.swap_folder.is_dir() and is_writable(self.swap_folder)):
             raise OptionError(
-                f"No swap file for KV caches can be created in {self.aside_folder}.",
+                f"No swap file for KV caches can be created in {self.swap_folder}.",
                 "Use an existing folder that is writable.",
             )
 

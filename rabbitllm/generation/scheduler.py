@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import abc, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,10 @@ from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, BusyError, ClosedError
-from rabbitllm.generation.cache_manager import CacheManager, CachePlace
+from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
 from rabbitllm.generation.model_runner import ModelRunner
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
-from rabbitllm.generation.sequence import Sequence, SequenceLength
+from rabbitllm.generation.sequence import Sequence
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -99,21 +99,6 @@ def within_budget(tokens: abc.Sequence[int], budget: int) -> list[int]:
     return found
 
 
-def excess(running: abc.Sequence[SequenceLength], cost: Callable[[int], int], limit: int) -> int:
-    """How many running sequences, counted from the last, are preempted before the next pass.
-
-    Args:
-        running: sequences in the order in which they were admitted.
-        cost: function from tokens to bytes of the KV cache.
-        limit: limit in bytes.
-    """
-    needed = [cost(one.tokens + 1) for one in running]
-    count = 0
-    while count < len(running) - 1 and sum(needed[: len(needed) - count]) > limit:
-        count += 1
-    return count
-
-
 def retry_after(waiting: int, most_running: int, seconds: float) -> float:
     """Estimated seconds until a new request can be accepted, from 1 to 600.
 
@@ -149,7 +134,7 @@ class Scheduler:
         self._max_running = float(limits.running)  # sequences for which devices had enough memory lately
         self._lately = 1.0  # moving average of the seconds that a request took
         self._closing: float | None = None  # time at which unfinished requests are cancelled
-        self._holders = 0
+        self._pauses = 0
         self._change = own_lock(threading.Condition())
 
     # in any thread ---------------------------------------------------------------------------------------------------
@@ -194,15 +179,15 @@ class Scheduler:
             self._change.notify_all()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Start no pass while the context is open; new requests wait."""
         with self._change:
-            self._holders += 1
+            self._pauses += 1
         try:
             yield
         finally:
             with self._change:
-                self._holders -= 1
+                self._pauses -= 1
                 self._change.notify_all()
 
     @contextlib.contextmanager
@@ -233,8 +218,8 @@ class Scheduler:
     def wait(self) -> bool:
         """Wait while there are no requests or the queue is held; False once it is closed and empty."""
         with self._change:
-            while self._holders or not (self.running or self._waiting):
-                if self._closing is not None and not self._holders:
+            while self._pauses or not (self.running or self._waiting):
+                if self._closing is not None and not self._pauses:
                     return False
                 self._change.wait()
         return True
@@ -272,7 +257,7 @@ class Scheduler:
             )
             for sequence in reversed(failed):
                 self.preempt(sequence)
-            self.caches.forget_finished()
+            self.caches.evict_all()
 
     def schedule(self) -> list[Sequence]:
         """Finish unwanted sequences, preempt and admit others, and choose those that compute in the next pass."""
@@ -282,7 +267,7 @@ class Scheduler:
         self._admit()
         ready = [one for one in self.running if one.next_tokens]
         budget = self.caches.memory.max_tokens
-        if not self._limits.in_bulk:
+        if not self._limits.throughput:
             budget = min(self._budget.prompt_tokens(self.caches.chunk), budget)
         return [ready[index] for index in within_budget([one.next_tokens for one in ready], budget)]
 
@@ -299,15 +284,13 @@ class Scheduler:
 
     def _preempt_excess(self) -> None:
         """Preempt sequences whose KV caches exceed the memory limit."""
-        memory = self.caches.memory
         self.caches.evict()
-        near, filed = self.caches.parted()
-        count = excess([one.length for one in near], memory.bytes_for, self.caches.left_to_near(filed))
-        for sequence in reversed(near[len(near) - count :]):
+        for sequence in self.caches.over_limit():
             if not self.caches.to_file(sequence):
                 self.preempt(sequence)
-        near, _ = self.caches.parted()
-        if len(self.running) == 1 and near and memory.now([near[0].length]) > memory.limit:
+        in_memory, _ = self.caches.by_location()
+        memory = self.caches.memory
+        if len(self.running) == 1 and in_memory and memory.next_bytes([in_memory[0].length]) > memory.limit:
             self.finish(self.running[0], FinishReason.LENGTH)  # no other request is left to preempt
 
     def _admit(self) -> None:
@@ -319,10 +302,10 @@ class Scheduler:
             free = min(self.caches.memory.max_sequences, int(self._max_running)) - len(self.running)
             if free <= 0:
                 return
-            place = self.caches.place(sequence, min(free, len(waiting) - number) - 1)
-            if place is CachePlace.NOWHERE:
+            allocation = self.caches.allocation(sequence, min(free, len(waiting) - number) - 1)
+            if allocation is CacheAllocation.LATER:
                 return  # admitting smaller requests behind it would keep it waiting for ever
-            if self.caches.allocate(sequence, in_file=place is CachePlace.FILE):
+            if self.caches.allocate(sequence, in_file=allocation is CacheAllocation.FILE):
                 self.resume(sequence)
 
     def resume(self, sequence: Sequence) -> None:

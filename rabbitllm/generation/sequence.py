@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AHEAD_TOKENS = 64
+RESERVED_TOKENS = 64
 """Number of future tokens of every sequence for which room is reserved, so that it is not preempted at once."""
 
 
@@ -56,9 +56,9 @@ class SequenceLength:
     room: int
 
     @property
-    def soon(self) -> int:
-        """Number of tokens after the next `AHEAD_TOKENS`, limited by `room`."""
-        return self.tokens + min(self.room, AHEAD_TOKENS)
+    def reserved(self) -> int:
+        """Number of tokens after the next `RESERVED_TOKENS`, limited by `room`."""
+        return self.tokens + min(self.room, RESERVED_TOKENS)
 
 
 class _Over(Exception):

@@ -121,14 +121,14 @@ class Answerer:
         """The job, with limits of memory and disk if several workers share the machine."""
         import psutil
 
-        from rabbitllm.generation.cache_manager import usual_bytes
-        from rabbitllm.generation.swap import usual_folder
+        from rabbitllm.generation.cache_manager import default_file_bytes
+        from rabbitllm.generation.swap import default_folder
 
         job = self._job
         if job.share == 1:
             return job
         if job.limits.cache_disk is None:
-            job = replace(job, limits=replace(job.limits, cache_disk=usual_bytes(usual_folder()) // job.share))
+            job = replace(job, limits=replace(job.limits, cache_disk=default_file_bytes(default_folder()) // job.share))
         if job.request.run.max_memory is not None:
             return job
         part = psutil.virtual_memory().available // job.share

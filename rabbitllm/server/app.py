@@ -142,7 +142,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         return JsonResponse(_status(service), headers={"cache-control": "no-store"})
 
     async def metrics(_: Request) -> Response:
-        families = service.metrics.families(service.batch.facts, settings.name)
+        families = service.metrics.families(service.batch.stats, settings.name)
         return Response(written(families), media_type=CONTENT_TYPE)
 
     return [
@@ -218,12 +218,12 @@ _OF_HEALTH = ("running", "waiting", "most_running", "most_waiting", "cache_bytes
 
 
 def _health(service: Service) -> dict[str, Any]:
-    facts = service.batch.facts
+    stats = service.batch.stats
     status = "ok" if service.is_alive else "shutting down" if service.is_closing else "failed"
     return {
         "status": status,
         "model": service.settings.name,
-        **{name: getattr(facts, name) for name in _OF_HEALTH},
+        **{name: getattr(stats, name) for name in _OF_HEALTH},
         "embeddings": service.embedder is not None,
     }
 
@@ -241,7 +241,7 @@ def _status(service: Service) -> dict[str, Any]:
     placement = service.model.placement
     return {
         "model": service.settings.name,
-        **asdict(service.batch.facts),
+        **asdict(service.batch.stats),
         "placement": {
             "streamed_bytes": placement.streamed_bytes,
             "uploaded_bytes": placement.uploaded_bytes,

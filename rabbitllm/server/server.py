@@ -274,13 +274,13 @@ def put_greeting(
         split: whether the split existed already, and its folder; None without a split.
         is_local: whether only this machine reaches the server.
     """
-    settings, facts = service.settings, service.batch.facts
+    settings, stats = service.settings, service.batch.stats
     put(console, Text(f"{harmless(settings.name)} at {address}", "bold green"))
     if split is not None:
         before, folder = split
         put_fact(console, "split", f"{'existed' if before else 'made'}, in {harmless(str(folder))}")
     put_fact(console, "weights", _weights(service.model))
-    put_fact(console, "requests", _requests(facts))
+    put_fact(console, "requests", _requests(stats))
     put_fact(console, "embeddings", "yes" if service.embedder is not None else "no, the checkpoint has no modules.json")
     put_fact(console, "API key", "required" if settings.api_key else "none")
     put_fact(console, "try", _curl(service, address))
@@ -301,10 +301,10 @@ def _weights(model: StreamedModel) -> str:
     return "; ".join(parts) or "none"
 
 
-def _requests(facts: BatchStats) -> str:
-    room = size(facts.cache_limit_bytes)
-    swap = f", with up to {size(facts.aside_limit_bytes)} of swap" if facts.aside_limit_bytes else ""
-    return f"at most {facts.most_running} running, {facts.most_waiting} waiting; KV cache of up to {room}{swap}"
+def _requests(stats: BatchStats) -> str:
+    room = size(stats.cache_limit_bytes)
+    swap = f", with up to {size(stats.aside_limit_bytes)} of swap" if stats.aside_limit_bytes else ""
+    return f"at most {stats.most_running} running, {stats.most_waiting} waiting; KV cache of up to {room}{swap}"
 
 
 def _curl(service: Service, address: str) -> str:

@@ -105,7 +105,7 @@ class EmbeddingsOnly:
     """
 
     error = None
-    facts = BatchStats()
+    stats = BatchStats()
 
     def __init__(self, model: StreamedModel) -> None:
         self._model = model

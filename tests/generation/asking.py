@@ -85,7 +85,7 @@ def asked(batch: Batch, requests: Sequence[Request]) -> list[Asked]:
 
 def asked_together(batch: Batch, requests: Sequence[Request]) -> list[Asked]:
     """Submit all before the first pass, and wait for all."""
-    with batch.held():
+    with batch.paused():
         made = [begin(batch, request) for request in requests]
     return [one.wait() for one in made]
 

@@ -81,7 +81,7 @@ def main() -> None:
             for text in range(texts)
         ]
         heights.clear()
-        with Batch(model, Limits(texts, cache_bytes=WITH_ALL, chunk=1 << 30, in_bulk=True)) as batch, batch.held():
+        with Batch(model, Limits(texts, cache_bytes=WITH_ALL, chunk=1 << 30, throughput=True)) as batch, batch.paused():
             made = [batch.submit(Request(ids, 1), lambda event: None) for ids in prompts]
         assert len(heights) == 1, heights
         assert len(made) == texts

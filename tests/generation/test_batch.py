@@ -48,9 +48,9 @@ def test_requests_join_while_others_run_and_leave_when_they_are_done(open_batch:
     assert len(later) == 3
     for one in (first, *later):
         assert one.wait().tokens == alone(plain, one.request)
-    passes = batch.facts.passes
+    passes = batch.stats.passes
     assert passes < sum(len(one.tokens) for one in (first, *later))  # they shared them
-    assert batch.facts.running == batch.facts.waiting == 0
+    assert batch.stats.running == batch.stats.waiting == 0
 
 
 def test_the_totals_have_a_request_when_its_end_is_reported(open_batch: Open) -> None:
@@ -61,7 +61,7 @@ def test_the_totals_have_a_request_when_its_end_is_reported(open_batch: Open) ->
 
         def told(event: Event, one: Asked = one) -> None:
             if isinstance(event, Result):
-                found.append(sum(batch.facts.ended.values()))
+                found.append(sum(batch.stats.ended.values()))
             one.told(event)
 
         batch.submit(one.request, told)
@@ -73,10 +73,10 @@ def test_a_pass_brings_each_weight_once_however_many_take_part(open_batch: Open)
     batch, model = open_batch(profiling=True)
     requests = [Request(prompt(5, number), 6) for number in range(6)]
     asked(batch, requests)
-    facts = batch.facts
+    stats = batch.stats
     read = model.profiler.stages["read"].nbytes
-    assert read <= (facts.passes + 1) * model.placement.streamed_bytes  # one pass is read ahead
-    assert read >= (facts.passes - 1) * model.placement.streamed_bytes > 0
+    assert read <= (stats.passes + 1) * model.placement.streamed_bytes  # one pass is read ahead
+    assert read >= (stats.passes - 1) * model.placement.streamed_bytes > 0
 
 
 def test_long_prompts_come_in_chunks_while_others_decode(open_batch: Open, plain: Any) -> None:
@@ -87,7 +87,7 @@ def test_long_prompts_come_in_chunks_while_others_decode(open_batch: Open, plain
     for one in (long, short):
         assert one.wait().tokens == alone(plain, one.request)
     assert len(short.tokens) > 3
-    assert batch.facts.passes >= 150 // 16
+    assert batch.stats.passes >= 150 // 16
 
 
 def test_exact_has_the_bits_of_a_text_alone(split_folder: Any, open_batch: Open) -> None:
@@ -163,9 +163,9 @@ def test_what_outgrows_the_memory_gives_its_place_back_and_loses_nothing(open_ba
     for one in several:
         assert one.tokens == alone(plain, one.request)
         assert len(one.chosen) == len(one.finished.tokens)
-    facts = batch.facts
-    assert facts.preempted > 0
-    assert facts.cache_bytes <= facts.cache_limit_bytes
+    stats = batch.stats
+    assert stats.preempted > 0
+    assert stats.cache_bytes <= stats.cache_limit_bytes
 
 
 def test_one_that_has_no_room_left_ends(open_batch: Open, plain: Any) -> None:
@@ -293,7 +293,7 @@ def test_weights_that_cannot_be_read_fail_those_that_run_and_not_those_that_foll
     broken = False
     (after,) = asked(batch, [Request(prompt(7), 9)])
     assert after.tokens == alone(plain, after.request)
-    assert batch.facts.ended == {"failed": 3, str(after.finished.finish): 1}
+    assert batch.stats.ended == {"failed": 3, str(after.finished.finish): 1}
 
 
 def test_closing_finishes_what_runs(open_batch: Open, plain: Any) -> None:
@@ -358,7 +358,7 @@ def test_prompts_of_a_pass_go_through_each_layer_in_parts(
     open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 64))
-    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True), profiling=True)
+    batch, model = open_batch(Limits(chunk=1 << 30, throughput=True), profiling=True)
     rows: list[int] = []
     layer = model.model.layers[1].mlp.down_proj
     layer.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))
@@ -370,20 +370,20 @@ def test_prompts_of_a_pass_go_through_each_layer_in_parts(
     first = rows[: next(at for at in range(len(rows)) if sum(rows[: at + 1]) >= whole) + 1]
     assert sum(first) == whole  # and yet all in the first pass
     assert len(first) > whole // 64
-    facts = batch.facts
-    assert facts.passes == 4
-    assert model.profiler.stages["read"].nbytes <= (facts.passes + 1) * model.placement.streamed_bytes
+    stats = batch.stats
+    assert stats.passes == 4
+    assert model.profiler.stages["read"].nbytes <= (stats.passes + 1) * model.placement.streamed_bytes
 
 
 def test_a_prompt_longer_than_a_part_takes_several_passes(
     open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 32))
-    batch, _ = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    batch, _ = open_batch(Limits(chunk=1 << 30, throughput=True))
     requests = [Request(prompt(100, 1), 3), Request(prompt(7, 2), 3)]
     for one in asked_together(batch, requests):
         assert one.tokens == alone(plain, one.request)
-    assert batch.facts.passes >= 6
+    assert batch.stats.passes >= 6
 
 
 def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
@@ -391,13 +391,13 @@ def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
 ) -> None:
     """Another pass costs all the weights."""
     monkeypatch.setattr(PassCost, "max_tokens", 30)
-    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    batch, model = open_batch(Limits(chunk=1 << 30, throughput=True))
     rows: list[int] = []
     model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))
     requests = [Request(prompt(length, length), 3) for length in (100, 20, 9, 15)]
     for one in asked_together(batch, requests):
         assert one.tokens == alone(plain, one.request)
-    assert batch.facts.passes == 3
+    assert batch.stats.passes == 3
     assert rows[:3] == [100, 29, 15]
 
 
@@ -405,7 +405,7 @@ def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
 def test_parts_of_other_families(open_batch: Open, tmp_path: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 40))
     folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
-    batch, _ = open_batch(Limits(chunk=1 << 30, in_bulk=True), folder=split(folder))
+    batch, _ = open_batch(Limits(chunk=1 << 30, throughput=True), folder=split(folder))
     plain = plain_model(folder, dtype=torch.float32).eval()
     for one in asked_together(batch, [Request(prompt(12 + 3 * number, number), 4) for number in range(6)]):
         assert one.tokens == alone(plain, one.request)
@@ -413,7 +413,7 @@ def test_parts_of_other_families(open_batch: Open, tmp_path: Any, family: str, m
 
 def test_an_error_of_one_part_ends_its_texts_alone(open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 30))
-    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    batch, model = open_batch(Limits(chunk=1 << 30, throughput=True))
     projection = model.model.layers[1].mlp.up_proj
     calls = 0
 
@@ -430,16 +430,16 @@ def test_an_error_of_one_part_ends_its_texts_alone(open_batch: Open, monkeypatch
 
 
 def test_while_it_is_held_no_pass_begins(open_batch: Open) -> None:
-    batch, _ = open_batch(Limits(in_bulk=True))
-    with batch.held():
+    batch, _ = open_batch(Limits(throughput=True))
+    with batch.paused():
         made = [Asked(Request(prompt(5, number), 3)) for number in range(5)]
         for one in made:
             batch.submit(one.request, one.told)
         assert not made[0].over.wait(0.2)
-        assert batch.facts.passes == 0
+        assert batch.stats.passes == 0
     for one in made:
         one.wait()
-    assert batch.facts.passes == 3
+    assert batch.stats.passes == 3
 
 
 CAUSAL = sorted(name for name, family in FAMILIES.items() if not family.encoder_decoder)

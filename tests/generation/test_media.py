@@ -114,7 +114,7 @@ def test_preempted_it_begins_again_with_its_pictures(folders: Callable[[str], Pa
     with Batch(model, Limits(cache_bytes=160_000)) as batch:
         found = asked_together(batch, wanted)
         assert [one.tokens for one in found] == expected
-        assert batch.facts.preempted > 0
+        assert batch.stats.preempted > 0
 
 
 def test_waiting_pictures_have_a_limit(
@@ -125,7 +125,7 @@ def test_waiting_pictures_have_a_limit(
     assert made.media is not None
     monkeypatch.setattr(scheduler, "MEDIA_BYTES", made.media.nbytes + 10)
     with Batch(model) as batch:
-        with batch.held():
+        with batch.paused():
             first = begin(batch, made)
             same = begin(batch, made)  # another answer to the same prompt
             with pytest.raises(BusyError, match="pictures"):

@@ -158,7 +158,7 @@ def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, m
     requests = [Request(tuple(range(3 + number, 63 + number)), 4) for number in (0, 70)]
     with Batch(model) as batch:
         found = asked(batch, requests)
-        passes = batch.facts.passes
+        passes = batch.stats.passes
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
     assert passes >= 2 * 60 // LEAST_TOKENS
 
@@ -180,8 +180,8 @@ def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + least)
     said = f"needs {size(least)} more; the weights leave {size(300_000 + least)} free"
     with pytest.raises(OptionError, match=said):
-        Batch(model, Limits(cache_bytes=300_001, in_bulk=True))
-    with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:
+        Batch(model, Limits(cache_bytes=300_001, throughput=True))
+    with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
         request = Request(tuple(range(3, 40)), 3)
         (one,) = asked(batch, [request])
     assert one.tokens == alone(plain, request)
@@ -195,9 +195,9 @@ def test_no_more_texts_share_a_pass_than_there_is_memory_for_their_logits(
     (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + max(12 * cost.answered, cost.least()))
     requests = [Request(tuple(range(3 + number, 9 + number)), 4) for number in range(7)]
-    with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:
+    with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
         most = cost.sequences_in(lane.device.free_bytes() - 300_000)
         found = asked(batch, requests)
-        facts = batch.facts
+        stats = batch.stats
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
-    assert facts.passes >= -(-len(requests) // most) * 4
+    assert stats.passes >= -(-len(requests) // most) * 4

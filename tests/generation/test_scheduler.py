@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.errors import BusyError, ClosedError, NotEnoughMemoryError
+from rabbitllm.generation.cache_manager import excess
 from rabbitllm.generation.packed_batch import grouped
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request
 from rabbitllm.generation.scheduler import (
@@ -25,7 +26,6 @@ from rabbitllm.generation.scheduler import (
     MAX_TOKENS,
     Scheduler,
     TokenBudget,
-    excess,
     retry_after,
     within_budget,
 )
@@ -103,7 +103,7 @@ def test_who_is_no_longer_wanted(scheduled: Open) -> None:
 def test_nothing_is_to_be_done_while_it_is_held(scheduled: Open) -> None:
     scheduler, submit = scheduled(4, 4)
     told: list[bool] = []
-    with scheduler.held():
+    with scheduler.paused():
         submit()
         thread = threading.Thread(target=lambda: told.append(scheduler.wait()))
         thread.start()
