@@ -1,12 +1,12 @@
-"""Scores texts in shared passes, in a single one if there is room.
+"""Scores texts in shared passes, in a single one if there is room: first the plan, then the passes.
 
     texts ── rejected: at once
           └─ tasks ── micro-batches ── passes ── results after each
                           ↑ texts of a failed micro-batch, one by one
 
-In a pass micro-batches go through each unit one after the other, while its weights are resident. Unlike the
-generations of a batch they meet nowhere else, so that only one of them is computed at a time. Streamed experts are the
-exception: they compute the rows of several together, else each micro-batch would load them again.
+In a pass micro-batches go through each unit one after the other, while its weights are resident. They have no other
+sync points, so that only one of them is computed at a time. Streamed experts are the exception: they compute the rows
+of several micro-batches as one matrix, since each would load them again.
 
     unit 1: A B C D   unit 2: A B C D   …   head: A B C D
             between its turns the tensors of a micro-batch may be offloaded (`activation_offload.py`)
@@ -16,24 +16,38 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rabbitllm.engine.devices import OutOfDeviceMemory
+from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.errors import BatchError, RabbitLLMError, ScoringError, missing_package
+from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, missing_package
 from rabbitllm.generation.coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
-from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, grouped, shares_keys
+from rabbitllm.generation.memory import cost_of_a_pass
+from rabbitllm.generation.packed_batch import (
+    PACKABLE,
+    NotPackable,
+    can_be_packed,
+    depends_on_longest,
+    grouped,
+    shares_keys,
+)
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, tensors_in
-from rabbitllm.generation.scoring.forward import Keep, Relay, ScoringForward
-from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
-from rabbitllm.generation.scoring.plan import ScoringLimits, ScoringPlan, check_scores, form_of, limits_of, planned
+from rabbitllm.generation.scoring.forward import LOGITS_BYTES, Keep, Relay, ScoringForward
+from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
 from rabbitllm.generation.scoring.tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
+from rabbitllm.storage.durable import NamelessFile
 from rabbitllm.telemetry.passes import PassInput
 
 if TYPE_CHECKING:
@@ -43,9 +57,196 @@ logger = logging.getLogger(__name__)
 
 ROOM = Room()
 REMEDY = "If memory is short, give fewer tokens to a micro-batch, or load the model with less of it in memory."
-"""Advice after an unexpected error while a text is scored."""
+"""Remedy of an unexpected error."""
 _WITHOUT_LOADING = (Tier.ROWS, *READY)
-"""Tiers of an input embedding for which a call loads nothing that the next call needs too."""
+"""Tiers of an input embedding for which a call loads nothing that the next call also needs."""
+
+
+FILLABLE = PACKABLE | frozenset(
+    {
+        *("axk2", "bailing_hybrid", "bamba", "biogpt", "bloom", "codegen", "ctrl", "deepseek_v4"),
+        *("diffllama", "doge", "dots3_note_text", "falcon", "falcon_h1", "falcon_mamba", "fuyu", "gpt_neo"),
+        *("gpt_neox_japanese", "gptj", "granitemoehybrid", "hrm_text", "hy_v4", "inkling2_text", "inkling_text"),
+        *("jamba", "jetmoe", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mamba", "mamba2"),
+        *("minimax", "minimax_m3_vl_text", "moshi", "mpt", "nemotron_h", "olmo_hybrid", "openai-gpt", "opt"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "xglm", "xlm"),
+        *("xlstm", "zamba", "zamba2", "zaya"),
+    }
+)
+"""Model types whose results do not change if sequences are padded at the end (transformers 5.23 and 5.24), tested in
+`tests/generation/scoring/test_every_family.py`. In such a model no token depends on later ones, by attention or by a
+state, and no result depends on the length of the longest sequence in the batch."""
+WAITING_SHARE, COMPUTING_SHARE = 2, 4
+"""1 / `WAITING_SHARE` of free memory is for waiting micro-batches, 1 / `COMPUTING_SHARE` for the current one."""
+MIN_TOKENS, MAX_TOKENS = 512, 8192
+"""Default bounds of the tokens of a micro-batch. With fewer, shared prefixes are computed several times and products
+are slow. More gain little for their memory, and on a CPU even lose time if tensors become too large for the allocator's
+heaps (`memory.HEAP_BLOCK_BYTES`)."""
+RESIDENT_BATCHES = 8
+"""Maximum micro-batches in a pass of a model with resident weights: a shared prefix is computed once for all of them,
+and an interruption loses only these."""
+LOGITS_SHARE = 4
+"""1 / `LOGITS_SHARE` of a micro-batch's memory is for logits, whose peak is a few times that."""
+MIN_WAITING_BYTES = 16 << 20
+"""Minimum of the default bytes in memory for waiting micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringLimits:
+    """Memory and disk space that scoring may take.
+
+    Attributes:
+        device_bytes: bytes of waiting micro-batches on the computing device.
+        host_bytes: bytes of offloaded micro-batches in host memory; 0 if the model computes there.
+        disk_bytes: bytes of offloaded micro-batches in a file.
+        folder: folder of the file.
+        tokens: maximum tokens of a micro-batch.
+        token_bytes: approximate bytes of a waiting token.
+        experts_rows: maximum rows that go through streamed experts at a time.
+        logits_bytes: maximum size of the float32 logits that are computed at a time.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    folder: Path
+    tokens: int
+    token_bytes: int
+    experts_rows: int
+    logits_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes for all waiting micro-batches."""
+        return self.device_bytes + self.host_bytes + self.disk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringPlan:
+    """The plan of scoring.
+
+    Attributes:
+        passes: the micro-batches of each pass over the weights.
+        layout: layout of the micro-batches.
+        tokens: number of tokens of all tasks.
+    """
+
+    passes: tuple[tuple[MicroBatch, ...], ...]
+    layout: TextLayout
+    tokens: int
+
+    @property
+    def computed(self) -> int:
+        """Number of tokens that are computed: fewer with shared prefixes, more with padding."""
+        return sum(batch.tokens for one in self.passes for batch in one)
+
+    def __str__(self) -> str:
+        batches = sum(map(len, self.passes))
+        return (
+            f"{self.tokens:,} tokens, of which {self.computed:,} are computed ({self.layout.value}), in {batches:,} "
+            f"micro-batches and {len(self.passes):,} {'pass' if len(self.passes) == 1 else 'passes'} over the weights"
+        )
+
+
+def check_scores(model: StreamedModel) -> None:
+    """Refuse a model that cannot score.
+
+    Raises:
+        OptionError: it was not loaded by this package, or has an encoder.
+    """
+    if not hasattr(model, "placement") or not hasattr(model, "streamer"):
+        raise OptionError(
+            f"Scoring needs a model loaded by this package; found {type(model).__name__}.",
+            "Load it with rabbitllm.AutoModel.from_pretrained.",
+        )
+    if model.config.is_encoder_decoder:
+        raise OptionError(f"{type(model).__name__} has an encoder; scoring needs a decoder-only model.")
+
+
+def layout_of(model: StreamedModel, *, exact: bool) -> TextLayout:
+    """The layout of micro-batches in which the sequences do not change each other's results."""
+    if exact:
+        return TextLayout.ALONE
+    config = model.config.get_text_config(decoder=True)
+    # in some models it is "vision", which concerns images
+    looks_ahead = getattr(config, "use_bidirectional_attention", False) in (True, "all") or any(
+        getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
+    )
+    if looks_ahead:
+        return TextLayout.EQUAL
+    if can_be_packed(model):
+        return TextLayout.PACKED
+    fills = config.model_type in FILLABLE and not depends_on_longest(config)
+    return TextLayout.FILLED if fills else TextLayout.EQUAL
+
+
+def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
+    """The memory and disk space that scoring may take, with the weights of the model loaded.
+
+    Raises:
+        OptionError: a number in `room` is out of its range, or its folder does not exist.
+    """
+    for name in ("memory_bytes", "disk_bytes", "tokens"):
+        value = getattr(room, name)
+        if value is not None and value < (name == "tokens"):
+            raise OptionError(f"{name}={value}; expected a positive number.", "Use a positive number.")
+    devices = [executor.device for executor in model.streamer.executors.values()]
+    on_host = all(device.shares_host_memory for device in devices)
+    free = min(device.free_bytes() for device in devices)
+    config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
+    on_device = max(free // WAITING_SHARE, MIN_WAITING_BYTES)
+    memory = room.memory_bytes
+    if memory is None:
+        memory = on_device if on_host else on_device + available_ram() // WAITING_SHARE
+    if on_host or memory < on_device:
+        on_device = memory
+    folder = _folder(model, room)
+    disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
+    if not NamelessFile.READS_AT_PLACES:  # one offset cannot be read while another is written
+        disk = 0
+    computing = free // COMPUTING_SHARE
+    cost = cost_of_a_pass(config, itemsize)
+    most = min(cost.max_tokens, MAX_TOKENS) if on_host else MAX_TOKENS
+    tokens = room.tokens or min(max(cost.tokens_in(computing), MIN_TOKENS), most)
+    token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, the input of the layer, and rotary angles
+    rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
+    logits = min(computing // LOGITS_SHARE, LOGITS_BYTES)
+    return ScoringLimits(on_device, memory - on_device, disk, folder, tokens, token_bytes, rows, logits)
+
+
+def _folder(model: StreamedModel, room: Room) -> Path:
+    """The folder of the file: by default that of the weights, whose disk is large, or the system's temporary one."""
+    if room.scratch is not None:
+        if not room.scratch.is_dir():
+            raise OptionError(f"{room.scratch} is not a folder.", "Use an existing folder.")
+        return room.scratch
+    own = Path(model.name_or_path)
+    return own if own.is_dir() and os.access(own, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def planned(
+    tasks: Sequence[Task], layout: TextLayout, limits: ScoringLimits, *, streamed: bool, shares: bool = True
+) -> ScoringPlan:
+    """Plan the micro-batches and passes.
+
+    Args:
+        tasks: see `tasks_of`.
+        layout: layout of the micro-batches.
+        limits: memory and disk limits.
+        streamed: whether weights are streamed. If all are resident, a pass has only a few micro-batches, linked by
+            prefixes, so that results are yielded early, and nothing is offloaded to a file.
+        shares: whether a micro-batch may use the KV cache of a prefix of the one before.
+    """
+    batches = micro_batches(tasks, layout, limits.tokens)
+    sizes = [batch.tokens * limits.token_bytes for batch in batches]
+    limit = limits.total if streamed else limits.device_bytes + limits.host_bytes
+    passes = [batches[one] for one in grouped(sizes, limit)]
+    if not streamed:
+        passes = [chain for one in passes for chain in chains(one, RESIDENT_BATCHES if shares else 1)]
+    elif shares:
+        passes = [linked(one) for one in passes]
+    tokens = sum(len(task.ids) for task in tasks)
+    return ScoringPlan(tuple(map(tuple, passes)), layout, tokens)
 
 
 def score(
@@ -81,48 +282,44 @@ def score(
     limits, has_head = ModelLimits.of(model), model.get_output_embeddings() is not None
     if model.shared_passes is not None:
         raise BatchError("The model is busy with other requests.", "Score when these are finished.")
-    sound = []
+    valid = []
     for number, text in enumerate(texts):
         problem = problem_of(text, limits, has_head=has_head, truncate=room.truncate)
         if problem is None:
-            sound.append(number)
+            valid.append(number)
         else:
             yield Scored(text.index, tokens=len(text.continuation), error=problem)
     indices = [text.index for text in texts]
-    tasks = tasks_of(texts, sound, limits.context, shared=not room.exact)
-    hands_on = not (can_be_packed(model) and shares_keys(model))  # a layer's KV cache exists during its turn only
-    waiting = deque([(tasks, form_of(model, exact=room.exact))] if tasks else [])
+    tasks = tasks_of(texts, valid, limits.context, shared=not room.exact)
+    shares = not (can_be_packed(model) and shares_keys(model))  # a layer's KV cache exists during its turn only
+    waiting = deque([(tasks, layout_of(model, exact=room.exact))] if tasks else [])
     while waiting:
-        tasks, form = waiting.popleft()
-        streams = not model.placement.is_resident
-        plan = planned(tasks, form, limits_of(model, room), streamed=streams, hands_on=hands_on)
+        tasks, layout = waiting.popleft()
+        streamed = not model.placement.is_resident
+        plan = planned(tasks, layout, limits_of(model, room), streamed=streamed, shares=shares)
         logger.info("scoring %s", plan)
         on_plan(plan)
-        again: dict[TextLayout, list[Task]] = {}
+        retried: dict[TextLayout, list[Task]] = {}
         for batches in plan.passes:
-            space = limits_of(model, room)
-            forward = ScoringForward(
-                model, packed=form is TextLayout.PACKED, whole=room.exact, logits_bytes=space.logits_bytes, keep=keep
-            )
-            found, failed = _pass(model, forward, batches, space, indices, exact=room.exact)
+            found, failed = _pass(model, batches, layout, indices, room, keep)
             yield from found
             for batch, error in failed:
-                then = _then(form, batch, error, some_passed=bool(found))
-                if then is None:
+                layout_then = _layout_after(layout, batch, error, some_passed=bool(found))
+                if layout_then is None:
                     yield from _refused(batch, indices, error)
                 else:
-                    again.setdefault(then, []).extend(batch.tasks)
-        waiting += [(tasks, form) for form, tasks in again.items()]
+                    retried.setdefault(layout_then, []).extend(batch.tasks)
+        waiting += [(tasks, layout) for layout, tasks in retried.items()]
 
 
-def _then(form: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
+def _layout_after(layout: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
     """The layout in which the texts of a failed micro-batch are retried; None if they are not retried."""
     if isinstance(error, NotPackable):
         logger.warning("Texts do not share their prefixes: %s.", error)
         return TextLayout.EQUAL
     if isinstance(error, NoRoom) and some_passed:
         logger.warning("Another pass computes the texts that did not fit in memory: %s.", error)
-        return form
+        return layout
     logger.warning("A micro-batch has failed.", exc_info=error)
     return TextLayout.ALONE if len(batch.tasks) > 1 else None
 
@@ -139,12 +336,11 @@ def _refused(batch: MicroBatch, indices: Sequence[int], error: Exception) -> Ite
 
 def _pass(
     model: StreamedModel,
-    forward: ScoringForward,
     batches: Sequence[MicroBatch],
-    limits: ScoringLimits,
+    layout: TextLayout,
     indices: Sequence[int],
-    *,
-    exact: bool,
+    room: Room,
+    keep: Keep | None,
 ) -> tuple[list[Scored], list[tuple[MicroBatch, Exception]]]:
     """Take micro-batches through the model in one pass over its weights.
 
@@ -154,12 +350,17 @@ def _pass(
     Raises:
         OSError, RabbitLLMError: the weights cannot be read.
     """
+    limits = limits_of(model, room)
+    packed = layout is TextLayout.PACKED
+    forward = ScoringForward(model, packed=packed, whole=room.exact, logits_bytes=limits.logits_bytes, keep=keep)
     found: dict[int, list[Scored]] = {}
     relays = [Relay() for _ in range(len(batches) + 1)]
     fixed = frozenset(one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers()))
-    with ActivationOffload(limits.near, limits.host, limits.disk, limits.folder, fixed=fixed) as offload:
+    with ActivationOffload(
+        limits.device_bytes, limits.host_bytes, limits.disk_bytes, limits.folder, fixed=fixed
+    ) as offload:
         runner = MicroBatchRunner(
-            model, offload, exact=exact, alone=len(batches) == 1, experts_rows=limits.experts_rows
+            model, offload, exact=room.exact, alone=len(batches) == 1, experts_rows=limits.experts_rows
         )
 
         def work_of(number: int, batch: MicroBatch) -> Callable[[], None]:

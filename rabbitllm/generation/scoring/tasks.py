@@ -1,9 +1,9 @@
-"""What scoring is given, returns and computes: texts, results, limits, and the tasks that the texts need.
+"""Data of scoring: texts, results, limits, and the tasks that the texts need.
 
     context  a b c   continuation  d e      inputs  a b c d     logits of the rows of c and d, at d and e
 
-The last token of a continuation is only predicted: it is no input unless an embedding is requested. Texts with the same
-inputs, such as alternatives of a single token, are one task.
+The last token of a continuation is only predicted. It is not an input unless an embedding is requested. Texts with the
+same inputs, such as alternatives of a single token, are one task.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Scored:
         tokens: number of tokens of the continuation.
         greedy: whether each of them is the most likely one at its position; None if `logprob` is None.
         embedding: (hidden size,) as float32 numbers; None if not requested, or after an error.
-        error: why there is no result; concerns this text alone.
+        error: the error that concerns this text alone, instead of a result.
     """
 
     index: int
@@ -117,7 +117,7 @@ class Task:
 
 
 def problem_of(text: ScoredText, limits: ModelLimits, *, has_head: bool = True, truncate: bool) -> OptionError | None:
-    """Why a text cannot be scored; None if it can.
+    """The error for a text that cannot be scored; None if it can.
 
     Args:
         text: the text.

@@ -53,7 +53,7 @@ def test_it_comes_back_as_it_was(tmp_path: Path, near: int, host: int) -> None:
     holders = [Holder(seed) for seed in range(5)]
     with ActivationOffload(near, host, 1 << 30, tmp_path) as offload:
         turns(offload, holders, 4, near)
-        assert offload.max_near <= near
+        assert offload.max_resident <= near
         assert (offload.written > 0) == (near + host < 5 * SIZE * 6)
         assert not list(tmp_path.iterdir())
 
