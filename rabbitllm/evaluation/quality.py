@@ -25,7 +25,7 @@ from rabbitllm.base.options import RunOptions, expand, parse_max_memory
 from rabbitllm.base.terminal import Column, counted, harmless, put, put_fact, put_table, size
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
-from rabbitllm.demo.answering import right_answers
+from rabbitllm.demo.models import BundledModel
 from rabbitllm.demo.tasks import Problem, held_out
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import available_ram
@@ -350,7 +350,7 @@ def quality(
         side = _side_of(one, named)
         if asked:
             say("answering problems")
-            side = replace(side, right=right_answers(one, tokenizer, asked))
+            side = replace(side, right=BundledModel().right_answers(one, tokenizer, asked))
         sides.append(side)
     dtype_name = str(compared.dtype).removeprefix("torch.")
     return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))

@@ -1,12 +1,18 @@
-"""The routes: each reads a request, passes it to the other modules and writes the response."""
+"""The routes: each reads a request, passes it to the other modules and writes the response.
+
+The page at `/` sends requests only to the server that it came from: to `/v1/chat/completions`, `/v1/models` and
+`/status`. Its files are the same for all users and have no secret, so they need no key.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
+from importlib import resources
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -19,7 +25,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rabbitllm.engine.tier_picture import places
 from rabbitllm.formats.bounded import decode_message
-from rabbitllm.server import page
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
 from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
 from rabbitllm.server.embeddings import checked_embedding, embedding_object
@@ -45,6 +50,29 @@ GONE = 499
 EXPOSED = ("x-request-id", "retry-after")
 ALWAYS = ("/health", "/metrics")
 """Paths that are answered even while the server shuts down."""
+PAGE = {
+    "": ("page.html", "text/html; charset=utf-8"),
+    "static/page.css": ("page.css", "text/css; charset=utf-8"),
+    "static/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{
+        f"static/{name}": (name, "text/javascript; charset=utf-8")
+        for name in ("page.js", "talk.js", "chats.js", "markdown.js", "status.js", "timing.js", "view.js")
+    },
+}
+"""Path -> file of the page, and its media type."""
+PAGE_HEADERS = {
+    # scripts, styles and pictures only from here, none inline; requests only to here; no frames
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    # cached by the browser, but revalidated each time: another version of the package has other files
+    "cache-control": "no-cache",
+}
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -53,7 +81,7 @@ def create_app(service: Service) -> ASGIApp:
     Args:
         service: the model and everything that answers requests.
     """
-    router = Router([*_routes(service), *page.ROUTES])
+    router = Router([*_routes(service), *(Route(f"/{path}", _page_file(*found)) for path, found in PAGE.items())])
     settings = service.settings
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -196,6 +224,20 @@ async def _generated(
     return EventStream(
         noted(), over, heartbeat_seconds=settings.heartbeat_seconds, stall_seconds=settings.stall_seconds
     )
+
+
+def _page_file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    body = resources.files("rabbitllm.server").joinpath("static", name).read_bytes()
+    tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+    headers = {**PAGE_HEADERS, "etag": tag}
+
+    async def answer(request: Request) -> Response:
+        known = {one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")}
+        if known & {tag, "*"}:
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers=headers, media_type=kind)
+
+    return answer
 
 
 def _record(request: Request) -> Record:
