@@ -12,12 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rabbitllm.base.terminal import LinePiece, Row, bar, counted, duration, fitting, put_fact, shortened, text_of
+from rabbitllm.base.terminal import LinePiece, Row, counted, duration, plain_line, progress_row, put_fact, shortened
 from rabbitllm.generation.request import BatchStats
-
-BAR = 24
-"""Width in columns."""
-LEAST_BAR_COLUMNS = 70
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,44 +58,33 @@ class JobDisplay:
             self._stats = stats
 
     def rows(self, width: int) -> Sequence[Row]:
-        """One row, with a bar if it fits."""
+        """One row with a bar."""
         with self._lock:
             progress = self._progress
         if progress is None:
             return [(("reading the input …", "dim"),)]
-        drawn: Row = (("answering ", "bold"),)
-        if width >= LEAST_BAR_COLUMNS:
-            drawn = (*drawn, *bar(progress.done / progress.lines, BAR), (" ", ""))
-        pieces = [LinePiece(text, rank) for text, rank in self._pieces(progress)]
-        return [(*drawn, *fitting(pieces, width - len(text_of(drawn))))]
+        return [progress_row("answering", progress.done / progress.lines, self._pieces(progress), width)]
 
     def line(self) -> str:
         """The same text without the bar."""
         with self._lock:
             progress = self._progress
-        if progress is None:
-            return "reading the input"
-        return "answering " + ", ".join(text for text, _ in self._pieces(progress) if text)
+        return "reading the input" if progress is None else plain_line("answering", self._pieces(progress))
 
-    def _pieces(self, progress: Progress) -> list[tuple[str, int]]:
-        """The pieces of the row, each with its importance."""
+    def _pieces(self, progress: Progress) -> list[LinePiece]:
+        """The pieces of the row, the most important first."""
         stats = self._stats() if self._stats is not None else None
-        here = progress.done - progress.resumed
-        left = ""
+        left = running = passes = ""
         if progress.prompt_tokens and progress.seconds:  # errors alone give no estimate
+            here = progress.done - progress.resumed
             left = f"{duration((progress.lines - progress.done) * progress.seconds / here)} left"
-        running = passes = ""
         if stats is not None and stats.passes:
             running = f"{stats.running:,} at a time"
             passes = f"{stats.pass_seconds / stats.passes:.1f} s a pass"
-        return [
-            (f"{progress.done:,} of {counted(progress.lines, 'line')}", 0),
-            (rate_of(progress, stats), 1),
-            (left, 2),
-            (counted(progress.errors, "error") if progress.errors else "", 3),
-            (running, 4),
-            (passes, 5),
-        ]
+        errors = counted(progress.errors, "error") if progress.errors else ""
+        lines = f"{progress.done:,} of {counted(progress.lines, 'line')}"
+        texts = (lines, rate_of(progress, stats), left, errors, running, passes)
+        return [LinePiece(text, rank) for rank, text in enumerate(texts)]
 
 
 @contextlib.contextmanager
