@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.auto_model import LoadRequest, check_unsplit, load
-from rabbitllm.base.options import RunOptions, expand, parse_max_memory
+from rabbitllm.auto_model import LoadRequest, load
+from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import Column, counted, harmless, put, put_fact, put_table, size
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
@@ -92,28 +92,27 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def loaded(spec: ModelSpec, run: RunOptions, *, split: bool) -> Any:
+def loaded(request: LoadRequest, spec: ModelSpec, *, split: bool) -> Any:
     """Load a model.
 
     Args:
+        request: how it runs.
         spec: the model.
-        run: how it runs.
         split: whether it may be split first.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained` does.
     """
-    options = split_options(spec.compression)
-    if not split:
-        check_unsplit(options)
+    run = replace(request.run, show_progress=split)
+    request = replace(request, spec=spec, split=split_options(spec.compression), run=run)
     with contextlib.redirect_stdout(sys.stderr):  # output while loading must not mix with the result
-        return load(LoadRequest(spec, options if split else None, replace(run, show_progress=split)))
+        return load(request if split else request.unsplit())
 
 
-def _shares(device: str | None) -> dict[str, int]:
+def _shares(device: str | None) -> dict[int | str, int | str]:
     """Device -> bytes that the weights of one model may take."""
-    gpus = {one.name: one.free_bytes() // SHARE for one in resolve_devices(device, None) if one.name != "cpu"}
-    return {"cpu": available_ram() // SHARE, **gpus}
+    devices = (one for one in resolve_devices(device, None) if one.name != "cpu")
+    return {"cpu": available_ram() // SHARE, **{one.name: one.free_bytes() // SHARE for one in devices}}
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -317,24 +316,24 @@ def quality(
         QualityError: the two cannot be compared, the text is too short, or the uncompressed model cannot be found.
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
-    folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
-    run = RunOptions(
+    is_named = isinstance(model, str | os.PathLike)
+    request = LoadRequest.of(
+        str(model) if is_named else "",
+        folder=layer_shards_saving_path or None,
+        revision=revision,
         device=device,
-        dtype=None if dtype in (None, "auto") else dtype.removeprefix("torch."),
-        max_memory=parse_max_memory(max_memory) or _shares(device),
+        dtype=dtype,
+        max_memory=max_memory or _shares(device),
         trust_remote_code=trust_remote_code,
         exact=exact,
         verify_checksums=verify_checksums,
     )
     say("loading")
-    own = None
-    if isinstance(model, str | os.PathLike):
-        spec = ModelSpec(str(model), compression, folder, HubAccess(revision))
-        own = compared_spec(spec, alone=against is None)
+    own = compared_spec(replace(request.spec, compression=compression), alone=against is None) if is_named else None
     if isinstance(against, str | os.PathLike):
-        against = ModelSpec(str(against), folder=folder, access=HubAccess(revision))
-    other, reference = _reference(own, against, run)
-    compared: Any = loaded(own, run, split=True) if own is not None else model
+        against = replace(request.spec, name=str(against))
+    other, reference = _reference(request, own, against)
+    compared: Any = loaded(request, own, split=True) if own is not None else model
     tokenizer = _tokenizer_of(reference, compared)
     wanted = problems if problems is not None else PROBLEMS if text is None else 0
     asked = _problems(wanted) if is_trained_here(tokenizer) else []
@@ -356,10 +355,10 @@ def quality(
     return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
 
 
-def _reference(own: ModelSpec | None, against: Any, run: RunOptions) -> tuple[ModelSpec | None, Any]:
+def _reference(request: LoadRequest, own: ModelSpec | None, against: Any) -> tuple[ModelSpec | None, Any]:
     """The reference: its name if it was given by name, and the loaded model."""
     if isinstance(against, ModelSpec):
-        return against, loaded(against, run, split=False)
+        return against, loaded(request, against, split=False)
     if against is not None:
         return None, against
     if own is None:
@@ -368,7 +367,7 @@ def _reference(own: ModelSpec | None, against: Any, run: RunOptions) -> tuple[Mo
         )
     other = reference_spec(own)
     try:
-        return other, loaded(other, run, split=False)
+        return other, loaded(request, other, split=False)
     except CheckpointError as error:
         raise QualityError(
             f"The uncompressed model cannot be read. {error.problem}",
