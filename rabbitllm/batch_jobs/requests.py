@@ -28,7 +28,6 @@ from rabbitllm.generation.request import (
     Request,
     Result,
     Sampling,
-    TokenLogprob,
     end_tokens,
 )
 from rabbitllm.generation.template import ChatTemplate
@@ -41,27 +40,6 @@ if TYPE_CHECKING:
 FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
-@dataclass(slots=True)
-class Answered:
-    """The answer to one request of an item, as it is made.
-
-    Attributes:
-        text: the text so far.
-        tokens: the tokens so far, if the item wants them; else none.
-        end: how it ended; None while it runs.
-    """
-
-    text: str = ""
-    tokens: tuple[TokenLogprob, ...] = ()
-    end: Result | None = None
-
-    @property
-    def finished(self) -> Result:
-        """The end of a finished one."""
-        assert self.end is not None
-        return self.end
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedItem:
     """An item as requests for the batch.
@@ -69,14 +47,14 @@ class PreparedItem:
     Attributes:
         item: the item.
         requests: one for each answer to it.
-        answer: makes the output line from the answered requests.
-        keeps_tokens: whether the answer needs tokens as well as text.
+        line_of: makes the output line from the whole text of each answer, with its tokens, and from the results.
+        keeps_tokens: whether the line needs tokens with their probabilities.
         text_of: the text to keep of a delta.
     """
 
     item: Item
     requests: tuple[Request, ...]
-    answer: Callable[[Sequence[Answered]], Mapping[str, Any]]
+    line_of: Callable[[Sequence[Delta], Sequence[Result]], Mapping[str, Any]]
     keeps_tokens: bool = False
     text_of: Callable[[Delta], str] = lambda delta: delta.text
 
@@ -103,7 +81,7 @@ class RequestBuilder:
         self.ends = frozenset(end_tokens(model))
         self.name = name
 
-    def wanted(self, item: Item) -> PreparedItem:
+    def prepared(self, item: Item) -> PreparedItem:
         """The requests of an item.
 
         Args:
@@ -149,7 +127,7 @@ class RequestBuilder:
         requests = tuple(
             Request(prompt.ids, most, sampling.nth(number), stop, media=prompt.media) for number in range(asked.n)
         )
-        return PreparedItem(item, requests, lambda answered: _own_line(item, answered))
+        return PreparedItem(item, requests, lambda _, results: _own_line(item, results))
 
     def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
         try:
@@ -178,14 +156,12 @@ class RequestBuilder:
             kind, lead = "text_completion", "cmpl-"
         n = body.n or 1
 
-        def answer(answered: Sequence[Answered]) -> Mapping[str, Any]:
+        def line_of(deltas: Sequence[Delta], results: Sequence[Result]) -> Mapping[str, Any]:
             envelope = Envelope(_new(lead), int(time.time()), self.name, kind, n=n)
-            made = [
-                choices.whole(number, Delta(one.text, one.tokens), one.finished) for number, one in enumerate(answered)
-            ]
-            return call_line(item, 200, envelope.whole(made, [one.finished for one in answered]))
+            made = [choices.whole(number, *pair) for number, pair in enumerate(zip(deltas, results, strict=True))]
+            return call_line(item, 200, envelope.whole(made, results))
 
-        return PreparedItem(item, checked.requests, answer, checked.top_logprobs is not None, choices.text_of)
+        return PreparedItem(item, checked.requests, line_of, checked.top_logprobs is not None, choices.text_of)
 
 
 def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -243,7 +219,7 @@ def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, 
 
 
 def unreadable_answer(item: Item) -> BatchAnswer:
-    """The answer to an input line that is no item."""
+    """The answer to an invalid input line."""
     assert isinstance(item.asked, Refused)
     error = {"code": item.asked.code, "message": item.asked.message}
     line: dict[str, Any] = {"id": item.key}
@@ -252,12 +228,12 @@ def unreadable_answer(item: Item) -> BatchAnswer:
     return BatchAnswer(item.index, item.key, {**line, "error": error}, is_error=True)
 
 
-def _own_line(item: Item, answered: Sequence[Answered]) -> Mapping[str, Any]:
-    made = [{"text": one.text, "finish": FINISHES[one.finished.finish]} for one in answered]
-    counts = [len(one.finished.tokens) for one in answered]
+def _own_line(item: Item, results: Sequence[Result]) -> Mapping[str, Any]:
+    made = [{"text": result.text, "finish": FINISHES[result.finish]} for result in results]
+    counts = [len(result.tokens) for result in results]
     of_each = [{**one, "new_tokens": count} for one, count in zip(made, counts, strict=True)]
     texts = made[0] if len(made) == 1 else {"answers": of_each}
-    return {"id": item.key, **texts, "prompt_tokens": answered[0].finished.prompt_tokens, "new_tokens": sum(counts)}
+    return {"id": item.key, **texts, "prompt_tokens": results[0].prompt_tokens, "new_tokens": sum(counts)}
 
 
 def _new(lead: str) -> str:

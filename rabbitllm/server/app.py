@@ -158,7 +158,9 @@ def _routes(service: Service) -> list[BaseRoute]:
                 code="no_embeddings",
             )
         embedder = service.embedder
-        asked = await service.encoded(lambda: checked_embedding(body, service.tokenizer, service.limits, embedder))
+        asked = await service.encoded(
+            lambda: checked_embedding(body, service.tokenizer, service.limits, embedder.width)
+        )
         work = asyncio.ensure_future(embedder.embed(asked.inputs))
         found = await unless_left(work, request.receive, work.cancel)
         return JsonResponse(embedding_object(asked, found, settings.name))

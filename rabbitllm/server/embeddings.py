@@ -163,9 +163,20 @@ def groups(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def checked_embedding(
-    body: Embedding, tokenizer: PreTrainedTokenizerBase, limits: ModelLimits, embedder: Embedder
+    body: Embedding,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: ModelLimits,
+    width: int,
+    max_inputs: int | None = MAX_INPUTS,
 ) -> CheckedEmbedding:
     """Check the body and tokenize its inputs.
+
+    Args:
+        body: the body.
+        tokenizer: tokenizer of the model.
+        limits: bounds of the model.
+        width: dimensions of a vector.
+        max_inputs: maximum number of inputs; None for no limit.
 
     Raises:
         APIError: no input, too many or too long inputs, or more dimensions than the model has.
@@ -173,10 +184,10 @@ def checked_embedding(
     given = listed(body.input)
     if not given:
         raise bad("The input is empty.", "input")
-    if len(given) > MAX_INPUTS:
-        raise bad(f"There are {len(given):,} inputs; expected at most {MAX_INPUTS:,}.", "input")
-    if body.dimensions is not None and body.dimensions > embedder.width:
-        raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {embedder.width:,}.", "dimensions")
+    if max_inputs is not None and len(given) > max_inputs:
+        raise bad(f"There are {len(given):,} inputs; expected at most {max_inputs:,}.", "input")
+    if body.dimensions is not None and body.dimensions > width:
+        raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {width:,}.", "dimensions")
     inputs = []
     for one in given:
         ids = token_ids(one, tokenizer)
