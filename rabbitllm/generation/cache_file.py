@@ -10,7 +10,7 @@ the file; sliding windows are small.
 
 If a layer cannot be written (a full disk), its sequence is lost and has to be recomputed. The current pass remains
 correct, since its attention has used the data already. The file has no name, so that no other user of the machine can
-read the text of users from it. Called in the batch's thread; other threads read ahead.
+read the text of users from it. Called in the batch's thread; other threads prefetch.
 
     through the page cache    as long as the whole file and the weights that a pass reads remain cached
     past it (direct I/O)      from then on: data that is read once a pass would evict other pages
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TAIL_TOKENS = 32
-"""The most tokens of a sequence in memory and not in the file; buffers have room for so many more, written as zeros."""
+"""Maximum tokens of a sequence in memory and not in the file; buffers have room for as many, written as zeros."""
 MIN_BLOCKS = 16
 """Smaller buffers are not padded to whole blocks, which could add more than a sixteenth."""
 READERS = 2
@@ -95,7 +95,7 @@ class KVBuffer:
 
     @staticmethod
     def of(keys: torch.Tensor, values: torch.Tensor, more: int, device: torch.device | None = None) -> KVBuffer:
-        """A copy of keys and values with room for `more` tokens, all zeros; on the host unless a device is given."""
+        """A copy of a key and a value tensor with room for `more` tokens, all zeros; on the host by default."""
         tokens = keys.shape[2]
         shapes = [torch.Size((*one.shape[:2], tokens + more, one.shape[3])) for one in (keys, values)]
         buffer = KVBuffer.new((shapes[0], shapes[1], keys.dtype), device)
@@ -137,7 +137,7 @@ class BufferFile:
 
     Attributes:
         read: bytes of the buffers taken so far.
-        ahead: bytes that are read ahead now.
+        ahead: bytes that are prefetched now.
         is_past_the_cache: whether buffers that are not small bypass the page cache.
     """
 
@@ -213,7 +213,7 @@ class BufferFile:
         self._prefetch_next()
 
     def take(self, stored: StoredBuffer) -> KVBuffer:
-        """A buffer, after waiting for its read; one that is not being read ahead is read now.
+        """A buffer, once its read has finished; one that is not prefetched is read now.
 
         Args:
             stored: the buffer in the file.
@@ -236,7 +236,7 @@ class BufferFile:
         return buffer
 
     def forget(self) -> None:
-        """Drop all buffers that are read ahead; a failed pass leaves some."""
+        """Drop all prefetched buffers; a failed pass leaves some."""
         self._next.clear()
         for _, future in self._prefetched.values():
             if not future.cancel():
@@ -497,7 +497,7 @@ class CacheFile:
 
 
 def _empty(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-    """Replace a layer's keys and values by NaN of the same shape, which takes no memory and makes any use visible."""
+    """Replace a layer's tensors by NaN of the same shape, which takes no memory and makes any use visible."""
     without_room(layer)
     for name, like in (("keys", keys), ("values", values)):
         nothing = like.new_full((1, 1, 1, 1), float("nan"))

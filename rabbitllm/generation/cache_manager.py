@@ -32,7 +32,7 @@ from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.placement import Placement
 from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile
 from rabbitllm.generation.kv_cache import (
-    WORTH_TOKENS,
+    MIN_PREFIX_TOKENS,
     PrefixCache,
     common_prefix,
     copied,
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 FILE_SHARE = 4
 """By default the file may take 1 / `FILE_SHARE` of the free space on the disk."""
 MIN_SAVING = 2
-"""A sequence goes to the file only if this saves more than so many times the memory of a sequence in the file."""
+"""Minimum saving factor: a sequence goes to the file only if it takes more than this times as much memory otherwise."""
 MIN_SHARED_TOKENS = 64
-"""A request waits for another one that computes a shared prefix of at least so many tokens."""
+"""Minimum length of a shared prefix for which a request waits until another one has computed it."""
 SWAP_SHARE = 4
-"""By default KV caches of so many times the memory limit may be swapped out. This suffices for up to 80 sequences that
+"""Default limit of swapped-out KV caches, in multiples of the memory limit. This suffices for up to 80 sequences that
 grow at the same rate and are preempted until one of them is left."""
 TRIM_SECONDS = 1.0
 """In batch jobs, the minimum time between two returns of free memory to the system."""
@@ -138,7 +138,7 @@ class RunningLengths:
 
 
 def excess(running: abc.Sequence[SequenceLength], cost: Callable[[int], int], limit: int) -> int:
-    """How many running sequences, counted from the last, are preempted before the next pass.
+    """Number of running sequences, counted from the last, that exceed the limit after the next pass.
 
     Args:
         running: sequences in the order in which they were admitted.
@@ -169,7 +169,7 @@ class CacheManager:
         swap: KV caches of preempted sequences, swapped out.
 
     Raises:
-        OptionError: there is no memory left.
+        OptionError: no memory is left.
     """
 
     def __init__(self, model: StreamedModel, limits: Limits, running: abc.Sequence[Sequence]) -> None:
@@ -312,7 +312,7 @@ class CacheManager:
         ids = sequence.ids
         candidates = ((usable(ids, known, cache), known, cache) for known, cache in self._prefixes())
         tokens, known, cache = max(candidates, key=itemgetter(0), default=(0, (), None))
-        worth = max(tokens + WORTH_TOKENS, MIN_SHARED_TOKENS)
+        worth = max(tokens + MIN_PREFIX_TOKENS, MIN_SHARED_TOKENS)
         prefilling = (one.prefilling for one in self._running)
         if any(prompt is not None and common_prefix(ids, prompt) >= worth for prompt in prefilling):
             return False

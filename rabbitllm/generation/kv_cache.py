@@ -71,7 +71,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _cloned(value: Any) -> Any:
-    """A copy with tensors of its own; of a view only the viewed part."""
+    """A copy of a value and its tensors; of a view only the viewed part."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {name: _cloned(one) for name, one in value.items()} if isinstance(value, dict) else value
@@ -79,13 +79,13 @@ def _cloned(value: Any) -> Any:
 
 # growing in place ----------------------------------------------------------------------------------------------------
 
-WORTH_BYTES = 1 << 18
-"""Bytes of keys; below this a copy is faster than making two views of larger tensors."""
+MIN_ROOM_BYTES = 1 << 18
+"""Minimum bytes of keys for spare room; below it a copy is faster than two views of larger tensors."""
 SPARE_SHARE, SPARE_TOKENS = 8, 32
 
 
 class _CacheRoom:
-    """The larger tensors; a layer's keys and values are views of their first tokens.
+    """Key and value tensors with spare room; those of a layer are views of their first tokens.
 
     Attributes:
         keys, values: (1, heads, tokens, width).
@@ -99,8 +99,8 @@ class _CacheRoom:
         self.keys = _longer(keys, tokens)
         self.values = _longer(values, tokens)
 
-    def holds(self, layer: CacheLayerMixin) -> bool:
-        """Whether the layer's tensors are views of these, up to the end of what is used."""
+    def belongs_to(self, layer: CacheLayerMixin) -> bool:
+        """Whether the layer's tensors are views of these, with all used tokens."""
         return bool(
             layer.keys.shape[2] == self.used
             and layer.keys.data_ptr() == self.keys.data_ptr()
@@ -124,13 +124,13 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
         The layer's whole key and value tensor.
     """
     before = layer.keys
-    if not keeps_every_token(layer) or before is None or before.nbytes < WORTH_BYTES:
+    if not keeps_every_token(layer) or before is None or before.nbytes < MIN_ROOM_BYTES:
         found: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
         return found
     begin = before.shape[2]
     end = begin + keys.shape[2]
     room = vars(layer).get("_room")
-    if room is None or not room.holds(layer) or room.keys.shape[2] < end:
+    if room is None or not room.belongs_to(layer) or room.keys.shape[2] < end:
         room = layer._room = _CacheRoom(before, layer.values, end + end // SPARE_SHARE + SPARE_TOKENS)
     room.keys[:, :, begin:end] = keys
     room.values[:, :, begin:end] = values
@@ -140,7 +140,7 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
 
 
 def without_room(layer: CacheLayerMixin) -> Any:
-    """The layer, with its tensors no longer views of room for more tokens; only for a copy, or before they go."""
+    """The layer without its spare room; only for a copy of the layer, or before its tensors are replaced."""
     vars(layer).pop("_room", None)
     return layer
 
@@ -173,14 +173,15 @@ class CacheCost:
     fixed: int = 0
 
     def bytes_for(self, tokens: int) -> int:
-        """Bytes of the KV cache of a sequence with so many tokens."""
-        has_room = tokens * self.every_token >= 2 * self.layers * WORTH_BYTES
-        held = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
-        return self.fixed + held * self.every_token + sum(min(tokens, most) * each for most, each in self.windows)
+        """Bytes of the KV cache of a sequence of this length."""
+        has_room = tokens * self.every_token >= 2 * self.layers * MIN_ROOM_BYTES
+        allocated = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
+        windows = sum(min(tokens, window) * each for window, each in self.windows)
+        return self.fixed + allocated * self.every_token + windows
 
     def tail_bytes(self, tokens: int) -> int:
         """Bytes in memory of a sequence in a file: its last tokens, with sliding windows and states."""
-        return self.fixed + tokens * self.every_token + sum(most * each for most, each in self.windows)
+        return self.fixed + tokens * self.every_token + sum(window * each for window, each in self.windows)
 
 
 def layer_configs(config: PretrainedConfig) -> Sequence[Any]:
@@ -201,7 +202,7 @@ def cost_by_config(config: PretrainedConfig, dtype: torch.dtype) -> CacheCost:
 
 
 def _values_of_a_token(config: PretrainedConfig) -> int:
-    """How many numbers a layer keeps for a token."""
+    """Number of values that a layer keeps for a token."""
     heads = config.num_attention_heads
     keyed = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -241,10 +242,10 @@ def bytes_of(cache: Cache) -> int:
 
 # prefixes ------------------------------------------------------------------------------------------------------------
 
-WORTH_TOKENS = 16
+MIN_PREFIX_TOKENS = 16
 """Shorter prefixes are recomputed."""
 MAX_SEQUENCES = 256
-"""The most finished sequences in the cache. A new request is compared with each of them, in about 40 microseconds
+"""Maximum finished sequences in the cache. A new request is compared with each of them, in about 40 microseconds
 (1,000 tokens, 80 layers)."""
 
 
@@ -262,7 +263,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def usable(wanted: Sequence[int], ids: Sequence[int], cache: Cache) -> int:
-    """How many tokens of a cache can be reused for a sequence.
+    """Number of tokens of a cache that can be reused for a sequence.
 
     At least one token is left to compute, since it yields the first generated one.
 
@@ -272,7 +273,7 @@ def usable(wanted: Sequence[int], ids: Sequence[int], cache: Cache) -> int:
         cache: the KV cache.
     """
     common = min(common_prefix(wanted, ids), len(wanted) - 1)
-    if common < WORTH_TOKENS:
+    if common < MIN_PREFIX_TOKENS:
         return 0
     return common if common == len(ids) or all(can_be_cut(layer) for layer in cache.layers) else 0
 
@@ -281,7 +282,7 @@ def copied(cache: Cache, tokens: int) -> Any:
     """An independent copy of the first tokens of a cache.
 
     Args:
-        cache: KV cache with at least so many tokens.
+        cache: KV cache with at least that number of tokens.
         tokens: number of tokens, as `usable` returned it.
     """
     made = copy(cache)
@@ -298,7 +299,7 @@ def _copied_layer(layer: CacheLayerMixin, tokens: int) -> Any:
 
 
 def _cut_layer(layer: CacheLayerMixin, length: int) -> None:
-    """Cut a layer's key and value tensor, (batch, heads, tokens, width), to so many tokens."""
+    """Cut a layer's key and value tensor, (batch, heads, tokens, width), to a number of tokens."""
     if not is_nothing(layer) and layer.is_initialized and layer.keys is not None:
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
         if is_window(layer):
@@ -341,7 +342,7 @@ class PrefixCache:
             self._entries.move_to_end(tuple(ids))
 
     def shrink(self, nbytes: int) -> None:
-        """Evict the least recently used entries until at most so many bytes are held."""
+        """Evict the least recently used entries until at most `nbytes` are left."""
         while self._entries and self.nbytes > max(nbytes, 0):
             self._drop(next(iter(self._entries)))
 
@@ -365,7 +366,7 @@ CONTINUING = frozenset(
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
 `tests/generation/test_kv_cache.py`."""
 MAX_SNAPSHOTS = 2
-"""The most snapshots: at the beginning of a turn and at the end of its prompt."""
+"""Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
 
 
 def keeps(model: StreamedModel) -> bool:
@@ -426,10 +427,10 @@ class ConversationCache:
         return sum(tensor.nbytes for one in owners for tensor in _tensors(one))
 
     def crop(self, length: int) -> int:
-        """Cut the cache to at most so many tokens, and return its new length.
+        """Cut the cache, and return its new length.
 
         Args:
-            length: number of tokens; no change if the cache has no more than that.
+            length: maximum number of tokens; a shorter cache does not change.
         """
         return len(self.ids) if length >= len(self.ids) else self._crop(length)
 

@@ -1,4 +1,4 @@
-"""How much memory a pass and its KV caches may take, estimated from the sizes of a model.
+"""Estimates the memory that a pass and its KV caches take, from the sizes of a model.
 
     free before loading    weights | left to requests: KV caches and the activations of a pass
     free after loading     by default half for KV caches; the rest bounds the tokens of a pass
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
-LEAST_TOKENS = 16
-"""Minimum prompt tokens in a pass, however little memory there is."""
-MANY_TOKENS = 512
-"""Lower bound of `PassCost.max_tokens`, however large blocks are: products of more tokens are hardly faster."""
+MIN_TOKENS = 16
+"""Minimum prompt tokens in a pass, even with little memory."""
+MIN_MAX_TOKENS = 512
+"""Lower bound of `PassCost.max_tokens`, even for large blocks: products of more tokens are hardly faster."""
 GOOD_TOKENS, GOOD_PARTS = 256, 8
 """Tokens of a part that uses the processor well, and the number of parts that make a pass worth reading the weights."""
 CARRIED = 6
@@ -47,7 +47,7 @@ HEAP_BLOCK_BYTES = 32 << 20
 """The allocator gets larger blocks from the system each time, page by page, which took a sixth of one processor's time
 with parts that needed such blocks (glibc's DEFAULT_MMAP_THRESHOLD_MAX)."""
 TIGHT = 3
-"""Holes between long-lived blocks take up to so many times the memory of a part."""
+"""Holes between long-lived blocks take up to this many times the memory of a part."""
 _SPARE = 5, 4
 """Ratio by which the estimate is multiplied: allocators round up, and the interpreter keeps recent objects alive."""
 
@@ -61,7 +61,7 @@ class PassCost:
         pair: bytes of a query-key pair in the attention matrix; 0 if attention makes no such matrix.
         carried: bytes of a token between two layers.
         fixed: bytes independent of the number of tokens.
-        answered: bytes of a sequence whose next token is sampled.
+        sampled: bytes of a sequence whose next token is sampled.
         block: bytes of a token in the largest tensor of a layer.
     """
 
@@ -69,7 +69,7 @@ class PassCost:
     pair: int
     carried: int
     fixed: int
-    answered: int
+    sampled: int
     block: int
 
     def of(self, tokens: int, part: int, sequences: int) -> int:
@@ -80,7 +80,7 @@ class PassCost:
             part: tokens that go through a layer at a time, assumed to be of one sequence and so attend to each other.
             sequences: number of sequences whose next token is sampled.
         """
-        return self.fixed + sequences * self.answered + tokens * self.carried + part * (self.each + part * self.pair)
+        return self.fixed + sequences * self.sampled + tokens * self.carried + part * (self.each + part * self.pair)
 
     def good(self, sequences: int) -> int:
         """Bytes of a pass that is worth reading the weights."""
@@ -88,32 +88,32 @@ class PassCost:
 
     def least(self) -> int:
         """Bytes of the smallest pass."""
-        return self.of(LEAST_TOKENS, LEAST_TOKENS, 1)
+        return self.of(MIN_TOKENS, MIN_TOKENS, 1)
 
     def tokens_in(self, nbytes: int) -> int:
-        """How many tokens can go through a layer at a time in so many bytes; at least `LEAST_TOKENS`."""
+        """Number of tokens that can go through a layer at a time in `nbytes`; at least `MIN_TOKENS`."""
         if self.pair:
             half = self.each / (2 * self.pair)
             found = int(math.sqrt(half * half + max(nbytes, 0) / self.pair) - half)
         else:
             found = nbytes // self.each
-        return max(found, LEAST_TOKENS)
+        return max(found, MIN_TOKENS)
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that are worth taking through a layer together."""
-        return max(HEAP_BLOCK_BYTES // self.block, MANY_TOKENS)
+        """Maximum number of tokens that are worth taking through a layer at a time."""
+        return max(HEAP_BLOCK_BYTES // self.block, MIN_MAX_TOKENS)
 
     def is_tight(self, part: int, nbytes: int) -> bool:
-        """Whether so many bytes are too few for parts of this size with the holes between blocks."""
+        """Whether `nbytes` are too few for parts of this size with the holes between blocks."""
         return nbytes < TIGHT * self.of(0, part, 0)
 
     def sequences_in(self, nbytes: int) -> int:
-        """How many sequences a pass may have if logits get a quarter of so many bytes; at least one."""
-        return max(nbytes // (4 * self.answered), 1)
+        """Maximum number of sequences in a pass if logits get a quarter of `nbytes`; at least one."""
+        return max(nbytes // (4 * self.sampled), 1)
 
     def parts_in(self, nbytes: int, sequences: int) -> tuple[int, int]:
-        """The most prompt tokens in a pass that goes through each layer in parts, and in one part.
+        """Maximum prompt tokens in a pass that goes through each layer in parts, and in one part.
 
         Half of the memory is for the activations of a part in a layer, half for the hidden states of all tokens.
 
@@ -124,7 +124,7 @@ class PassCost:
         Returns:
             Tokens of the pass, and tokens of a part.
         """
-        left = max(nbytes - self.fixed - sequences * self.answered, 0)
+        left = max(nbytes - self.fixed - sequences * self.sampled, 0)
         part = self.tokens_in(left // 2)
         return max((left - left // 2) // self.carried, part), part
 
@@ -164,9 +164,9 @@ def _cost_by(config: PretrainedConfig, itemsize: int) -> PassCost:
     matrix = hidden * max(wide, queries)
     fixed = max(2 * 4 * min(CHUNK_ELEMENTS, matrix) if widened else 0, itemsize * matrix)
     vocabulary: int = getattr(config, "vocab_size", None) or 0
-    answered = max((4 + itemsize) * vocabulary, 1)
+    sampled = max((4 + itemsize) * vocabulary, 1)
     return PassCost(
-        each, pair, CARRIED * itemsize * hidden, fixed, answered, max(widened, itemsize) * max(wide, queries)
+        each, pair, CARRIED * itemsize * hidden, fixed, sampled, max(widened, itemsize) * max(wide, queries)
     )
 
 
@@ -178,17 +178,17 @@ def _wide(config: PretrainedConfig, hidden: int) -> int:
     return max(wide, expert * picked) if isinstance(expert, int) and picked else wide
 
 
-AHEAD_SHARE = 8
-"""1 / `AHEAD_SHARE` of the limit is for KV caches that are read from a file ahead of their attention."""
+PREFETCH_SHARE = 8
+"""1 / `PREFETCH_SHARE` of the limit is for KV caches that are prefetched from a file."""
 UNUSED_SHARE = 4
-"""In bulk, where passes are as large as memory allows, 1 / `UNUSED_SHARE` of their memory is kept free for input lines
-in the queue, answers, and caches that are being written to a file."""
-LEAST_CACHE_TOKENS = 64
-"""With room for fewer tokens in KV caches a server would reject nearly every request."""
+"""In batch jobs, where passes are as large as memory allows, 1 / `UNUSED_SHARE` of their memory is kept free for input
+lines in the queue, answers, and caches that are being written to a file."""
+MIN_CACHE_TOKENS = 64
+"""With room for fewer tokens a server would reject nearly every request."""
 
 
 class CacheMemory:
-    """How much memory KV caches may take, and how much they take.
+    """The memory limit of KV caches, and their sizes.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it.
@@ -201,8 +201,8 @@ class CacheMemory:
         limit: bytes that KV caches may take.
         max_tokens: prompt tokens that one pass can compute in the remaining memory.
         part: how many of these can go through a layer at a time; None for all.
-        rows: most rows of several sequences that are worth packing into one forward; None for no limit.
-        max_sequences: most sequences in one pass: `running`, or fewer if memory for their logits is short.
+        rows: maximum rows of several sequences in a packed forward; None for no limit.
+        max_sequences: maximum sequences in one pass: `running`, or fewer if memory for their logits is short.
         is_tight: whether memory freed after a pass must be returned to the system at once.
 
     Raises:
@@ -217,7 +217,7 @@ class CacheMemory:
         self._is_measured = False
         free = free_memory(model)
         self.limit = cache_bytes if cache_bytes is not None else free // 2
-        if cache_bytes is None and self.limit < self.bytes_for(LEAST_CACHE_TOKENS):
+        if cache_bytes is None and self.limit < self.bytes_for(MIN_CACHE_TOKENS):
             raise OptionError(
                 f"The weights leave {size(free)} free, which is too little to answer any request.",
                 "Lower --max-memory, or end other programs.",
@@ -233,8 +233,8 @@ class CacheMemory:
             return
         if cache_bytes is not None and left < cost.least():
             raise OptionError(
-                f"The KV cache is limited to {size(cache_bytes)}, and a pass needs {size(cost.least())} more; "
-                f"the weights leave {size(free)} free.",
+                f"A pass needs {size(cost.least())} in addition to the KV cache ({size(cache_bytes)}); "
+                f"{size(free)} are free with the weights loaded.",
                 "Lower --cache-memory or --max-memory.",
             )
         left -= left // UNUSED_SHARE
@@ -244,7 +244,7 @@ class CacheMemory:
         self.is_tight = cost.is_tight(self.rows, left // 2)
 
     def bytes_for(self, tokens: int) -> int:
-        """The size in bytes of the KV cache of one sequence with so many tokens."""
+        """Bytes of the KV cache of one sequence of this length."""
         return self._cost.bytes_for(tokens)
 
     def tail_bytes(self) -> int:
@@ -253,7 +253,7 @@ class CacheMemory:
 
     def prefetch_bytes(self) -> int:
         """Bytes that may be read from a file ahead of their use."""
-        return self.limit // AHEAD_SHARE
+        return self.limit // PREFETCH_SHARE
 
     def next_bytes(self, lengths: Iterable[SequenceLength]) -> int:
         """Bytes of the KV caches of these sequences after the next pass."""
@@ -285,8 +285,8 @@ def free_memory(model: StreamedModel) -> int:
 
 REQUESTS_SHARE = 5
 """By default 1 / `REQUESTS_SHARE` of the free memory is left to requests."""
-LEAST_PASS_SHARE = 10
-"""If the size of the KV cache is given, at least 1 / `LEAST_PASS_SHARE` of the free memory is left to activations."""
+MIN_PASS_SHARE = 10
+"""If the size of the KV cache is given, at least 1 / `MIN_PASS_SHARE` of the free memory is left to activations."""
 
 
 def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) -> int:
@@ -299,7 +299,7 @@ def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) ->
     """
     if cache_bytes is None:
         return free // REQUESTS_SHARE
-    return min(cache_bytes + max(free // LEAST_PASS_SHARE, pass_bytes), free)
+    return min(cache_bytes + max(free // MIN_PASS_SHARE, pass_bytes), free)
 
 
 def weight_limits(run: RunOptions, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[str, int] | None:

@@ -99,15 +99,15 @@ def within_budget(tokens: abc.Sequence[int], budget: int) -> list[int]:
     return found
 
 
-def retry_after(waiting: int, most_running: int, seconds: float) -> float:
+def retry_after(waiting: int, max_running: int, seconds: float) -> float:
     """Estimated seconds until a new request can be accepted, from 1 to 600.
 
     Args:
         waiting: number of waiting requests.
-        most_running: maximum number of running requests.
+        max_running: maximum number of running requests.
         seconds: recent duration of a request.
     """
-    return min(max(1.0, seconds * max(waiting, 1) / max(most_running, 1)), 600.0)
+    return min(max(1.0, seconds * max(waiting, 1) / max(max_running, 1)), 600.0)
 
 
 class Scheduler:
@@ -216,7 +216,7 @@ class Scheduler:
     # in the batch's thread -------------------------------------------------------------------------------------------
 
     def wait(self) -> bool:
-        """Wait while there are no requests or the queue is held; False once it is closed and empty."""
+        """Wait while there are no requests or the queue is paused; False once it is closed and empty."""
         with self._change:
             while self._pauses or not (self.running or self._waiting):
                 if self._closing is not None and not self._pauses:

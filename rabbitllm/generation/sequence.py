@@ -1,6 +1,6 @@
 """A request that is being generated: its tokens, its KV cache, its random numbers and its events.
 
-Runs in the batch's thread. A stopping criterion of `generate` receives every token as soon as it is chosen. A sequence
+Runs in the batch's thread. A stopping criterion of `generate` receives every token once it is chosen. A sequence
 ends at the model's end tokens, at a stop string or at its maximum length. It leaves `generate` by an exception, which
 saves the pass for a token that is not needed. Preempted, it keeps its tokens and continues behind them.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVED_TOKENS = 64
-"""Number of future tokens of every sequence for which room is reserved, so that it is not preempted at once."""
+"""Number of future tokens for which each sequence reserves memory, so that it is not preempted at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Sequence:
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens its cache has; 0 without one."""
+        """Number of tokens in its cache; 0 without one."""
         return self.cache.get_seq_length() if self.cache is not None else 0
 
     @property
@@ -184,12 +184,12 @@ class Sequence:
         self.coroutine = None  # its stack holds much memory, and the caller may keep the sequence
 
     def finish(self, reason: FinishReason) -> Result:
-        """Report the text that was held back, and the result."""
+        """Report the text that was withheld, and the result."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self._stream.end()
             if self._pieces:
-                self._tell(Delta("".join(self._pieces), ()))
+                self._report(Delta("".join(self._pieces), ()))
         result = Result(
             self._stream.text,
             tuple(self.tokens),
@@ -200,21 +200,21 @@ class Sequence:
             self.kept_tokens,
             self._stream.stop,
         )
-        self._tell(result)
+        self._report(result)
         self._notify = None  # breaks the reference cycle with the caller
         return result
 
     def fail(self, error: Exception) -> None:
         """Report that it has failed."""
-        self._tell(Failed(error))
+        self._report(Failed(error))
         self._notify = None
 
-    def _tell(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         try:
             if self._notify is not None:
                 self._notify(event)
         except Exception:
-            logger.debug("the client is gone", exc_info=True)
+            logger.debug("The client has disconnected.", exc_info=True)
             self.is_cancelled = True
 
     def _generate(self, chunk: int | None) -> None:
@@ -243,12 +243,12 @@ class Sequence:
             self._stream.end()
         text = "".join(self._pieces)
         self._pieces.clear()
-        self._tell(Delta(text, (chosen,)))
+        self._report(Delta(text, (chosen,)))
         if self.finish_reason is not None:
             raise _Over
 
     def _swap_random_state(self, begins: bool) -> None:
-        """Swap in the request's own random state around the choice of a token: called before it and after."""
+        """Swap in the random state of the request around the choice of a token: called before it and after."""
         if self._random is not None:
             other = _random_state(self._model.device)
             _set_random_state(self._random, self._model.device)

@@ -1,4 +1,4 @@
-"""A nameless file of slots: bytes are written into free ones, read again, also ahead of their use, and released.
+"""A nameless file of slots: bytes are written into free slots, prefetched, read and released.
 
 Other users of the machine cannot read it, and it disappears with this process. It is created by the first write.
 """
@@ -79,7 +79,7 @@ class SlotFile:
     Args:
         folder: folder of the file; None for the system's.
         limit: maximum size of the file in bytes.
-        threads: number of threads that read ahead.
+        threads: number of threads that prefetch.
     """
 
     def __init__(self, folder: Path | None, limit: int, threads: int) -> None:

@@ -18,7 +18,7 @@ from rabbitllm.generation import kv_cache
 from rabbitllm.generation.kv_cache import (
     CONTINUING,
     MAX_SEQUENCES,
-    WORTH_TOKENS,
+    MIN_PREFIX_TOKENS,
     ConversationCache,
     PrefixCache,
     append,
@@ -130,8 +130,8 @@ def test_a_short_beginning_is_worth_nothing_and_one_token_is_always_computed(tmp
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, 40, 8), torch.zeros(1, 1, 40, 8), 0)
     text = list(range(40))
-    assert usable([*text[: WORTH_TOKENS - 1], 99, 99], text, cache) == 0
-    assert usable([*text[:WORTH_TOKENS], 99, 99], text, cache) == WORTH_TOKENS
+    assert usable([*text[: MIN_PREFIX_TOKENS - 1], 99, 99], text, cache) == 0
+    assert usable([*text[:MIN_PREFIX_TOKENS], 99, 99], text, cache) == MIN_PREFIX_TOKENS
     assert usable(text, text, cache) == 39
 
 
@@ -188,7 +188,7 @@ HEADS, WIDTH = 2, 4
 
 @pytest.fixture
 def small_layers_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "WORTH_BYTES", 10 * HEADS * WIDTH * 4)
+    monkeypatch.setattr(kv_cache, "MIN_ROOM_BYTES", 10 * HEADS * WIDTH * 4)
 
 
 def some(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

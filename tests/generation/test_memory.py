@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation import memory
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.kv_cache import cost_by_config
-from rabbitllm.generation.memory import LEAST_TOKENS, PassCost, cost_of_a_pass, left_to_requests, weight_limits
+from rabbitllm.generation.memory import MIN_TOKENS, PassCost, cost_of_a_pass, left_to_requests, weight_limits
 from rabbitllm.generation.request import Request
 from rabbitllm.quant.vectors import multiplies_pairs
 from tests.generation.asking import alone, asked
@@ -79,7 +80,7 @@ def test_the_parts_of_a_pass_fit_into_what_there_is() -> None:
             assert 0.9 * nbytes < cost.of(tokens, part, 64) <= nbytes
             assert cost.is_tight(part, nbytes // 2)
         assert not cost.is_tight(cost.max_tokens, 8 << 30)
-        assert cost.parts_in(0, 64) == (LEAST_TOKENS, LEAST_TOKENS)
+        assert cost.parts_in(0, 64) == (MIN_TOKENS, MIN_TOKENS)
         assert cost.least() < cost.good(1) < cost.good(64)
 
 
@@ -102,7 +103,7 @@ def test_costs_follow_from_the_sizes() -> None:
     assert cost_of_a_pass(SimpleNamespace(hidden_size=768), 2).tokens_in(1 << 30) > tokens
     experts = SimpleNamespace(**vars(LLAMA), moe_intermediate_size=1024, num_experts_per_tok=8)
     assert cost_of_a_pass(experts, 2).each > cost_of_a_pass(LLAMA, 2).each
-    assert PassCost(1, 0, 1, 0, 1, 1).tokens_in(-5) == LEAST_TOKENS
+    assert PassCost(1, 0, 1, 0, 1, 1).tokens_in(-5) == MIN_TOKENS
 
 
 def test_layers_of_different_sizes() -> None:
@@ -150,7 +151,7 @@ def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatc
 
 
 def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With next to nothing free a pass has `LEAST_TOKENS` of prompts, and the answers are the same."""
+    """With next to nothing free a pass has `MIN_TOKENS` of prompts, and the answers are the same."""
     model = load(split_folder, dtype="float32")
     (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 400_000)
@@ -160,7 +161,7 @@ def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, m
         found = asked(batch, requests)
         passes = batch.stats.passes
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
-    assert passes >= 2 * 60 // LEAST_TOKENS
+    assert passes >= 2 * 60 // MIN_TOKENS
 
 
 def test_no_memory_at_all_is_said_at_once(split_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +179,10 @@ def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
     least = cost_of_a_pass(model.config, 4).least()
     (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + least)
-    said = f"needs {size(least)} more; the weights leave {size(300_000 + least)} free"
-    with pytest.raises(OptionError, match=said):
+    message = (
+        f"A pass needs {size(least)} in addition to the KV cache ({size(300_001)}); {size(300_000 + least)} are free"
+    )
+    with pytest.raises(OptionError, match=re.escape(message)):
         Batch(model, Limits(cache_bytes=300_001, throughput=True))
     with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
         request = Request(tuple(range(3, 40)), 3)
@@ -193,7 +196,7 @@ def test_no_more_texts_share_a_pass_than_there_is_memory_for_their_logits(
     model = load(split_folder, dtype="float32")
     cost = cost_of_a_pass(model.config, 4)
     (lane,) = model.streamer.executors.values()
-    monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + max(12 * cost.answered, cost.least()))
+    monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + max(12 * cost.sampled, cost.least()))
     requests = [Request(tuple(range(3 + number, 9 + number)), 4) for number in range(7)]
     with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
         most = cost.sequences_in(lane.device.free_bytes() - 300_000)

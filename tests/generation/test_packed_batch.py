@@ -304,7 +304,7 @@ IMAGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(WITH_IMAGES))
-def test_texts_of_models_that_see(tmp_path: Path, name: str) -> None:
+def test_sequences_of_models_that_see(tmp_path: Path, name: str) -> None:
     tokens = {"image_token_id": 270, "image_token_index": 270, "video_token_id": 271}
     config = transformers.AutoConfig.for_model(name, **IMAGES[name], **tokens)
     torch.manual_seed(0)

@@ -34,9 +34,9 @@ from rabbitllm.generation.packed_batch import (
     PackedCache,
     Pair,
     attending_configs,
-    attention_by_text,
+    attention_by_sequence,
+    sequences_of,
     shares_keys,
-    texts_of,
 )
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, Segment, Segments
@@ -115,7 +115,7 @@ class SegmentCache(PackedCache):
         Returns:
             The same tensors.
         """
-        self._given[layer_idx] = key_states, value_states, []
+        self._new[layer_idx] = key_states, value_states, []
         self._unused += 1
         if self._knows:
             assert self._before is not None
@@ -270,7 +270,7 @@ class ScoringForward:
         try:
             for body, own in before:
                 body._compiled_call_impl = _cutting(own or body._call_impl)
-            with attention_by_text(self._configs):
+            with attention_by_sequence(self._configs):
                 yield
         finally:
             for body, own in before:
@@ -318,7 +318,7 @@ class ScoringForward:
             else:
                 shared_prefix = batch.shared_prefix
                 cache = SegmentCache(batch.segments, self._config, self._shares, before, behind, shared_prefix)
-                with texts_of(cache):
+                with sequences_of(cache):
                     chances = self._chances(cut, _packed_inputs(batch.segments, ids, cache), wanted)
                 cache.finish()
         finally:
