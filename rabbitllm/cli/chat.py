@@ -65,13 +65,13 @@ def chat_command(
     from transformers import logging
 
     from rabbitllm.chat.conversation import Conversation
-    from rabbitllm.chat.loop import ChatLoop, standard_surface
+    from rabbitllm.chat.loop import ChatLoop, standard_streams
     from rabbitllm.generation.session import Session
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     chat = ChatLoop(
         Session(loaded, max_new_tokens, sampling),
-        standard_surface(),
+        standard_streams(),
         model,
         Conversation().with_system(system),
     )

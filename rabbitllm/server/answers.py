@@ -134,7 +134,7 @@ def bytes_of_characters() -> Mapping[str, int]:
 
 
 class _Choices:
-    """The choices of one answer, whole or streamed; further methods are in the two kinds of it.
+    """The choices of one answer, whole or streamed; subclasses make its objects.
 
     Args:
         asked: the request.
@@ -193,7 +193,7 @@ class ChatChoices(_Choices):
         return [_delta(choice, {"content": text}, logprobs)]
 
     def end(self, choice: int, finished: Result) -> list[dict[str, Any]]:
-        """Text that was held back, the tool calls and the finish reason."""
+        """The withheld text, the tool calls and the finish reason."""
         text, calls = self._rest(choice)
         found = [_delta(choice, {"content": text})] if text else []
         if calls:

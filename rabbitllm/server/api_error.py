@@ -2,7 +2,7 @@
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-A message goes to the client: it never contains a path of this machine or any part of a traceback.
+A message goes to the client. It never contains a path of this machine or any part of a traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 BAD_REQUEST, UNAUTHORISED, FORBIDDEN, NOT_FOUND = 400, 401, 403, 404
 TIMED_OUT, TOO_LARGE, BUSY, BROKEN, CLOSING, TOO_LATE = 408, 413, 429, 500, 503, 504
 
-_TYPES = {
+_ERROR_TYPES = {
     UNAUTHORISED: "authentication_error",
     FORBIDDEN: "permission_error",
     BUSY: "rate_limit_error",
@@ -62,7 +62,7 @@ class APIError(Exception):
 
     def as_object(self) -> dict[str, Any]:
         """For `json.dumps`."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < BROKEN else "server_error")
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < BROKEN else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -109,10 +109,10 @@ def prompt_error(error: Exception) -> APIError:
         return bad("This server cannot read pictures; its log has the reason.", "messages", UNSUPPORTED)
     cause = error.error
     if error.by_processor and not isinstance(cause, jinja2.TemplateError):
-        said = f": {harmless(str(cause), 300)}" if type(cause) is ValueError else ""
-        return bad(f"The model's processor refuses these pictures{said}.", "messages", BAD_MEDIA)
-    said = f": {str(cause)[:300]}" if isinstance(cause, jinja2.TemplateError) and cause.message else ""
-    return bad(f"The model's chat template refuses this conversation{said}.", "messages", "template_error")
+        reason = f": {harmless(str(cause), 300)}" if type(cause) is ValueError else ""
+        return bad(f"The model's processor refuses these pictures{reason}.", "messages", BAD_MEDIA)
+    reason = f": {str(cause)[:300]}" if isinstance(cause, jinja2.TemplateError) and cause.message else ""
+    return bad(f"The model's chat template refuses this conversation{reason}.", "messages", "template_error")
 
 
 CLOSE = {"connection": "close"}

@@ -1,4 +1,4 @@
-"""The routes: each reads a request, passes it to the other modules and writes the response.
+"""The routes: each reads a request, calls the other modules and writes the response.
 
 The page at `/` sends requests only to the server that it came from: to `/v1/chat/completions`, `/v1/models` and
 `/status`. Its files are the same for all users and have no secret, so they need no key.
@@ -34,12 +34,12 @@ from rabbitllm.server.guards import (
     JsonResponse,
     Record,
     RequestLog,
-    answer_of,
     api_error_of,
+    response_of,
     wrong_caller,
     wrong_key,
 )
-from rabbitllm.server.metrics import CONTENT_TYPE, written
+from rabbitllm.server.metrics import CONTENT_TYPE, text_format
 from rabbitllm.server.requests import CheckedCall, checked_chat, checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
@@ -110,9 +110,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         _record(request).gone = True
         return Response(status_code=GONE)
-    refusal = api_error_of(error)
-    _record(request).error = refusal.code or refusal.message
-    return answer_of(refusal)
+    api_error = api_error_of(error)
+    _record(request).error = api_error.code or api_error.message
+    return response_of(api_error)
 
 
 def _routes(service: Service) -> list[BaseRoute]:
@@ -173,7 +173,7 @@ def _routes(service: Service) -> list[BaseRoute]:
 
     async def metrics(_: Request) -> Response:
         families = service.metrics.families(service.batch.stats, settings.name)
-        return Response(written(families), media_type=CONTENT_TYPE)
+        return Response(text_format(families), media_type=CONTENT_TYPE)
 
     return [
         Route("/v1/models", models),
@@ -309,8 +309,8 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
     too_large = APIError(
         TOO_LARGE, f"The request body has more than {max_bytes:,} bytes.", code="body_too_large", headers=CLOSE
     )
-    said = request.headers.get("content-length", "")
-    if said.isdecimal() and (len(said) > 18 or int(said) > max_bytes):
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > 18 or int(length) > max_bytes):
         raise too_large
     raw = bytearray()
     try:

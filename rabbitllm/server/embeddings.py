@@ -1,6 +1,6 @@
 """Embeddings of texts, from models whose checkpoint says how they are computed.
 
-A causal model has no embeddings of its own. Models trained for embeddings come with the files of
+Only some models have embeddings. Models trained for embeddings come with the files of
 sentence-transformers: `modules.json` lists the steps after the transformer, and `1_Pooling/config.json` says how
 hidden states are pooled. Several texts are computed in a pass, and these passes alternate with those of generation.
 """
@@ -84,10 +84,10 @@ def recipe_in(folder: Path) -> PoolingRecipe | None:
         name = str(modules[1]["path"])
         if not name.replace("_", "").isalnum():  # a name is never a path
             return None
-        said = read_json(folder / name / "config.json")
+        config = read_json(folder / name / "config.json")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, InvalidIndexError):
         return None
-    chosen = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
+    chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if len(chosen) != 1 or chosen[0] not in POOLINGS:
         return None
     return PoolingRecipe(POOLINGS[chosen[0]], kinds[2:] == ["Normalize"])
@@ -104,7 +104,7 @@ class Embedder:
     def __init__(self, model: StreamedModel, recipe: PoolingRecipe) -> None:
         self._model = model
         self._recipe = recipe
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     @property
     def width(self) -> int:
@@ -114,7 +114,7 @@ class Embedder:
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
         """A vector for each input; cancellation when the client disconnects takes effect between two passes."""
         found: list[list[float]] = [[]] * len(inputs)
-        async with self._turn:
+        async with self._lock:
             for group in groups([len(ids) for ids in inputs]):
                 vectors = await asyncio.to_thread(self.vectors, [inputs[index] for index in group])
                 for index, vector in zip(group, vectors, strict=True):
@@ -207,11 +207,15 @@ def checked_embedding(
 
 def embedding_object(asked: CheckedEmbedding, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
     """The response object of OpenAI's interface."""
+
+    def encode(vector: Sequence[float]) -> Any:
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if asked.as_base64 else list(vector)
+
     tokens = sum(map(len, asked.inputs))
     return {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": at, "embedding": _written(_cut(vector, asked.dimensions), asked)}
+            {"object": "embedding", "index": at, "embedding": encode(_cut(vector, asked.dimensions))}
             for at, vector in enumerate(vectors)
         ],
         "model": name,
@@ -226,7 +230,3 @@ def _cut(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
     cut = torch.tensor(vector[:dimensions])
     length = float(torch.tensor(vector).norm())
     return [float(value) for value in (torch.nn.functional.normalize(cut, dim=0) * length).tolist()]
-
-
-def _written(vector: Sequence[float], asked: CheckedEmbedding) -> Any:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if asked.as_base64 else list(vector)

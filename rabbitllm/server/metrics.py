@@ -1,7 +1,4 @@
-"""Counters and timings of the server; `/metrics` shows them together with those of its batch.
-
-First Prometheus' text format, version 0.0.4: families of samples as lines. Then the metrics themselves.
-"""
+"""Counters and timings of the server; `/metrics` shows them and the batch's as Prometheus text, version 0.0.4."""
 
 from __future__ import annotations
 
@@ -44,15 +41,15 @@ def gauge(name: str, text: str, value: float) -> Family:
     return Family(name, "gauge", text, [("", {}, value)])
 
 
-def written(families: Iterable[Family]) -> str:
+def text_format(families: Iterable[Family]) -> str:
     """The families as text."""
     lines = []
     for family in families:
         lines.append(f"# HELP {family.name} {_escaped(family.help)}")
         lines.append(f"# TYPE {family.name} {family.kind}")
         for suffix, labels, value in family.samples:
-            said = ",".join(f'{name}="{_escaped(text, quoted=True)}"' for name, text in labels.items())
-            lines.append(f"{family.name}{suffix}{f'{{{said}}}' if said else ''} {_number(value)}")
+            pairs = ",".join(f'{name}="{_escaped(text, quoted=True)}"' for name, text in labels.items())
+            lines.append(f"{family.name}{suffix}{f'{{{pairs}}}' if pairs else ''} {_number(value)}")
     return "\n".join(lines) + "\n"
 
 

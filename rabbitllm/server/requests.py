@@ -195,18 +195,18 @@ def _content(message: Message, where: str, settings: Settings) -> str | list[Map
             raise bad(error.problem, at, BAD_MEDIA) from error
         if media is not None and message.role not in ("user", "tool"):
             raise bad(f"{where} is of {message.role}; only a user can send pictures and sounds.", at, UNSUPPORTED)
-        parts.append(media or {"type": "text", "text": _part(part, at)})
+        parts.append(media or {"type": "text", "text": _text(part, at)})
     return text_of_parts(parts)
 
 
-def _part(part: ContentPart, where: str) -> str:
+def _text(part: ContentPart, where: str) -> str:
     if part.type not in ("text", "refusal"):
         wanted = "text, image_url and input_audio are supported"
         raise bad(f"{where} is of type {part.type[:40]}; {wanted}.", where, UNSUPPORTED)
-    said = part.text if part.text is not None else (part.model_extra or {}).get("refusal")
-    if not isinstance(said, str):
+    text = part.text if part.text is not None else (part.model_extra or {}).get("refusal")
+    if not isinstance(text, str):
         raise bad(f"{where} has no text.", where)
-    return said
+    return text
 
 
 def _arguments(given: str | dict[str, Any]) -> Any:

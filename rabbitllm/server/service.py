@@ -98,7 +98,7 @@ _Result = TypeVar("_Result")
 
 
 class EmbeddingsOnly:
-    """Stands in for the batch of a model that generates no text: every request is refused.
+    """The batch of a model that generates no text: every request is refused.
 
     Args:
         model: a model from `AutoModel.from_pretrained`.
@@ -133,7 +133,7 @@ class Service:
     Args:
         model: a model from `AutoModel.from_pretrained`.
         batch: runs the requests.
-        settings: how requests are treated.
+        settings: limits and defaults of requests.
         embedder: None where the model has no embeddings.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Settings of a server, and what is checked before anything slow: its packages, its address, and who reaches it."""
+"""Settings of a server, and checks before the model is loaded: its packages, its address, and who reaches it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rabbitllm.generation.request import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How requests are treated.
+    """Limits and defaults of requests, and who may send them.
 
     Attributes:
         name: the model's name in answers; requests that name another one are refused.
@@ -75,7 +75,7 @@ def bound(host: str, port: int) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
-        raise _taken(host, port, error) from None
+        raise _unavailable(host, port, error) from None
     return made
 
 
@@ -89,10 +89,10 @@ def listen(made: socket.socket, backlog: int) -> None:
         made.listen(backlog)
     except OSError as error:
         host, port = made.getsockname()[:2]
-        raise _taken(host, port, error) from None
+        raise _unavailable(host, port, error) from None
 
 
-def _taken(host: str, port: int, error: OSError) -> OptionError:
+def _unavailable(host: str, port: int, error: OSError) -> OptionError:
     return OptionError(
         f"Nothing can listen at {host}, port {port} ({error.strerror}).",
         "Another program may use the port: stop it, or use another --port.",

@@ -108,7 +108,7 @@ needs_glibc = pytest.mark.skipif(server.trimming() is None, reason="no glibc her
 
 @needs_glibc
 def test_what_lies_between_blocks_in_use_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(server, "TRIM_SECONDS", 0.01)
     process = psutil.Process()
     blocks = [torch.ones(BLOCK, dtype=torch.uint8) for _ in range(COUNT)]
     stays = blocks[::2]
@@ -116,12 +116,12 @@ def test_what_lies_between_blocks_in_use_is_given_back(monkeypatch: pytest.Monke
     before = process.memory_info().rss
 
     async def for_a_moment() -> None:
-        giving = asyncio.ensure_future(server.give_back_freed())
+        trimmer = asyncio.ensure_future(server.trim_periodically())
         for _ in range(200):
             await asyncio.sleep(0.02)
             if process.memory_info().rss < before - BLOCK * COUNT // 4:
                 break
-        giving.cancel()
+        trimmer.cancel()
 
     asyncio.run(for_a_moment())
     assert process.memory_info().rss < before - BLOCK * COUNT // 4
@@ -131,4 +131,4 @@ def test_what_lies_between_blocks_in_use_is_given_back(monkeypatch: pytest.Monke
 @needs_glibc
 def test_without_glibc_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "trimming", lambda: None)
-    asyncio.run(asyncio.wait_for(server.give_back_freed(), 1))
+    asyncio.run(asyncio.wait_for(server.trim_periodically(), 1))
