@@ -1,7 +1,7 @@
 """Answers to items of all kinds: shared by the command line, the API and the workers of a cluster.
 
-Items that ask for text run through one batch: as many at a time as it admits, with the next ones ready. They are taken
-from an iterator as requests finish, so that only a few hundred lines are in memory, however long the input is.
+Items that ask for text run through one batch; some more than it admits are prepared and wait. Items are taken from an
+iterator as requests finish, so that only a few hundred lines are in memory.
 
 Items that ask for likelihoods or embeddings go through `rabbitllm.generation.scoring`, many in one pass:
 
@@ -107,13 +107,13 @@ def answered(
 
 
 READY = 2
-"""Factor of submitted to running requests: if all end at once, all can be replaced at once."""
+"""Ratio of submitted to running requests: if all end at once, all can be replaced at once."""
 WHOLE_PROMPT = 1 << 30
 """Tokens of a prompt in one pass. No client waits for a first token, so prompts are chunked only for lack of memory."""
 MAX_REFUSED = 256
 """Limit of error lines that are collected before they are returned."""
-_ENDS_ALL = (OSError, MemoryError, BatchError)
-"""Errors that are not the fault of the request in which they occur."""
+_FATAL = (OSError, MemoryError, BatchError)
+"""Errors that any request would cause."""
 
 Watch = Callable[[Callable[[], BatchStats]], object]
 
@@ -128,7 +128,7 @@ class _OpenGeneration:
     Attributes:
         prepared: see above.
         results: of each request; None while it runs.
-        is_refused: whether one of them was refused; then the others are not waited for.
+        is_refused: whether one of them was refused; then the others are cancelled.
         error: error of one of them.
     """
 
@@ -159,7 +159,7 @@ class _OpenGeneration:
             self._done.put(self)
 
     @property
-    def is_cut(self) -> bool:
+    def is_unanswered(self) -> bool:
         """Whether the batch ended before the item was answered."""
         ends = (FinishReason.STOP, FinishReason.LENGTH)
         return any(result is not None and result.finish not in ends for result in self.results)
@@ -213,7 +213,7 @@ class _Feed:
         while self._next is not None and len(refused) < MAX_REFUSED:
             if isinstance(self._next, BatchAnswer):
                 refused.append(self._next)
-            elif not self.open_requests or self._has_room(self._next):
+            elif not self.open_requests or self._fits(self._next):
                 ready.append(self._next)
                 self._count(self._next, 1)
             else:
@@ -221,7 +221,7 @@ class _Feed:
             self._next = self._prepared()
         return ready, refused
 
-    def _has_room(self, item: PreparedItem) -> bool:
+    def _fits(self, item: PreparedItem) -> bool:
         bytes_fit = self.open_bytes + item.media_bytes <= MEDIA_BYTES
         return self.open_requests + len(item.requests) <= self._limit and bytes_fit
 
@@ -307,27 +307,27 @@ def _answered(ended: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAns
     made: list[BatchAnswer] = []
     failed: BaseException | None = None
     for one in ended:
-        if one.error is not None and not (batch.error or _ends_all(one.error)):
+        if one.error is not None and not (batch.error or _is_fatal(one.error)):
             broken = APIError(BROKEN, f"{type(one.error).__name__}: {one.error}")
-            refusal = bad(one.error.problem) if isinstance(one.error, OptionError) else broken
-            made.append(refused_answer(one.prepared.item, refusal))
+            api_error = bad(one.error.problem) if isinstance(one.error, OptionError) else broken
+            made.append(refused_answer(one.prepared.item, api_error))
         elif one.error is not None:
             failed = batch.error or one.error
-        elif one.is_cut:
+        elif one.is_unanswered:
             failed = batch.error or BatchError("The batch was closed before all lines were answered.")
         else:
             made.append(one.answer())
     return made, failed
 
 
-def _ends_all(error: Exception) -> bool:
+def _is_fatal(error: Exception) -> bool:
     """Whether an error would occur in any request: the weights cannot be read, or memory is exhausted.
 
     Not if a GPU has no memory for one request alone: others may be shorter.
     """
     if isinstance(error, OutOfDeviceMemory):
         return False
-    if isinstance(error, _ENDS_ALL):
+    if isinstance(error, _FATAL):
         return True
     if isinstance(error, RabbitLLMError):
         return not isinstance(error, OptionError)
@@ -428,21 +428,24 @@ def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores
             return _OpenScores(item, scored, partial(_likelihoods, item.key, item.asked))
         case Embed(texts, _, pooling):
             inputs = tuple(builder.ids_of(text) for text in texts)
-            line_of: Callable[[Sequence[Scored]], Line] = partial(_embeddings, item.key, item.asked)
+            is_listed, normalise = item.asked.is_listed, item.asked.normalise
+
+            def line_of(found: Sequence[Scored]) -> Line:
+                vectors = [_vector(each, normalise=normalise) for each in found]
+                return {"id": item.key} | ({"embeddings": vectors} if is_listed else {"embedding": vectors[0]})
+
         case BatchCall(_, _, defaults) as asked:
             checked, pooling = _embedding_call(asked, builder), defaults.pooling
             inputs = checked.inputs
 
-            def in_openai_form(found: Sequence[Scored]) -> Line:
+            def line_of(found: Sequence[Scored]) -> Line:
                 from rabbitllm.server.embeddings import embedding_object
 
                 vectors = [_vector(each, normalise=defaults.normalise) for each in found]
                 return call_line(item, 200, embedding_object(checked, vectors, builder.name))
 
-            line_of = in_openai_form
-
         case _:
-            raise AssertionError(f"{item.asked} asks for no likelihoods and no embeddings")
+            raise AssertionError(f"{item.asked} is not an item to score")
     return _OpenScores(item, [ScoredText(first + at, one, (), pooling) for at, one in enumerate(inputs)], line_of)
 
 
@@ -455,14 +458,14 @@ def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tup
         first = builder.tokenizer.eos_token_id if first is None else first
         if first is None:
             raise bad("The context is empty, and the model has no beginning-of-sequence token.")
-        behind = whole[1:] if whole[:1] == (first,) else whole
+        after = whole[1:] if whole[:1] == (first,) else whole
         before: tuple[int, ...] = (int(first),)
     else:
         before = builder.ids_of(bare)
-        behind = builder.ids_of(bare + continuation)[len(before) :]
-    if not behind:
+        after = builder.ids_of(bare + continuation)[len(before) :]
+    if not after:
         raise bad("The continuation adds no token to the context.")
-    return before, behind
+    return before, after
 
 
 def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> CheckedEmbedding:
@@ -488,11 +491,6 @@ def _likelihoods(key: Key, asked: ScoreItem | Choose, found: Sequence[Scored]) -
         "logprobs": logprobs,
         "tokens": [each.tokens for each in found],
     }
-
-
-def _embeddings(key: Key, asked: Embed, found: Sequence[Scored]) -> Line:
-    vectors = [_vector(each, normalise=asked.normalise) for each in found]
-    return {"id": key, "embeddings": vectors} if asked.is_listed else {"id": key, "embedding": vectors[0]}
 
 
 def _vector(found: Scored, *, normalise: bool) -> list[float]:

@@ -47,7 +47,7 @@ class JobDisplay:
         self._progress: Progress | None = None
         self._stats: Callable[[], BatchStats] | None = None
 
-    def told(self, progress: Progress) -> None:
+    def update(self, progress: Progress) -> None:
         """Update the durable progress."""
         with self._lock:
             self._progress = progress
@@ -88,10 +88,10 @@ class JobDisplay:
 
 
 @contextlib.contextmanager
-def said_when_interrupted(console: Console) -> Iterator[None]:
+def reporting_interrupts(console: Console) -> Iterator[None]:
     """Report an interrupt at once: the current pass, which may take a minute, is finished first."""
 
-    def say(number: int, frame: object) -> None:
+    def report(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, before)
         console.print("stopping after this pass; press Ctrl-C again to stop now", style="yellow")
         raise KeyboardInterrupt
@@ -100,7 +100,7 @@ def said_when_interrupted(console: Console) -> Iterator[None]:
     if before is not signal.default_int_handler:  # the program has its own handler
         yield
         return
-    signal.signal(signal.SIGINT, say)
+    signal.signal(signal.SIGINT, report)
     try:
         yield
     finally:

@@ -58,7 +58,7 @@ class Defaults:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
+        """The default sampling."""
         return Sampling(self.temperature, self.top_p, self.seed)
 
 
@@ -101,7 +101,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class Choose:
-    """The likeliest of some texts after a context.
+    """The most likely of some texts after a context.
 
     Attributes:
         context: may be empty.
@@ -205,7 +205,7 @@ class JobLimits:
         cache_disk: limit of the file for KV caches that memory has no room for; None for a quarter of the free space
             in the folder of temporary files, 0 for none.
         exact: compute each sequence's rows separately: its tokens are then those that it gets alone in any dtype, at
-            the price of speed.
+            the cost of speed.
     """
 
     sequences: int = 256
@@ -361,10 +361,10 @@ def _check_parts(parts: Sequence[Any], where: str) -> None:
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in PARTS or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise LineError(f"{where}.{number} is no part of a message; expected the type {' or '.join(PARTS)}")
+            raise LineError(f"{where}.{number} is not a message part; expected the type {' or '.join(PARTS)}")
 
 
-def spoken(messages: Any) -> tuple[str, int]:
+def text_of_messages(messages: Any) -> tuple[str, int]:
     """The texts of messages of any form, and the number of their pictures and sounds."""
     if not isinstance(messages, list | tuple):
         return str(messages), 0

@@ -1,7 +1,7 @@
 """From items to requests of a batch, and from its results to answers; the part that needs the tokenizer.
 
 Lines in this package's format are answered in the same format; those of OpenAI's batch format in OpenAI's, by the
-code that serves it over HTTP.
+server's code.
 
     {"id": …, "text": …, "finish": "stop" | "length", "prompt_tokens": …, "new_tokens": …}
     {"id": …, "answers": [{"text": …, "finish": …, "new_tokens": …}, …], "prompt_tokens": …, "new_tokens": …}    n > 1

@@ -82,7 +82,7 @@ class PassCost:
         """
         return self.fixed + sequences * self.sampled + tokens * self.carried + part * (self.each + part * self.pair)
 
-    def good(self, sequences: int) -> int:
+    def worthwhile(self, sequences: int) -> int:
         """Bytes of a pass that is worth reading the weights."""
         return self.of(GOOD_PARTS * GOOD_TOKENS, GOOD_TOKENS, sequences)
 

@@ -81,7 +81,7 @@ def test_the_parts_of_a_pass_fit_into_what_there_is() -> None:
             assert cost.is_tight(part, nbytes // 2)
         assert not cost.is_tight(cost.max_tokens, 8 << 30)
         assert cost.parts_in(0, 64) == (MIN_TOKENS, MIN_TOKENS)
-        assert cost.least() < cost.good(1) < cost.good(64)
+        assert cost.least() < cost.worthwhile(1) < cost.worthwhile(64)
 
 
 def test_where_attention_makes_a_matrix_a_part_is_smaller() -> None:
