@@ -109,12 +109,6 @@ def loaded(request: LoadRequest, spec: ModelSpec, *, split: bool) -> Any:
         return load(request if split else request.unsplit())
 
 
-def _shares(device: str | None) -> dict[int | str, int | str]:
-    """Device -> bytes that the weights of one model may take."""
-    devices = (one for one in resolve_devices(device, None) if one.name != "cpu")
-    return {"cpu": available_ram() // SHARE, **{one.name: one.free_bytes() // SHARE for one in devices}}
-
-
 def _is_checkpoint(folder: Path) -> bool:
     try:
         return bool(entry_in(folder))
@@ -149,7 +143,7 @@ def text_of(path: Path) -> str:
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, tokens: int) -> list[ScoredText]:
-    """Consecutive windows of a text, from its beginning.
+    """Consecutive windows of a text, from its start.
 
     Args:
         tokenizer: tokenizer of the models.
@@ -317,13 +311,16 @@ def quality(
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
     is_named = isinstance(model, str | os.PathLike)
+    gpus = (one for one in resolve_devices(device, None) if one.name != "cpu")
+    shares: dict[int | str, int | str] = {one.name: one.free_bytes() // SHARE for one in gpus}
+    shares["cpu"] = available_ram() // SHARE
     request = LoadRequest.of(
         str(model) if is_named else "",
         folder=layer_shards_saving_path or None,
         revision=revision,
         device=device,
         dtype=dtype,
-        max_memory=max_memory or _shares(device),
+        max_memory=max_memory or shares,
         trust_remote_code=trust_remote_code,
         exact=exact,
         verify_checksums=verify_checksums,
@@ -407,12 +404,9 @@ def _side_of(model: StreamedModel, named: ModelSpec | None) -> Side:
     compression = named.compression if named is not None else None
     folder = Path(model.name_or_path)
     used = (tensor for own, tensor in model._origin.store.tensors.items() if own not in model.unused_tensors)
-    return Side(name, compression or _said(folder), sum(tensor.nbytes for tensor in used))
-
-
-def _said(folder: Path) -> str | None:
     manifest = read_manifest(folder) if folder.is_dir() else None
-    return manifest.compression if manifest is not None else None
+    recorded = manifest.compression if manifest is not None else None
+    return Side(name, compression or recorded, sum(tensor.nbytes for tensor in used))
 
 
 def _side(side: Side, perplexity: float) -> dict[str, Any]:

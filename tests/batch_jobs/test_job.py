@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from rabbitllm.batch_jobs.job import worthwhile_pass_bytes, left_of, needed_bytes
+from rabbitllm.batch_jobs.job import left_of, needed_bytes, worthwhile_pass_bytes
 from tests.support.builders import FAMILIES
 
 
