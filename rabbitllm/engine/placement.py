@@ -211,9 +211,12 @@ class Placement:
             unit: its path in the model, such as "model.layers.0".
 
         Raises:
-            StopIteration: there is no such unit.
+            KeyError: there is no such unit.
         """
-        return next(placed for placed in self.units if placed.unit == unit)
+        for placed in self.units:
+            if placed.unit == unit:
+                return placed
+        raise KeyError(f"The model has no unit {unit!r}; its first is {self.units[0].unit!r}.")
 
     @property
     def home(self) -> str:

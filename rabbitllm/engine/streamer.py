@@ -270,7 +270,7 @@ class Streamer:
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
         shared = getattr(self._model, "shared_passes", None)
-        if shared is not None and shared.is_member():
+        if shared is not None and shared.is_coroutine():
             token = _calling.set(self)
             try:
                 yield
