@@ -20,6 +20,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, packed_by
 from rabbitllm.engine.published import BY_MATRIX
@@ -28,7 +29,6 @@ from rabbitllm.engine.units import Packs, Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
-from rabbitllm.storage.files import round_up
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 

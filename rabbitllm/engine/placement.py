@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import aligned, size
-from rabbitllm.storage.files import round_up
 
 SLOTS = 2
 """Buffers of a device for streamed units: one in use and one that is being filled."""

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.base.forks import Workers, direct_read
+from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.storage.files import PositionalFile, page_aligned, round_up
+from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.checksums import LayerChecks
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rabbitllm.base.options import expand
+from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.expert_pool import read_uses, write_uses
 from rabbitllm.engine.pass_line import PassLine, entry_of
 from rabbitllm.engine.placement import Placement
@@ -25,7 +26,6 @@ from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
 from rabbitllm.errors import CopyError, RabbitLLMError
-from rabbitllm.storage.files import round_up
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import SLOTS
@@ -35,7 +36,7 @@ from rabbitllm.estimate.cost_model import BITSANDBYTES
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, code_values
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import PositionalFile, page_aligned, round_up
+from rabbitllm.storage.files import PositionalFile, page_aligned
 
 DIRECT, DROPPED = ReadMode(direct=True), ReadMode(drop=True)
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import Workers
+from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.storage.files import round_up
 
 if TYPE_CHECKING:
     import torch

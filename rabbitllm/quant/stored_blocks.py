@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.tensor_spec import (
     DTYPES,
     GAP_BYTES,
@@ -20,7 +21,6 @@ from rabbitllm.formats.tensor_spec import (
     torch_dtype,
 )
 from rabbitllm.quant.gguf_blocks import dequantize
-from rabbitllm.storage.files import round_up
 
 if TYPE_CHECKING:
     import torch

@@ -33,11 +33,6 @@ _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "lin
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def round_up(number: int, to: int) -> int:
-    """The smallest multiple of `to` that is not below a number."""
-    return -(-number // to) * to
-
-
 class PositionalFile:
     """A file open for reading at any offset. A context manager.
 
