@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, packed_by
+from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, with_matrices
 from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK
-from rabbitllm.engine.units import Packs, Place, Unit
+from rabbitllm.engine.units import MatrixChooser, ParameterEntry, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
@@ -42,7 +42,11 @@ _STACKING = frozenset({"MergeModulelist", "Concatenate"})
 
 
 def expert_sources(
-    model: PreTrainedModel, units: Iterable[Unit], weights: WeightMap, store: WeightFiles, packs: Packs | None
+    model: PreTrainedModel,
+    units: Iterable[Unit],
+    weights: WeightMap,
+    store: WeightFiles,
+    choose_matrix: MatrixChooser | None,
 ) -> list[ExpertSource]:
     """The modules whose experts can be streamed individually, in the order of a pass.
 
@@ -53,7 +57,7 @@ def expert_sources(
     for unit in units:
         if not unit.is_layer:
             continue
-        by_target = {place.target: place for place in unit.places}
+        by_target = {entry.target: entry for entry in unit.entries}
         for path, module in unit.module.named_modules():
             if is_routed(module):
                 name = ".".join(part for part in (unit.name, path) if part)
@@ -62,15 +66,15 @@ def expert_sources(
                     experts: int = module.num_experts
                     used = min(_used(model, module), experts)
                     source = ExpertSource(name, unit.name, module, experts, used, leaves, _lay_out(leaves))
-                    found.append(packed_by(source, packs))
+                    found.append(with_matrices(source, choose_matrix))
     return found
 
 
 def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
     """A unit without the parameters that are streamed by expert."""
     own = (source for source in sources if source.unit == unit.name)
-    apart = {leaf.place.target for source in own for leaf in source.leaves.values()}
-    return replace(unit, places=tuple(place for place in unit.places if place.target not in apart))
+    apart = {leaf.entry.target for source in own for leaf in source.leaves.values()}
+    return replace(unit, entries=tuple(entry for entry in unit.entries if entry.target not in apart))
 
 
 def is_routed(module: nn.Module) -> bool:
@@ -79,15 +83,15 @@ def is_routed(module: nn.Module) -> bool:
 
 
 def _leaves(
-    name: str, module: nn.Module, by_target: Mapping[str, Place], weights: WeightMap, store: WeightFiles
+    name: str, module: nn.Module, by_target: Mapping[str, ParameterEntry], weights: WeightMap, store: WeightFiles
 ) -> dict[str, Leaf]:
     """The parameters of shape (experts, ...) of a routed module; none if experts of one cannot be made individually."""
     leaves: dict[str, Leaf] = {}
     for key, parameter in module._parameters.items():
         if parameter is None or parameter.dim() < 3:
             continue
-        place = by_target.get(f"{name}.{key}")
-        leaf = _leaf(place, module.num_experts, weights, store.tensors) if place is not None else None  # type: ignore[arg-type]
+        entry = by_target.get(f"{name}.{key}")
+        leaf = _leaf(entry, module.num_experts, weights, store.tensors) if entry is not None else None  # type: ignore[arg-type]
         if leaf is None:
             return {}
         leaves[key] = leaf
@@ -102,9 +106,9 @@ def _used(model: PreTrainedModel, module: nn.Module) -> int:
     return _USUAL
 
 
-def _leaf(place: Place, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
-    recipe = weights.recipes.get(place.target)
-    if recipe is None or place.shape[0] != experts:
+def _leaf(entry: ParameterEntry, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
+    recipe = weights.recipes.get(entry.target)
+    if recipe is None or entry.shape[0] != experts:
         return None
     by_pattern: dict[str, list[str]] = {}
     for pattern, name in recipe.sources:
@@ -115,13 +119,13 @@ def _leaf(place: Place, experts: int, weights: WeightMap, tensors: Mapping[str, 
         if block is None:
             return None
         blocks.append(block)
-    stacks = _stacks(recipe, place, blocks)
+    stacks = _stacks(recipe, entry, blocks)
     if stacks is None or len({block.sliced for block in blocks}) > 1:
         return None
-    return Leaf(place, recipe, tuple(blocks), stacks)
+    return Leaf(entry, recipe, tuple(blocks), stacks)
 
 
-def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | None:
+def _stacks(recipe: Recipe, entry: ParameterEntry, blocks: Sequence[Block]) -> bool | None:
     """Whether the parameter is the stacked rows of the blocks; None if experts cannot be made individually."""
     if recipe.converter is None:
         return True
@@ -130,7 +134,7 @@ def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | Non
         kind = type(operation).__name__
         if kind == "Transpose":
             dims = (operation.dim0, operation.dim1)
-            same = operation.check_dims and blocks[0].shape == tuple(place.shape[1:])
+            same = operation.check_dims and blocks[0].shape == tuple(entry.shape[1:])
             if min(dims) < 1 and not same:
                 return None
             only_rows = only_rows and same
@@ -146,7 +150,7 @@ def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | Non
     if not only_rows:
         return False
     rows = sum(block.shape[0] for block in blocks)
-    return (rows, *blocks[0].shape[1:]) == tuple(place.shape[1:])
+    return (rows, *blocks[0].shape[1:]) == tuple(entry.shape[1:])
 
 
 def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block | None:

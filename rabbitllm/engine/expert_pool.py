@@ -410,7 +410,7 @@ class ExpertPool:
         if found is not None:
             return found
         made = chosen.weight(self._model, bytes_of, expert, made=True)
-        if chosen.is_view or chosen.packed is not None:
+        if chosen.is_view or chosen.matrix_type is not None:
             slot.ready[key] = made
         return made
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.span_reader import BLOCK, FileSpan, compare
-from rabbitllm.engine.units import Packs, Place, typed
+from rabbitllm.engine.units import MatrixChooser, ParameterEntry, typed
 from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
 from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
@@ -134,18 +134,18 @@ class Leaf:
     """One parameter of shape (experts, ...).
 
     Attributes:
-        place: the parameter that it is bound to.
+        entry: the parameter that it is bound to.
         recipe: how it is made from the blocks.
         blocks: in the order of the recipe's patterns.
         stacks: whether it is the rows of the blocks, one block under the other.
-        packed: the type that multiplies it in its quantized form; None if each use dequantizes it.
+        matrix_type: the type that multiplies it in its quantized form; None if each use dequantizes it.
     """
 
-    place: Place
+    entry: ParameterEntry
     recipe: Recipe
     blocks: tuple[Block, ...]
     stacks: bool
-    packed: type[StoredMatrix] | None = None
+    matrix_type: type[StoredMatrix] | None = None
 
     @property
     def parts(self) -> tuple[ExpertPart, ...]:
@@ -162,23 +162,23 @@ class Leaf:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one expert's weight."""
-        return tuple(self.place.shape[1:])
+        return tuple(self.entry.shape[1:])
 
     @property
     def ready_bytes(self) -> int:
         """Bytes of the weights of all experts, dequantized."""
-        return self.place.shape.numel() * self.place.dtype.itemsize
+        return self.entry.shape.numel() * self.entry.dtype.itemsize
 
     @property
     def makes_scales(self) -> bool:
         """Whether an expert's scales are dequantized before it is multiplied in its quantized form."""
-        return self.packed is not None and any(block.nesting is not None for block in self.blocks)
+        return self.matrix_type is not None and any(block.nesting is not None for block in self.blocks)
 
     @property
     def made_bytes(self) -> int:
         """Bytes of the dequantized scales that are kept for one expert."""
         nested = [block.nesting for block in self.blocks if block.nesting is not None]
-        return sum(one.made.nbytes for one in nested) if self.packed is not None else 0
+        return sum(one.made.nbytes for one in nested) if self.matrix_type is not None else 0
 
     def make_scales(self, bytes_of: BytesOf, expert: int) -> None:
         """Write the dequantized scales of an expert to their offset in its bytes."""
@@ -196,8 +196,8 @@ class Leaf:
             expert: its index.
             made: whether `make_scales` has written the scales into these bytes.
         """
-        if self.packed is not None:
-            return self._packed(self.packed, bytes_of, expert, made)
+        if self.matrix_type is not None:
+            return self._quantized(self.matrix_type, bytes_of, expert, made)
         if self.is_view:
             first = self.blocks[0].payload
             flat = _joined([bytes_of(block.payload) for block in self.blocks])
@@ -207,7 +207,7 @@ class Leaf:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._converted(model, bytes_of, expert)
 
-    def _packed(self, kind: type[StoredMatrix], bytes_of: BytesOf, expert: int, made: bool) -> torch.Tensor:
+    def _quantized(self, kind: type[StoredMatrix], bytes_of: BytesOf, expert: int, made: bool) -> torch.Tensor:
         first = self.blocks[0]
         assert first.form is not None
         assert first.table is not None
@@ -241,7 +241,7 @@ class Leaf:
             made = self._made(block, bytes_of, expert)
             return made[None] if block.sliced else made
 
-        made = replace(self.recipe, sources=names).make(model, read)[self.place.target]
+        made = replace(self.recipe, sources=names).make(model, read)[self.entry.target]
         return made[0]
 
 
@@ -282,7 +282,7 @@ class ExpertSource:
         """Bytes of all experts, ready to multiply with."""
         return sum(
             (sum(part.nbytes for part in leaf.parts) + leaf.made_bytes) * self.experts
-            if leaf.packed
+            if leaf.matrix_type
             else leaf.ready_bytes
             for leaf in self.leaves.values()
         )
@@ -290,7 +290,7 @@ class ExpertSource:
     @property
     def is_ready(self) -> bool:
         """Whether every weight is used in its stored form: as a view, or multiplied from its codes."""
-        return all(leaf.is_view or leaf.packed is not None for leaf in self.leaves.values())
+        return all(leaf.is_view or leaf.matrix_type is not None for leaf in self.leaves.values())
 
     def spans(self, expert: int, leaf: str | None = None) -> list[FileSpan]:
         """The reads of an expert into memory of `nbytes` bytes: all of its parts, or those of one leaf."""
@@ -329,12 +329,15 @@ class ExpertSource:
         )
 
 
-def packed_by(source: ExpertSource, packs: Packs | None) -> ExpertSource:
-    """A source whose matrices are multiplied in their quantized form if `packs` returns a type for them."""
-    if packs is None or getattr(source.module, "is_transposed", True):  # a kernel multiplies by rows
+def with_matrices(source: ExpertSource, choose_matrix: MatrixChooser | None) -> ExpertSource:
+    """A source whose matrices are multiplied in their quantized form if `choose_matrix` returns a type for them."""
+    if choose_matrix is None or getattr(source.module, "is_transposed", True):  # a kernel multiplies by rows
         return source
     return replace(
-        source, leaves={key: replace(leaf, packed=_packing(leaf, packs)) for key, leaf in source.leaves.items()}
+        source,
+        leaves={
+            key: replace(leaf, matrix_type=_matrix_type(leaf, choose_matrix)) for key, leaf in source.leaves.items()
+        },
     )
 
 
@@ -383,7 +386,7 @@ def _table(
     return torch.frombuffer(bytearray(found.pop()), dtype=torch.float32).to(device)
 
 
-def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
+def _matrix_type(leaf: Leaf, choose_matrix: MatrixChooser) -> type[StoredMatrix] | None:
     """The type that multiplies all rows together as one quantized matrix, or None."""
     first = leaf.blocks[0].form
     if not leaf.stacks or first is None or len(leaf.shape) != 2:
@@ -395,7 +398,7 @@ def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
             return None
         if block.form.shape[0] * block.form.shape[1] % STORED[first.scheme].block:
             return None
-    return packs(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
+    return choose_matrix(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
 
 
 def _follows(before: ExpertPart, after: ExpertPart) -> bool:

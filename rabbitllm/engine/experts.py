@@ -235,13 +235,13 @@ class MappedExperts:
         steps = np.unique(np.diff(first.offsets))
         if not chosen.is_view or len(first.files) > 1 or len(self._source.spans(0, leaf)) > 1 or len(steps) != 1:
             return None
-        step, itemsize = int(steps[0]), chosen.place.dtype.itemsize
+        step, itemsize = int(steps[0]), chosen.entry.dtype.itemsize
         begin, end = int(first.offsets[0]), int(first.offsets[-1]) + sum(part.nbytes for part in chosen.parts)
         flat = self._file_bytes(first.file(0))[begin:end]
         if step <= 0 or step % TENSOR_ALIGNMENT or flat.data_ptr() % TENSOR_ALIGNMENT:
             return None
         inner = torch.empty(chosen.shape, device="meta").stride()
-        return flat.view(chosen.place.dtype).as_strided((experts, *chosen.shape), (step // itemsize, *inner))
+        return flat.view(chosen.entry.dtype).as_strided((experts, *chosen.shape), (step // itemsize, *inner))
 
     def _weight(self, leaf: str, expert: int) -> torch.Tensor:
         chosen = self._source.leaves[leaf]
@@ -250,7 +250,7 @@ class MappedExperts:
             begin = int(part.offsets[expert])
             return self._file_bytes(part.file(expert))[begin : begin + part.nbytes]
 
-        if not (chosen.is_view or chosen.packed):
+        if not (chosen.is_view or chosen.matrix_type):
             return chosen.weight(self._model, bytes_of, expert)
         found = self._ready.get((leaf, expert))
         if found is None:
@@ -287,7 +287,7 @@ def bind_experts(
     devices: Mapping[str, Device],
     store: WeightFiles,
     profiler: Profiler,
-    ways: Mapping[str, ReadMode],
+    read_modes: Mapping[str, ReadMode],
 ) -> dict[str, ExpertPool]:
     """Give every routed module its experts.
 
@@ -304,7 +304,7 @@ def bind_experts(
         own = [known[p.unit] for p in placement.experts if p.device == pool.device]
         device = devices[pool.device]
         host = None if device.shares_host_memory else HostBuffers(device)
-        disk = SpanReader(store, ways[pool.device], store.checks)
+        disk = SpanReader(store, read_modes[pool.device], store.checks)
         pools[pool.device] = made = ExpertPool(model, own, device, pool.slots, disk, profiler, host, pool.host_slots)
         for number, source in enumerate(own):
             supply = PooledExperts(made, number)
@@ -331,7 +331,7 @@ def _check_mapped(sources: Sequence[ExpertSource], store: WeightFiles) -> None:
 
 def _bind(source: ExpertSource, supply: Supply, device: torch.device) -> None:
     for name, leaf in source.leaves.items():
-        leaf.place.bind(ExpertStack(supply, name, leaf.place.shape, leaf.place.dtype, device))
+        leaf.entry.bind(ExpertStack(supply, name, leaf.entry.shape, leaf.entry.dtype, device))
 
 
 def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes, for_good: bool) -> None:
@@ -340,7 +340,7 @@ def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileB
     for name, leaf in source.leaves.items():
         whole = supply.strided(name)
         if whole is None:
-            stack = ExpertStack(supply, name, leaf.place.shape, leaf.place.dtype, torch.device("cpu"))
-            lasting = for_good and leaf.packed is None
+            stack = ExpertStack(supply, name, leaf.entry.shape, leaf.entry.dtype, torch.device("cpu"))
+            lasting = for_good and leaf.matrix_type is None
             whole = stack.copied(range(source.experts)) if lasting else stack
-        leaf.place.bind(whole)
+        leaf.entry.bind(whole)

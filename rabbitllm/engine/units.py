@@ -33,7 +33,7 @@ from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterEntry:
     """One entry of a module's table of parameters or persistent buffers.
 
     Attributes:
@@ -72,7 +72,7 @@ class Place:
     def placeholder(
         self,
         device: torch.device,
-        bring: Callable[[Place], torch.Tensor],
+        bring: Callable[[ParameterEntry], torch.Tensor],
         look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> AbsentWeight:
         """A placeholder of the weight's device, dtype and shape, without memory and values.
@@ -99,14 +99,14 @@ class Unit:
     Attributes:
         name: its path in the model.
         module: the module.
-        places: its parameters and persistent buffers, nested ones included for a layer and for torch's attention.
+        entries: its parameters and persistent buffers, nested ones included for a layer and for torch's attention.
         is_layer: whether it is a layer of a stack.
         holds_units: whether other units are inside it; its own weights then stay bound.
     """
 
     name: str
     module: nn.Module
-    places: tuple[Place, ...]
+    entries: tuple[ParameterEntry, ...]
     is_layer: bool
     holds_units: bool
 
@@ -131,15 +131,15 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
         # torch's own attention reads its output matrix, and uses another kernel if that is not a plain tensor
         is_whole = is_layer or isinstance(module, nn.MultiheadAttention)
         inside = f"{name}." if is_whole else ""
-        places = tuple(_places(module, name, recurse=is_whole, but=apart - {id(module)}))
-        if places:
+        entries = tuple(_entries(module, name, recurse=is_whole, but=apart - {id(module)}))
+        if entries:
             holds = not is_whole and any(True for child in module.children() if _owns_weights(child))
-            units.append(Unit(name, module, places, is_layer, holds))
+            units.append(Unit(name, module, entries, is_layer, holds))
         if is_whole:
             for within, table in module.named_modules():
                 if id(table) in apart and table is not module:
                     path = f"{name}.{within}"
-                    units.append(Unit(path, table, tuple(_places(table, path, recurse=False)), False, False))
+                    units.append(Unit(path, table, tuple(_entries(table, path, recurse=False)), False, False))
     return units
 
 
@@ -170,11 +170,11 @@ def input_embedding(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _owns_weights(module: nn.Module) -> bool:
-    return any(True for _ in _places(module, "", recurse=True))
+    return any(True for _ in _entries(module, "", recurse=True))
 
 
-def _places(module: nn.Module, path: str, *, recurse: bool, but: Container[int] = ()) -> Iterator[Place]:
-    """The places of a module, and with `recurse` of those in it, except modules of these ids."""
+def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int] = ()) -> Iterator[ParameterEntry]:
+    """The entries of a module, and with `recurse` of those in it, except modules of these ids."""
     owners = module.named_modules() if recurse else [("", module)]
     for inner, owner in owners:
         if id(owner) in but:
@@ -184,13 +184,17 @@ def _places(module: nn.Module, path: str, *, recurse: bool, but: Container[int] 
         for table in tables:
             for leaf, tensor in table.items():
                 if tensor is not None and leaf not in owner._non_persistent_buffers_set:
-                    yield _place(owner, table, leaf, prefix, tensor)
+                    yield _entry(owner, table, leaf, prefix, tensor)
 
 
-def _place(owner: nn.Module, table: MutableMapping[str, Any], leaf: str, prefix: str, tensor: torch.Tensor) -> Place:
+def _entry(
+    owner: nn.Module, table: MutableMapping[str, Any], leaf: str, prefix: str, tensor: torch.Tensor
+) -> ParameterEntry:
     multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
     marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
-    return Place(table, leaf, f"{prefix}.{leaf}" if prefix else leaf, tensor.shape, tensor.dtype, multiplied, marks)
+    return ParameterEntry(
+        table, leaf, f"{prefix}.{leaf}" if prefix else leaf, tensor.shape, tensor.dtype, multiplied, marks
+    )
 
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
@@ -203,7 +207,7 @@ Memo = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes whose tensors stay bound."""
 
 
-Packs = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
+MatrixChooser = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
 """Quantized form, dtype of the inputs -> the type that multiplies from codes, or None to dequantize the matrix."""
 
 
@@ -213,13 +217,13 @@ class UnitJob:
 
     Attributes:
         recipe: makes the parameters.
-        places: (target of the recipe, parameter).
-        packed: parameters that get the recipe's one stored tensor in quantized form, as a matrix of this type.
+        entries: (target of the recipe, parameter).
+        quantized: parameters that get the recipe's one stored tensor in quantized form, as a matrix of this type.
     """
 
     recipe: Recipe
-    places: tuple[tuple[str, Place], ...]
-    packed: tuple[tuple[type[StoredMatrix], Place], ...] = ()
+    entries: tuple[tuple[str, ParameterEntry], ...]
+    quantized: tuple[tuple[type[StoredMatrix], ParameterEntry], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -253,18 +257,18 @@ class UnitSource:
         )
 
     @property
-    def places(self) -> Iterator[Place]:
+    def entries(self) -> Iterator[ParameterEntry]:
         """Its parameters, as entries of modules' tables."""
         for job in self.jobs:
-            yield from (place for _, place in job.places)
-            yield from (place for _, place in job.packed)
+            yield from (entry for _, entry in job.entries)
+            yield from (entry for _, entry in job.quantized)
 
     def bytes_of(self, job: UnitJob) -> tuple[int, int]:
         """Bytes of a job's tensors: stored, and ready to use."""
         names = [name for _, name in job.recipe.sources]
         stored = sum(self.stored[name].nbytes for name in names)
-        made = 0 if job.recipe.wraps else sum(place.shape.numel() * place.dtype.itemsize for _, place in job.places)
-        return stored, made + (stored if job.packed or job.recipe.wraps else 0)
+        made = 0 if job.recipe.wraps else sum(entry.shape.numel() * entry.dtype.itemsize for _, entry in job.entries)
+        return stored, made + (stored if job.quantized or job.recipe.wraps else 0)
 
     def of_jobs(self, jobs: Iterable[UnitJob]) -> UnitSource:
         """The part of it that some of its jobs make."""
@@ -278,8 +282,8 @@ class UnitSource:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales that are dequantized before codes are multiplied."""
-        packed = {job.recipe.sources[0][1] for job in self.jobs if job.packed}
-        return sum(expanded_bytes(form) for name in packed if (form := self.stored[name].quantized) is not None)
+        quantized = {job.recipe.sources[0][1] for job in self.jobs if job.quantized}
+        return sum(expanded_bytes(form) for name in quantized if (form := self.stored[name].quantized) is not None)
 
     def make(
         self,
@@ -290,8 +294,8 @@ class UnitSource:
         apart: bool = False,
     ) -> None:
         """Make the parameters and bind them."""
-        for place, tensor in self.made(model, part, memo, apart=apart):
-            place.bind(tensor)
+        for entry, tensor in self.made(model, part, memo, apart=apart):
+            entry.bind(tensor)
 
     def made(
         self,
@@ -301,7 +305,7 @@ class UnitSource:
         *,
         apart: bool = False,
         only: str | None = None,
-    ) -> Iterator[tuple[Place, torch.Tensor]]:
+    ) -> Iterator[tuple[ParameterEntry, torch.Tensor]]:
         """Make the parameters: the table entry and the tensor of each.
 
         Args:
@@ -312,10 +316,10 @@ class UnitSource:
             only: the only target to make; None for all.
         """
         for job in self.jobs:
-            for kind, place in job.packed:
-                if only in (None, place.target):
-                    yield place, self._packed(kind, job.recipe, part)
-            wanted = [(target, place) for target, place in job.places if only in (None, place.target)]
+            for kind, entry in job.quantized:
+                if only in (None, entry.target):
+                    yield entry, self._quantized(kind, job.recipe, part)
+            wanted = [(target, entry) for target, entry in job.entries if only in (None, entry.target)]
             if not wanted:
                 continue
             made = memo.get(job.recipe.key) if memo is not None else None
@@ -323,10 +327,10 @@ class UnitSource:
                 made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, apart))
                 if memo is not None:
                     memo[job.recipe.key] = made
-            for target, place in wanted:
-                yield place, made[target]
+            for target, entry in wanted:
+                yield entry, made[target]
 
-    def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
+    def _quantized(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
@@ -380,21 +384,25 @@ def mapped_part(store: WeightFiles) -> PartReader:
     return read
 
 
-def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs | None = None) -> UnitSource:
+def source_of(
+    unit: Unit, weights: WeightMap, store: WeightFiles, choose_matrix: MatrixChooser | None = None
+) -> UnitSource:
     """The source of a unit."""
-    by_key: dict[str, tuple[Recipe, list[tuple[str, Place]], list[tuple[type[StoredMatrix], Place]]]] = {}
-    for place in unit.places:
-        recipe = weights.recipe(place.target)
+    by_key: dict[
+        str, tuple[Recipe, list[tuple[str, ParameterEntry]], list[tuple[type[StoredMatrix], ParameterEntry]]]
+    ] = {}
+    for entry in unit.entries:
+        recipe = weights.recipe(entry.target)
         if recipe is None:
             continue  # absent, which the model allows: it has its initial value
-        made_as = place.target if place.target in recipe.targets else weights.ties[place.target]
-        _, made, packed = by_key.setdefault(recipe.key, (recipe, [], []))
-        kind = _kind(place, recipe, store.tensors, packs) if packs is not None else None
+        made_as = entry.target if entry.target in recipe.targets else weights.ties[entry.target]
+        _, made, quantized = by_key.setdefault(recipe.key, (recipe, [], []))
+        kind = _kind(entry, recipe, store.tensors, choose_matrix) if choose_matrix is not None else None
         if kind is not None:
-            packed.append((kind, place))
+            quantized.append((kind, entry))
         else:
-            made.append((made_as, place))
-    jobs = tuple(UnitJob(recipe, tuple(made), tuple(packed)) for recipe, made, packed in by_key.values())
+            made.append((made_as, entry))
+    jobs = tuple(UnitJob(recipe, tuple(made), tuple(quantized)) for recipe, made, quantized in by_key.values())
     return _of_jobs(unit, jobs, store.tensors)
 
 
@@ -402,17 +410,19 @@ def _of_jobs(unit: Unit, jobs: tuple[UnitJob, ...], tensors: Mapping[str, Stored
     stored = {name: tensors[name] for job in jobs for _, name in job.recipe.sources}
     spans = _spans(stored)
     size = spans[-1].end if spans else 0
-    is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)
+    is_view = all(_is_view(job.recipe, stored) for job in jobs if job.entries)
     source = UnitSource(unit, jobs, stored, spans, size, 0, is_view)
     ready = sum(source.bytes_of(job)[1] for job in jobs)
     return replace(source, ready_bytes=ready + source.scale_bytes)
 
 
-def _kind(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor], packs: Packs) -> type[StoredMatrix] | None:
+def _kind(
+    entry: ParameterEntry, recipe: Recipe, tensors: Mapping[str, StoredTensor], choose_matrix: MatrixChooser
+) -> type[StoredMatrix] | None:
     form = tensors[recipe.sources[0][1]].quantized
-    if not place.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
+    if not entry.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
         return None
-    return packs(form.codes, recipe.dtype)
+    return choose_matrix(form.codes, recipe.dtype)
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:

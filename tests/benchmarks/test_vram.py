@@ -291,7 +291,7 @@ def test_what_is_told_of_no_free_memory_reads_past_the_page_cache(
 ) -> None:
     job = job_for(build_checkpoint(tmp_path / "model", "llama"), told_ram=told)
     model = worker_gpu.LOADERS["layered"](job, work.gpu)
-    assert (model.streamer.executors[model.placement.home].way == THROUGH_THE_CACHE) == (told is None)
+    assert (model.streamer.executors[model.placement.home].read_mode == THROUGH_THE_CACHE) == (told is None)
 
 
 @pytest.mark.parametrize(("is_limited", "half"), [(True, 500), (False, 0)])

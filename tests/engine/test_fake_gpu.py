@@ -68,7 +68,7 @@ def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **
 
 def wait_for_copies_ahead(model: Any, gpu: FakeGpu) -> None:
     """Until the first units of the next pass are asked of the device, which no pass waits for."""
-    for _, future in model.streamer.executors[gpu.name].loader._ahead._pending.values():
+    for _, future in model.streamer.executors[gpu.name].loader._prefetcher._pending.values():
         future.result(30)
 
 
@@ -374,10 +374,10 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
                 assert_same(found, expected)
             assert bool(multiplied) == (is_right and not model.placement.is_resident)
             kinds = {tier for unit, tier in tiers(model).items() if unit.startswith("model.layers")}
-            if kinds == {Tier.PACKED} and is_right:  # never made, so never unmade
+            if kinds == {Tier.QUANTIZED} and is_right:  # never made, so never unmade
                 assert all(len(layer._forward_hooks) == 1 for layer in model.model.layers)  # of the current device
             seen |= kinds
-        assert seen == {Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED}
+        assert seen == {Tier.RESIDENT, Tier.QUANTIZED, Tier.PINNED, Tier.STREAMED}
     monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
     multiplied.clear()
     assert_same(run_on([FakeGpu(0)], directory, host=ALL, exact=True), expected)
@@ -388,7 +388,7 @@ def test_8bit_layers_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyP
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
     monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
     model = load_on([FakeGpu(0)], directory, exact=False)
-    assert not any(job.packed for executor in model.streamer.executors.values() for job in executor_jobs(executor))
+    assert not any(job.quantized for executor in model.streamer.executors.values() for job in executor_jobs(executor))
     assert_same(run(model), run(load(directory)))
 
 
@@ -453,7 +453,7 @@ def test_ctrl_c_in_any_wait_for_the_device_loses_no_buffer(tmp_path: Path, famil
                 with pytest.raises(KeyboardInterrupt):
                     model(INPUT)
             assert torch.equal(model(INPUT).logits, expected), number
-    assert not any(slot.taken for slot in model.streamer.executors[gpu.name].loader._ahead._slots)
+    assert not any(slot.taken for slot in model.streamer.executors[gpu.name].loader._prefetcher._slots)
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
@@ -744,7 +744,7 @@ def test_weights_of_another_dtype_that_stay_are_cast_once(tmp_path: Path) -> Non
         found = run(model)
     assert_same(found, expected)
     assert {Tier.RESIDENT, Tier.STREAMED} <= set(tiers(model).values())
-    assert Tier.PACKED not in tiers(model).values()
+    assert Tier.QUANTIZED not in tiers(model).values()
     assert before
     assert before == {name: weight.data_ptr() for name, weight in model.named_parameters() if name in before}
 
@@ -848,7 +848,9 @@ def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: py
 
 def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    monkeypatch.setattr(Uploader, "give_back", lambda self, loaded: self._ahead.give_back(loaded, loaded.slot.left))
+    monkeypatch.setattr(
+        Uploader, "give_back", lambda self, loaded: self._prefetcher.give_back(loaded, loaded.slot.left)
+    )
     with pytest.raises(Race, match="no mark after the last use"):
         run(load_on([FakeGpu(0)], directory))
 
