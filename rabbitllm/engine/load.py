@@ -50,7 +50,7 @@ from rabbitllm.telemetry.profiler import Profiler
 logger = logging.getLogger(__name__)
 
 
-_MAPPED = (*READY, Tier.QUANTIZED)
+_MAPPED = (*READY, Tier.PACKED)
 
 
 @torch.inference_mode(False)  # else weights loaded in a caller's inference mode could never have gradients

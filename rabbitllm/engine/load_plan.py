@@ -133,7 +133,7 @@ def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts:
         source = sources[placed.unit]
         if placed.tier is Tier.RESIDENT and not source.is_view:
             made[frozenset(source.stored)] = source.ready_bytes
-        elif placed.tier in (*READY, Tier.QUANTIZED, Tier.PINNED):
+        elif placed.tier in (*READY, Tier.PACKED, Tier.PINNED):
             as_stored |= {name: stored.nbytes for name, stored in source.stored.items()}
             if source.is_view and source.scale_bytes and placed.tier is not Tier.PINNED:
                 made[frozenset(source.stored)] = source.scale_bytes

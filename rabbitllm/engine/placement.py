@@ -30,7 +30,7 @@ class Tier(enum.Enum):
 
     RESIDENT = "resident"
     """Ready to use, on the device that computes."""
-    QUANTIZED = "packed"
+    PACKED = "packed"
     """On the device, in stored form; dequantized or fused for each use."""
     ROWS = "rows"
     """An embedding of which only the rows that a pass looks up are read."""
@@ -274,7 +274,7 @@ class Placement:
     def host_bytes(self) -> int:
         """Bytes of host memory that weights take between two passes, mapped files included."""
         hosts = {budget.device for budget in self.budgets if budget.is_host}
-        kept = (Tier.RESIDENT, Tier.QUANTIZED)
+        kept = (Tier.RESIDENT, Tier.PACKED)
         units = sum(p.counted for p in self.units if p.tier is Tier.PINNED or (p.device in hosts and p.tier in kept))
         mapped = sum(p.stored for p in self.experts if p.tier is not Tier.ROUTED)
         return units + mapped + sum(p.nbytes if p.device in hosts else p.host_bytes for p in self.pools)
@@ -428,7 +428,7 @@ def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_
     if budget.is_host and all_resident and sum(cost.ready for cost in experts) <= room:
         return Tier.RESIDENT
     if budget.is_host and sum(cost.stored for cost in experts) <= room:
-        return Tier.RESIDENT if all(cost.is_ready for cost in experts) else Tier.QUANTIZED
+        return Tier.RESIDENT if all(cost.is_ready for cost in experts) else Tier.PACKED
     return Tier.ROUTED
 
 
@@ -570,7 +570,7 @@ def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int
     return total
 
 
-_COUNTING = (Tier.RESIDENT, Tier.QUANTIZED, Tier.PINNED, Tier.STREAMED, Tier.ROWS, Tier.MAPPED)
+_COUNTING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED, Tier.ROWS, Tier.MAPPED)
 """Of units that share a tensor, the one whose tier comes first here counts it."""
 
 
@@ -583,7 +583,7 @@ def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTens
         for placed in (placed for placed in placement.units if placed.tier is tier and placed.unit in shared):
             own = shared[placed.unit]
             # each has its own copy in pinned memory, and in stored form on a device that maps no files
-            if tier is not Tier.PINNED and (tier is not Tier.QUANTIZED or placed.device in hosts):
+            if tier is not Tier.PINNED and (tier is not Tier.PACKED or placed.device in hosts):
                 tied[placed.unit] = sum(one.stored for one in own if (placed.device, one.key) in counted)
             counted.update((placed.device, one.key) for one in own)
     return tuple(replace(placed, tied=tied.get(placed.unit, 0)) for placed in placement.units)
@@ -628,7 +628,7 @@ def _kept(cost: UnitCost, budget: Budget) -> Tier:
     once. On the host that would take a copy of the mapped file.
     """
     once = cost.is_view or (not budget.is_host and cost.ready <= cost.stored)
-    return Tier.RESIDENT if once else Tier.QUANTIZED
+    return Tier.RESIDENT if once else Tier.PACKED
 
 
 def _spread(

@@ -368,7 +368,7 @@ class Streamer:
             unit.module.register_forward_hook(lambda module, args, output: self._current.leave(), always_call=True)
         if len(self.executors) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(executor.boundary, with_kwargs=True)
-        if tier in READY or (tier is Tier.QUANTIZED and source.is_view):  # multiplied in stored form
+        if tier in READY or (tier is Tier.PACKED and source.is_view):  # multiplied in stored form
             for entry, tensor in self._permanent(source, device, self._memos[device.name]):
                 entry.bind(tensor)
             if self._profiler.enabled and not unit.holds_units:  # their time is not counted twice
@@ -389,7 +389,7 @@ class Streamer:
             return
         unbind = self._unbinding(source, device)
         unbind()
-        if tier is Tier.QUANTIZED:
+        if tier is Tier.PACKED:
             part = self._quantized[unit.name] = self._part(source, device)
             self._hook(source, device, lambda: part, unbind)
         else:

@@ -45,7 +45,7 @@ ON_DISK = (DISK, EXPERTS_AWAY, ROWS)
 """Labels of bytes that are only in the layer file between two passes."""
 _LABELS: Mapping[Tier, tuple[str, str]] = {
     Tier.RESIDENT: (READY, MAPPED),
-    Tier.QUANTIZED: (STORED, CODES),
+    Tier.PACKED: (STORED, CODES),
     Tier.ROWS: (ROWS, ROWS),
     Tier.MAPPED: (ROWS, ROWS),
     Tier.PINNED: (LOCKED, LOCKED),

@@ -110,9 +110,9 @@ class GenerationEstimate:
 # The work of a pass with each unit: the bytes it reads, multiplies with and makes. Taken from the load plan that the
 # model itself is loaded by.
 
-HOOKED = (Tier.QUANTIZED, Tier.PINNED, Tier.STREAMED)
+HOOKED = (Tier.PACKED, Tier.PINNED, Tier.STREAMED)
 """Tiers whose parameters are bound for each pass."""
-STAYING = (Tier.RESIDENT, Tier.QUANTIZED, Tier.PINNED)
+STAYING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED)
 """Tiers that are not read from the disk again."""
 _COPIED = (Tier.PINNED, Tier.STREAMED)
 BITSANDBYTES = "bitsandbytes "
@@ -177,7 +177,7 @@ def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
         source = plan.sources[placed.unit]
         streamed = placed.stored if placed.tier is Tier.STREAMED else 0
         uploaded = placed.stored if placed.device not in hosts and placed.tier in _COPIED else 0
-        hooked = placed.tier in HOOKED and not (placed.tier is Tier.QUANTIZED and source.is_view)
+        hooked = placed.tier in HOOKED and not (placed.tier is Tier.PACKED and source.is_view)
         modules = sum(1 for _ in source.unit.module.modules()) if source.unit.is_layer else 0
         products = tuple(_products(source, picked))
         kind = (placed.device, products, hooked, modules, len(tuple(source.entries)), source.stored_bytes)

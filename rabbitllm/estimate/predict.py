@@ -364,7 +364,7 @@ class PassEstimator:
         embedding = input_embedding(self._plan.model)
         for placed in self._plan.placement.units:
             source = self._plan.sources[placed.unit]
-            mapped = placed.tier is Tier.QUANTIZED or (placed.tier is Tier.RESIDENT and source.is_view)
+            mapped = placed.tier is Tier.PACKED or (placed.tier is Tier.RESIDENT and source.is_view)
             if mapped and self._machine.device(placed.device).shares_host_memory:
                 found += placed.counted if source.unit.module is not embedding else 0
         return found

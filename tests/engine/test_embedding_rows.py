@@ -166,7 +166,7 @@ def test_a_large_table_is_read_by_rows(tmp_path: Path, family: str, compression:
     folder = build_with_table(tmp_path / "model", family)
     directory = split(folder, compression)
     resident = load(directory)
-    assert tiers(resident)[TABLES[family]] in (Tier.RESIDENT, Tier.QUANTIZED)
+    assert tiers(resident)[TABLES[family]] in (Tier.RESIDENT, Tier.PACKED)
     expected = run(resident) if compression else expected_of(folder, family)
     model = load(directory, 0)
     assert tiers(model)[TABLES[family]] is Tier.ROWS

@@ -374,10 +374,10 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
                 assert_same(found, expected)
             assert bool(multiplied) == (is_right and not model.placement.is_resident)
             kinds = {tier for unit, tier in tiers(model).items() if unit.startswith("model.layers")}
-            if kinds == {Tier.QUANTIZED} and is_right:  # never made, so never unmade
+            if kinds == {Tier.PACKED} and is_right:  # never made, so never unmade
                 assert all(len(layer._forward_hooks) == 1 for layer in model.model.layers)  # of the current device
             seen |= kinds
-        assert seen == {Tier.RESIDENT, Tier.QUANTIZED, Tier.PINNED, Tier.STREAMED}
+        assert seen == {Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED}
     monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
     multiplied.clear()
     assert_same(run_on([FakeGpu(0)], directory, host=ALL, exact=True), expected)
@@ -744,7 +744,7 @@ def test_weights_of_another_dtype_that_stay_are_cast_once(tmp_path: Path) -> Non
         found = run(model)
     assert_same(found, expected)
     assert {Tier.RESIDENT, Tier.STREAMED} <= set(tiers(model).values())
-    assert Tier.QUANTIZED not in tiers(model).values()
+    assert Tier.PACKED not in tiers(model).values()
     assert before
     assert before == {name: weight.data_ptr() for name, weight in model.named_parameters() if name in before}
 

@@ -95,7 +95,7 @@ def test_compressed_is_what_transformers_makes_of_dequantized_weights(
 
     quantized = load(directory, bytes_when_made(resident) - 1)
     found = set(tiers(quantized).values())
-    assert Tier.QUANTIZED in found
+    assert Tier.PACKED in found
     assert Tier.STREAMED not in found
     assert Tier.ROWS in found
     assert_same(run(quantized), expected)

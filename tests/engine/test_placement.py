@@ -41,7 +41,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import ALL, bytes_when_made, load, split
 from tests.support.tiny_models import tiers as tiers_of
 
-KEPT = (Tier.RESIDENT, Tier.QUANTIZED)
+KEPT = (Tier.RESIDENT, Tier.PACKED)
 
 
 def layer(name: str, stored: int, ready: int | None = None, **changed: bool) -> UnitCost:
@@ -79,10 +79,10 @@ def footprint(costs: Sequence[UnitCost], placement: Placement, device: str) -> i
     at = {cost.name: placement.of(cost.name).tier for cost in here}
     # tied units have one tensor: made once; and in a mapped file it is there once
     resident = sum({tensor(cost): cost.ready for cost in here if at[cost.name] is Tier.RESIDENT}.values())
-    kept = [cost for cost in here if at[cost.name] is Tier.QUANTIZED]
+    kept = [cost for cost in here if at[cost.name] is Tier.PACKED]
     quantized = sum({tensor(cost) if is_host else cost.name: cost.stored for cost in kept}.values())
     slots = SLOTS * max((cost.stored for cost in here if at[cost.name] is Tier.STREAMED), default=0)
-    moving = [cost for cost in here if at[cost.name] in (Tier.QUANTIZED, Tier.STREAMED)]
+    moving = [cost for cost in here if at[cost.name] in (Tier.PACKED, Tier.STREAMED)]
     being_made = max((cost.ready for cost in moving if not cost.is_view), default=0)
     return resident + quantized + slots + being_made
 
@@ -156,7 +156,7 @@ def test_tiers_are_those_a_unit_can_have(costs: list[UnitCost], budgets: list[Bu
         else:
             assert placed.tier not in (Tier.ROWS, Tier.MAPPED)
         if cost.is_view:
-            assert placed.tier is not Tier.QUANTIZED
+            assert placed.tier is not Tier.PACKED
     assert placement.streamed_bytes == sum(
         cost.stored for cost in costs if placement.of(cost.name).tier is Tier.STREAMED
     )
@@ -168,7 +168,7 @@ def test_all_that_fits_is_resident_to_the_byte() -> None:
     need = 4 * 300 + 301
     assert place(costs, [Budget("cpu", need, True)]).is_resident
     below = tiers(place(costs, [Budget("cpu", need - 1, True)]))
-    assert below["layers.0"] is Tier.QUANTIZED
+    assert below["layers.0"] is Tier.PACKED
     assert below["head"] is Tier.RESIDENT
 
 
@@ -176,7 +176,7 @@ def test_packed_needs_room_for_one_unit_being_made() -> None:
     costs = model(4, stored=100, ready=300)
     need = 4 * 100 + 301 + 300
     quantized = tiers(place(costs, [Budget("cpu", need, True)]))
-    assert [quantized[f"layers.{i}"] for i in range(4)] == [Tier.QUANTIZED] * 4
+    assert [quantized[f"layers.{i}"] for i in range(4)] == [Tier.PACKED] * 4
     assert Tier.STREAMED in tiers(place(costs, [Budget("cpu", need - 1, True)])).values()
 
 
@@ -184,7 +184,7 @@ def test_what_is_no_larger_made_is_made_once_on_a_device_and_never_copied_from_a
     """bfloat16 weights on a GPU that computes in float16, of which a part is streamed."""
     costs = model(8, stored=100, ready=100)
     costs = [replace(cost, is_view=False) for cost in costs]
-    for is_host, tier in ((False, Tier.RESIDENT), (True, Tier.QUANTIZED)):
+    for is_host, tier in ((False, Tier.RESIDENT), (True, Tier.PACKED)):
         placement = place(costs, [Budget("here", 850, is_host)])
         found = tiers(placement)
         assert Tier.STREAMED in found.values()
@@ -279,8 +279,8 @@ def test_tied_units_that_are_kept_as_they_are_stored(is_host: bool) -> None:
     found = place(costs, [Budget("here", whole, is_host)])
     assert sum(p.counted for p in found.units) == layers + (300 if is_host else 900)
     few = place(costs, [Budget("here", scratch + 300 + SLOTS * 300, is_host)])
-    kept = Tier.QUANTIZED if is_host else Tier.STREAMED
-    assert [tiers(few)[cost.name] for cost in embeds] == [Tier.QUANTIZED, kept, kept]
+    kept = Tier.PACKED if is_host else Tier.STREAMED
+    assert [tiers(few)[cost.name] for cost in embeds] == [Tier.PACKED, kept, kept]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_cached_layers_are_kept_on_the_host_whatever_the_budget() -> None:
     found = tiers(place(model(5), [Budget("cpu", 0, True)], cached_layers=2))
     assert [found[f"layers.{i}"] for i in range(5)] == [Tier.RESIDENT] * 2 + [Tier.STREAMED] * 3
     quantized = tiers(place(model(5, ready=300), [Budget("cpu", 0, True)], cached_layers=2))
-    assert quantized["layers.1"] is Tier.QUANTIZED
+    assert quantized["layers.1"] is Tier.PACKED
     assert quantized["embed"] is Tier.STREAMED
     gpu = tiers(place(model(5), [Budget("cuda:0", 0, False)], cached_layers=2))
     assert [gpu[f"layers.{i}"] for i in range(5)] == [Tier.PINNED] * 2 + [Tier.STREAMED] * 3
@@ -504,7 +504,7 @@ def test_with_room_for_all_of_them_they_are_used_where_they_lie() -> None:
 
 def test_what_has_no_room_when_made_is_made_for_each_use() -> None:
     found = placed(3, Budget("cpu", 300 + 3 * SLOT * EXPERTS, True), ready=9_000)
-    assert {one.tier for one in found.experts} == {Tier.QUANTIZED}
+    assert {one.tier for one in found.experts} == {Tier.PACKED}
     assert set(tiers(found).values()) == {Tier.RESIDENT}
 
 
@@ -567,7 +567,7 @@ def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pyte
         PlacedUnit("b", gpu.name, Tier.PINNED, 300),
         PlacedUnit("c", gpu.name, Tier.STREAMED, 700),
         PlacedUnit("d", "cpu", Tier.RESIDENT, 20),
-        PlacedUnit("e", "cpu", Tier.QUANTIZED, 3),
+        PlacedUnit("e", "cpu", Tier.PACKED, 3),
         PlacedUnit("f", "cpu", Tier.STREAMED, 70),
     )
     placement = Placement(units, (Budget(gpu.name, 0, False), Budget("cpu", 0, True)))
@@ -579,8 +579,8 @@ def test_embeddings_of_which_rows_are_touched_take_no_host_memory(monkeypatch: p
     units = (
         PlacedUnit("a", "cpu", Tier.MAPPED, 500),
         PlacedUnit("b", "cpu", Tier.ROWS, 400),
-        PlacedUnit("c", "cpu", Tier.QUANTIZED, 30),
-        PlacedUnit("d", "cpu", Tier.QUANTIZED, 30, tied=30),
+        PlacedUnit("c", "cpu", Tier.PACKED, 30),
+        PlacedUnit("d", "cpu", Tier.PACKED, 30, tied=30),
     )
     assert load_plan.cache_room(Placement(units, (Budget("cpu", 0, True),))) == 1000 - 30
 

@@ -195,7 +195,7 @@ def test_a_packed_unit_is_let_go_too(checkpoint: Path, monkeypatch: pytest.Monke
     resident = load(directory)
     wanted = run(resident)
     model = load(directory, bytes_when_made(resident) - 1)
-    assert tiers(model)["model.layers.1"] is Tier.QUANTIZED
+    assert tiers(model)["model.layers.1"] is Tier.PACKED
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError
