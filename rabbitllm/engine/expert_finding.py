@@ -1,7 +1,7 @@
 """Finds the stored tensors of the experts of a model, from names and shapes alone.
 
 A module's experts can be streamed individually if each of its parameters is made of one stored tensor for each expert,
-or of slices of one stored tensor for all experts, by operations that do not mix experts. All other experts are streamed
+or of slices of one stored tensor for all experts, by operations that do not mix experts. Other experts are streamed
 with their layer. Reads no weights.
 
 Families outside transformers' registry of experts kernels are streamed with their layer. Their forwards:
@@ -50,8 +50,8 @@ def expert_sources(
 ) -> list[ExpertSource]:
     """The modules whose experts can be streamed individually, in the order of a pass.
 
-    These are the modules that transformers computes through its registry of experts kernels, and all of whose weights
-    are made of one stored tensor for each expert, or of slices of one, by operations that do not mix experts.
+    These are modules that transformers computes through its registry of experts kernels. All of their weights are made
+    of one stored tensor for each expert, or of slices of one, by operations that do not mix experts.
     """
     found = []
     for unit in units:
@@ -64,17 +64,18 @@ def expert_sources(
                 leaves = _leaves(name, module, by_target, weights, store)
                 if leaves:
                     experts: int = module.num_experts
-                    used = min(_used(model, module), experts)
-                    source = ExpertSource(name, unit.name, module, experts, used, leaves, _lay_out(leaves))
+                    configs = (getattr(module, "config", None), model.config.get_text_config(decoder=True))
+                    used = next(filter(None, map(picked_by, configs)), _USUAL)
+                    nbytes = _lay_out(leaves)
+                    source = ExpertSource(name, unit.name, module, experts, min(used, experts), leaves, nbytes)
                     found.append(with_matrices(source, choose_matrix))
     return found
 
 
 def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
     """A unit without the parameters that are streamed by expert."""
-    own = (source for source in sources if source.unit == unit.name)
-    apart = {leaf.entry.target for source in own for leaf in source.leaves.values()}
-    return replace(unit, entries=tuple(entry for entry in unit.entries if entry.target not in apart))
+    streamed = {leaf.entry.target for source in sources if source.unit == unit.name for leaf in source.leaves.values()}
+    return replace(unit, entries=tuple(entry for entry in unit.entries if entry.target not in streamed))
 
 
 def is_routed(module: nn.Module) -> bool:
@@ -85,7 +86,7 @@ def is_routed(module: nn.Module) -> bool:
 def _leaves(
     name: str, module: nn.Module, by_target: Mapping[str, ParameterEntry], weights: WeightMap, store: WeightFiles
 ) -> dict[str, Leaf]:
-    """The parameters of shape (experts, ...) of a routed module; none if experts of one cannot be made individually."""
+    """The parameters of shape (experts, ...) of a routed module; none if those of one cannot be made individually."""
     leaves: dict[str, Leaf] = {}
     for key, parameter in module._parameters.items():
         if parameter is None or parameter.dim() < 3:
@@ -96,14 +97,6 @@ def _leaves(
             return {}
         leaves[key] = leaf
     return leaves
-
-
-def _used(model: PreTrainedModel, module: nn.Module) -> int:
-    """How many experts a token uses, by the config."""
-    for config in (getattr(module, "config", None), model.config.get_text_config(decoder=True)):
-        if found := picked_by(config):
-            return found
-    return _USUAL
 
 
 def _leaf(entry: ParameterEntry, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
@@ -159,10 +152,10 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
         return None
     if len(stored) == 1 and len(first.shape) >= 2 and first.shape[0] == experts and experts > 1:
         return _slices(pattern, first, experts)
-    if len(stored) != experts or [_number(tensor.name) for tensor in stored] != list(range(experts)):
+    numbers = (_EXPERT.findall(tensor.name) for tensor in stored)
+    if [int(found[-1]) if found else -1 for found in numbers] != list(range(experts)):  # the last one in the name
         return None
-    alike = _kind_of(first)
-    if any(_kind_of(tensor) != alike for tensor in stored):
+    if any(_kind_of(tensor) != _kind_of(first) for tensor in stored):
         return None
     payload = _part([tensor.parts[0] for tensor in stored])
     if first.quantized is None or STORED[first.quantized.scheme].block_bytes:
@@ -222,17 +215,11 @@ def _part(specs: Sequence[TensorSpec]) -> ExpertPart:
     return ExpertPart(first.dtype, first.shape, first.nbytes, 0, files[:1] if len(set(files)) == 1 else files, offsets)
 
 
-def _number(name: str) -> int:
-    """The index of the expert in a checkpoint's name: the last number in it."""
-    found = _EXPERT.findall(name)
-    return int(found[-1]) if found else -1
-
-
 def _lay_out(leaves: Mapping[str, Leaf]) -> int:
-    """Give every part its offset in an expert's bytes; return the bytes of an expert.
+    """Give every part its offset in an expert's memory; return the bytes of that memory.
 
-    The payloads of a leaf whose blocks stack are contiguous, and so are their scales, so that they form one matrix.
-    These runs are in the order of the first expert's file, so that one read covers as many as possible.
+    The payloads of a leaf that stacks are contiguous, and so are their scales: they form one matrix. These runs have
+    the order of the first expert's file, so that one read covers as many as possible.
     """
     runs = []
     for leaf in leaves.values():
@@ -242,7 +229,7 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> int:
         runs.append([block.payload for block in leaf.blocks])
         runs.append([block.scales for block in leaf.blocks if block.scales is not None])
     runs = sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0])))
-    for leaf in leaves.values():  # made from the bytes that are read, and put after them
+    for leaf in leaves.values():  # made from the bytes that are read, and written after them
         runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])
     end = 0
     for run in filter(None, runs):

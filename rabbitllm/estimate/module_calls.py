@@ -164,7 +164,7 @@ class ExpertCalls:
     def _kept(self, tokens: int, slots: int, host_slots: int) -> float:
         filling = _Filling(self._sample, THROUGH_THE_CACHE)
         with self._pool(slots, host_slots, filling) as pool, self._pooled(pool) as call:
-            _bring_all(pool, self._some)
+            _warm(pool, self._some)
             return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
     def read(self, mode: ReadMode, slots: int) -> float | None:
@@ -189,7 +189,7 @@ class ExpertCalls:
 
         def once(pool: ExpertPool, call: _Call) -> None:
             for slot in range(pool.cache.slots):
-                pool.cache.forget(0, slot)
+                pool.cache.clear(0, slot)
             call(self._draw(tokens, np.arange(self._source.experts)))
 
         return self._reading(mode, min(slots, self._some), once)
@@ -293,7 +293,7 @@ def _width(source: ExpertSource) -> int:
     return first.shape[0] if source.module.is_transposed else first.shape[-1]
 
 
-def _bring_all(pool: ExpertPool, count: int) -> None:
+def _warm(pool: ExpertPool, count: int) -> None:
     """Bring the first experts into memory."""
     (source,) = pool.sources
     uses = np.zeros((len(HALF_LIVES), source.experts))

@@ -965,5 +965,5 @@ def test_what_a_device_takes_in_leaves_host_memory(tmp_path: Path) -> None:
     for module in range(len(pool.sources)):
         both = (pool.cache.slots_of(module, everything) >= 0) & (pool.host_cache.slots_of(module, everything) >= 0)
         assert not both.any()
-    assert pool.cache.held
-    assert pool.host_cache.held
+    assert pool.cache.occupied
+    assert pool.host_cache.occupied
