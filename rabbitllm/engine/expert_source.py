@@ -172,7 +172,7 @@ class Leaf:
     @property
     def ready_bytes(self) -> int:
         """Bytes of the weights of all experts, dequantized."""
-        return self.entry.shape.numel() * self.entry.dtype.itemsize
+        return self.entry.nbytes
 
     @property
     def makes_scales(self) -> bool:

@@ -427,7 +427,7 @@ class Streamer:
                 self._start(name)  # binding is counted with computing
             # a parameter made in a caller's inference mode does not show that it requires a gradient: see `bindable`
             with self._dequantizing(source), torch.inference_mode(False):
-                source.make(self._model, part)
+                source.bind(self._model, part)
                 if self._profiler.enabled:
                     device.synchronise()
             if not is_plain:
@@ -517,9 +517,9 @@ class Streamer:
     ) -> Iterator[tuple[ParameterEntry, torch.Tensor]]:
         """The parameters of a unit outside the streaming buffers, as for a resident one."""
         # tensors of a unit that is not a view are copied, else a norm would keep the bytes of its whole layer
-        apart = not device.shares_host_memory and not source.is_view
+        copies = not device.shares_host_memory and not source.is_view
         part = self._quantized.get(source.unit.name) or self._part(source, device)
-        return source.made(self._model, part, memo, apart=apart, only=only)
+        return source.parameters(self._model, part, memo, copies=copies, only=only)
 
     def _part(self, source: UnitSource, device: Device) -> PartReader:
         """A reader of a unit's stored parts, resident on its device."""

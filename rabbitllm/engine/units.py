@@ -1,11 +1,11 @@
-"""Units: the modules whose weights are bound and unbound together, and how their stored bytes become parameters.
+"""Units: modules whose weights are bound and unbound together, and the conversion of stored bytes to their parameters.
 
 A unit is a decoder layer (the outermost layer of a stack), or any other module that owns parameters itself: the
-embedding, the norm, the head; torch's own attention is one unit as a whole. A table that only some of whose rows are
-used is a unit of its own, also inside a layer. Binding writes into the module's own
-parameter table, which takes less than a microsecond for each tensor; every public way takes 50 to 200 times longer.
+embedding, the norm, the head. torch's own attention is bound whole. A table of which a pass uses some rows is a unit,
+also inside a layer. Binding writes into the module's parameter table, which takes less than a microsecond for each
+tensor; public APIs are 50 to 200 times slower.
 
-All this is decided once, when the model is built; a pass only reads the bytes and makes the parameters.
+All this is decided once, when the model is built. A pass only reads the bytes and makes the parameters.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class ParameterEntry:
     is_linear_weight: bool = False
     marks: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
     def bind(self, tensor: torch.Tensor) -> None:
         """Set the entry to a tensor or a placeholder; see `bindable`."""
         self.table[self.leaf] = self.bindable(tensor)
@@ -60,9 +65,9 @@ class ParameterEntry:
     def bindable(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor as it is bound: as a parameter if the table is one of parameters.
 
-        It requires a gradient, as a parameter of an ordinary model does, because torch.matmul folds its operands
-        differently if one does, which changes the rounding. A tensor that is a parameter already is of a quantizer's
-        own type, with its scales as attributes.
+        It requires a gradient, like a parameter of an ordinary model: else torch.matmul folds its operands differently,
+        which changes the rounding. A tensor that is a parameter already is of a quantizer's type, with its scales as
+        attributes.
         """
         if isinstance(tensor, nn.Parameter) or not self._is_parameter:
             return tensor
@@ -72,17 +77,17 @@ class ParameterEntry:
     def placeholder(
         self,
         device: torch.device,
-        bring: Callable[[ParameterEntry], torch.Tensor],
+        read: Callable[[ParameterEntry], torch.Tensor],
         look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> AbsentWeight:
-        """A placeholder of the weight's device, dtype and shape, without memory and values.
+        """A placeholder with the weight's device, dtype and shape, without memory and values.
 
         Args:
             device: the device of the weight.
-            bring: called for the weight, in the form of `bindable`, when its values are read.
+            read: returns the weight, in the form of `bindable`; called when its values are read.
             look_up: of a table: distinct rising ids -> their rows.
         """
-        made = AbsentWeight(lambda: bring(self), self.shape, self.dtype, device, is_parameter=self._is_parameter)
+        made = AbsentWeight(lambda: read(self), self.shape, self.dtype, device, is_parameter=self._is_parameter)
         made.__dict__.update(self.marks)
         made.look_up = look_up
         return made
@@ -133,8 +138,8 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
         inside = f"{name}." if is_whole else ""
         entries = tuple(_entries(module, name, recurse=is_whole, but=apart - {id(module)}))
         if entries:
-            holds = not is_whole and any(True for child in module.children() if _owns_weights(child))
-            units.append(Unit(name, module, entries, is_layer, holds))
+            inner = (next(_entries(child, "", recurse=True), None) for child in module.children())
+            units.append(Unit(name, module, entries, is_layer, not is_whole and any(inner)))
         if is_whole:
             for within, table in module.named_modules():
                 if id(table) in apart and table is not module:
@@ -146,31 +151,22 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
 def find_tables(model: PreTrainedModel) -> list[nn.Module]:
     """Modules of whose weight a pass uses a few rows: the input embedding, and larger embeddings.
 
-    These are per-layer embeddings (Gemma 3n and 4) and n-gram tables (Qwen4-Exp). Smaller ones, such as positions, are
-    not worth it.
+    The larger ones are per-layer embeddings (Gemma 3n and 4) and n-gram tables (Qwen4-Exp).
     """
     first = input_embedding(model)
     if not isinstance(first, nn.Embedding):
         return [first] if first is not None else []
-    least = first.weight.numel()
-    found: list[nn.Module] = [first]
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module is not first and module.weight.numel() > least:
-            found.append(module)
-    return found
+    size = first.weight.numel()
+    return [first, *(m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.numel() > size)]
 
 
 def input_embedding(model: PreTrainedModel) -> nn.Module | None:
-    """The module that turns token ids into vectors; None if the model names none (some models for pictures)."""
+    """The module that embeds token ids; None if the model names none (some models for pictures)."""
     try:
         found: nn.Module | None = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
         return None
     return found
-
-
-def _owns_weights(module: nn.Module) -> bool:
-    return any(True for _ in _entries(module, "", recurse=True))
 
 
 def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int] = ()) -> Iterator[ParameterEntry]:
@@ -183,32 +179,25 @@ def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int]
         tables: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)
         for table in tables:
             for leaf, tensor in table.items():
-                if tensor is not None and leaf not in owner._non_persistent_buffers_set:
-                    yield _entry(owner, table, leaf, prefix, tensor)
-
-
-def _entry(
-    owner: nn.Module, table: MutableMapping[str, Any], leaf: str, prefix: str, tensor: torch.Tensor
-) -> ParameterEntry:
-    multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
-    marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
-    return ParameterEntry(
-        table, leaf, f"{prefix}.{leaf}" if prefix else leaf, tensor.shape, tensor.dtype, multiplied, marks
-    )
+                if tensor is None or leaf in owner._non_persistent_buffers_set:
+                    continue
+                target = f"{prefix}.{leaf}" if prefix else leaf
+                multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
+                marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
+                yield ParameterEntry(table, leaf, target, tensor.shape, tensor.dtype, multiplied, marks)
 
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
-"""Dtypes of plain values; tensors of any other dtype hold codes."""
+"""Dtypes of values; tensors of other dtypes have codes."""
 
 Memo = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes whose tensors stay bound."""
 
-
 MatrixChooser = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
-"""Quantized form, dtype of the inputs -> the type that multiplies from codes, or None to dequantize the matrix."""
+"""Quantized form, dtype of the inputs -> class of the quantized product, or None to dequantize the matrix."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +207,7 @@ class UnitJob:
     Attributes:
         recipe: makes the parameters.
         entries: (target of the recipe, parameter).
-        quantized: parameters that get the recipe's one stored tensor in quantized form, as a matrix of this type.
+        quantized: (class of the quantized product, parameter) of the recipe's only stored tensor.
     """
 
     recipe: Recipe
@@ -250,7 +239,7 @@ class UnitSource:
 
     @property
     def dequantizes(self) -> bool:
-        """Whether some of its tensors are codes: compressed here, or published so."""
+        """Whether some of its tensors are codes: compressed here, or published quantized."""
         return any(
             tensor.quantized is not None or any(part.dtype not in _PLAIN for part in tensor.parts)
             for tensor in self.stored.values()
@@ -267,7 +256,7 @@ class UnitSource:
         """Bytes of a job's tensors: stored, and ready to use."""
         names = [name for _, name in job.recipe.sources]
         stored = sum(self.stored[name].nbytes for name in names)
-        made = 0 if job.recipe.wraps else sum(entry.shape.numel() * entry.dtype.itemsize for _, entry in job.entries)
+        made = 0 if job.recipe.wraps else sum(entry.nbytes for _, entry in job.entries)
         return stored, made + (stored if job.quantized or job.recipe.wraps else 0)
 
     def of_jobs(self, jobs: Iterable[UnitJob]) -> UnitSource:
@@ -285,25 +274,18 @@ class UnitSource:
         quantized = {job.recipe.sources[0][1] for job in self.jobs if job.quantized}
         return sum(expanded_bytes(form) for name in quantized if (form := self.stored[name].quantized) is not None)
 
-    def make(
-        self,
-        model: PreTrainedModel,
-        part: PartReader,
-        memo: Memo | None = None,
-        *,
-        apart: bool = False,
-    ) -> None:
+    def bind(self, model: PreTrainedModel, part: PartReader) -> None:
         """Make the parameters and bind them."""
-        for entry, tensor in self.made(model, part, memo, apart=apart):
+        for entry, tensor in self.parameters(model, part):
             entry.bind(tensor)
 
-    def made(
+    def parameters(
         self,
         model: PreTrainedModel,
         part: PartReader,
         memo: Memo | None = None,
         *,
-        apart: bool = False,
+        copies: bool = False,
         only: str | None = None,
     ) -> Iterator[tuple[ParameterEntry, torch.Tensor]]:
         """Make the parameters: the table entry and the tensor of each.
@@ -312,7 +294,7 @@ class UnitSource:
             model: the skeleton, for conversions.
             part: provides the stored parts.
             memo: recipe key -> its tensors; filled, and used by tied units that stay bound.
-            apart: copy tensors that would be views of stored parts, so that these can be freed.
+            copies: copy tensors that would be views of stored parts, so that these can be freed.
             only: the only target to make; None for all.
         """
         for job in self.jobs:
@@ -324,7 +306,7 @@ class UnitSource:
                 continue
             made = memo.get(job.recipe.key) if memo is not None else None
             if made is None:
-                made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, apart))
+                made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, copies))
                 if memo is not None:
                     memo[job.recipe.key] = made
             for target, entry in wanted:
@@ -336,17 +318,17 @@ class UnitSource:
         assert recipe.dtype is not None
         return QuantizedWeight(kind(*operands(stored.quantized, stored.parts, part)), recipe.dtype)
 
-    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, apart: bool) -> torch.Tensor:
+    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, copies: bool) -> torch.Tensor:
         tensor = self.stored[name]
         if tensor.quantized is not None:
             assert dtype is not None
             return dequantize(*operands(tensor.quantized, tensor.parts, part), dtype)
         plain = part(tensor.parts[0])
         wanted = dtype if dtype is not None and plain.is_floating_point() else plain.dtype
-        return plain.to(wanted, copy=apart)
+        return plain.to(wanted, copy=copies)
 
     def part_of(self, buffer: torch.Tensor) -> PartReader:
-        """A reader of parts that are views of a buffer that `read` filled (or a device copy of it)."""
+        """A reader of parts as views of a buffer that was filled with `spans`, or of a copy of it on a device."""
         begins = [(span.file, span.offset) for span in self.spans]
 
         def read(spec: TensorSpec) -> torch.Tensor:
@@ -360,8 +342,8 @@ class UnitSource:
 def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Bytes as in the file, uint8 (extent,), as a tensor of the spec's dtype and shape.
 
-    They are copied if they are rearranged, or not aligned to 64 bytes: kernels round differently on weights that are
-    aligned to less than 16 bytes. Codes on a CPU are read byte by byte, and need no copy.
+    They are copied if they have to be rearranged, or are not aligned to 64 bytes: kernels round differently on weights
+    with an alignment below 16 bytes. Codes on a CPU are read byte by byte, and need no copy.
     """
     dtype = torch_dtype(spec.dtype)
     is_code = spec.dtype == "U8" and flat.device.type == "cpu"
@@ -374,7 +356,7 @@ def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def mapped_part(store: WeightFiles) -> PartReader:
-    """A reader of parts that are views of the mapped layer files."""
+    """A reader of parts as views of the mapped layer files."""
 
     def read(spec: TensorSpec) -> torch.Tensor:
         if not spec.nbytes:
@@ -394,14 +376,14 @@ def source_of(
     for entry in unit.entries:
         recipe = weights.recipe(entry.target)
         if recipe is None:
-            continue  # absent, which the model allows: it has its initial value
-        made_as = entry.target if entry.target in recipe.targets else weights.ties[entry.target]
+            continue  # the checkpoint lacks it and the model allows that: it has its initial value
+        target = entry.target if entry.target in recipe.targets else weights.ties[entry.target]
         _, made, quantized = by_key.setdefault(recipe.key, (recipe, [], []))
         kind = _kind(entry, recipe, store.tensors, choose_matrix) if choose_matrix is not None else None
         if kind is not None:
             quantized.append((kind, entry))
         else:
-            made.append((made_as, entry))
+            made.append((target, entry))
     jobs = tuple(UnitJob(recipe, tuple(made), tuple(quantized)) for recipe, made, quantized in by_key.values())
     return _of_jobs(unit, jobs, store.tensors)
 
@@ -436,9 +418,9 @@ def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
 
 
 def _spans(stored: Mapping[str, StoredTensor]) -> tuple[FileSpan, ...]:
-    """Runs of contiguous parts, in file order, in one buffer, where each run has blocks of its own.
+    """Runs of contiguous parts, in file order, in one buffer; no two runs share a block of it.
 
-    If several begin at one offset, as weights that share a storage do, the longest comes last.
+    If several parts begin at one offset, as weights that share a storage do, the longest comes last.
     """
     parts = sorted((part.file, part.offset, part.extent) for tensor in stored.values() for part in tensor.parts)
     spans: list[FileSpan] = []

@@ -219,8 +219,8 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
             if job.recipe.wraps and (form := _own_form(_owner(source, entry))) is not None:
                 yield Product(form, _matrix(entry), sum(source.stored[name].nbytes for _, name in job.recipe.sources))
             elif len(entry.shape) >= 2:
-                nbytes = entry.shape.numel() * entry.dtype.itemsize
-                yield Product(str(entry.dtype).removeprefix("torch."), _matrix(entry), nbytes, _share(entry, picked))
+                form = str(entry.dtype).removeprefix("torch.")
+                yield Product(form, _matrix(entry), entry.nbytes, _share(entry, picked))
 
 
 def _own_form(module: nn.Module) -> str | None:

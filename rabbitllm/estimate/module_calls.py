@@ -63,7 +63,7 @@ def _never_read(entry: ParameterEntry) -> torch.Tensor:
 def _seconds(source: UnitSource, model: PreTrainedModel, part: PartReader, device: Device) -> float:
     start = time.perf_counter()
     with torch.no_grad():
-        source.make(model, part)
+        source.bind(model, part)
     device.synchronise()
     return time.perf_counter() - start
 
@@ -74,7 +74,7 @@ def _in_small(source: UnitSource) -> Iterator[tuple[UnitJob, float]]:
         of_pattern: dict[str, list[tuple[str, str]]] = {}
         for pattern, name in job.recipe.sources:
             of_pattern.setdefault(pattern, []).append((pattern, name))
-        made = sum(entry.shape.numel() * entry.dtype.itemsize for _, entry in job.entries)
+        made = sum(entry.nbytes for _, entry in job.entries)
         count = min(map(len, of_pattern.values()))
         few = max(count * MADE_BYTES // max(made, 1), 1)
         if job.recipe.converter is None or few >= count:

@@ -153,12 +153,12 @@ def test_a_placeholder_looks_right_and_is_asked_for_the_weight(tmp_path: Path) -
     device = torch.device("cpu")
     asked = []
 
-    def bring(entry: ParameterEntry) -> torch.Tensor:
+    def read(entry: ParameterEntry) -> torch.Tensor:
         asked.append(entry.target)
         return entry.bindable(torch.ones(entry.shape))
 
     for entry in unit_of(model, "model.layers.0").entries:
-        entry.bind(entry.placeholder(device, bring))
+        entry.bind(entry.placeholder(device, read))
     up = model.model.layers[0].mlp.up_proj
     assert (up.weight.shape, up.weight.dtype, up.weight.device) == ((128, 64), torch.float32, device)
     assert up.weight.requires_grad

@@ -38,10 +38,8 @@ def refuse() -> torch.Tensor:
     raise Refused
 
 
-def absent(
-    bring: Callable[[], torch.Tensor] = refuse, dtype: torch.dtype = torch.bfloat16, **more: Any
-) -> AbsentWeight:
-    return AbsentWeight(bring, SHAPE, dtype, torch.device("cpu"), **more)
+def absent(read: Callable[[], torch.Tensor] = refuse, dtype: torch.dtype = torch.bfloat16, **more: Any) -> AbsentWeight:
+    return AbsentWeight(read, SHAPE, dtype, torch.device("cpu"), **more)
 
 
 def add_in_place(weight: Any) -> None:
@@ -226,7 +224,7 @@ def test_what_needs_values_asks_for_the_weight(asked: str) -> None:
         with mode(), pytest.raises(Refused):
             READS[asked](absent())
     with torch.no_grad():
-        wanted, found = READS[asked](there), READS[asked](absent(bring=lambda: nn.Parameter(there)))
+        wanted, found = READS[asked](there), READS[asked](absent(read=lambda: nn.Parameter(there)))
     if asked == "an address":
         assert found == wanted
         return
@@ -263,7 +261,7 @@ def test_operations_that_no_torch_function_sees_ask_too() -> None:
         with torch.no_grad(), pytest.raises(Refused):
             compute(absent(dtype=torch.float32))
         with torch.no_grad():
-            found = compute(absent(dtype=torch.float32, bring=lambda: there))
+            found = compute(absent(dtype=torch.float32, read=lambda: there))
         assert torch.equal(found.as_subclass(torch.Tensor), compute(there).as_subclass(torch.Tensor))
 
 
@@ -275,7 +273,7 @@ def test_what_it_prints() -> None:
 def test_no_initialising_by_a_function_that_takes_it_by_name() -> None:
     for begin in (nn.init.zeros_, nn.init.ones_, nn.init.normal_):
         with pytest.raises(ReadOnlyWeightError):
-            begin(absent(bring=lambda: torch.ones(SHAPE)))
+            begin(absent(read=lambda: torch.ones(SHAPE)))
 
 
 def test_copies_and_pickles() -> None:
@@ -316,7 +314,7 @@ def test_a_linear_has_it_like_any_other_weight(scheme: str) -> None:
     with torch.no_grad():
         for got in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
             assert_products(got.view(10, 32), x.view(10, 128), quantized.whole(), module.bias)
-    assert "PackedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
+    assert "QuantizedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
 
 
 @with_vectors
