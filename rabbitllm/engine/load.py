@@ -148,7 +148,7 @@ def _bound(
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
-    published.say_how(plan.quantizer, store.folder, model.dtype, devices)
+    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices)
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)
