@@ -150,7 +150,7 @@ def _floats(emit: Emitter, group: Group, part: int) -> list[Any]:
     return found
 
 
-class _Step(NamedTuple):
+class _BlockStep(NamedTuple):
     """Consecutive codes of a row that are multiplied together: a block, or in pairs a step of a `PairLayout`.
 
     Attributes:
@@ -162,12 +162,12 @@ class _Step(NamedTuple):
     sum_bytes: int
 
 
-def _step_of(scheme: str, width: int) -> _Step:
+def _step_of(scheme: str, width: int) -> _BlockStep:
     kind = BLOCK_TYPES[scheme]
     if width != PAIRS:
-        return _Step(kind.nbytes, 4 * kind.elements, 4 * (kind.elements // SUMMED))
+        return _BlockStep(kind.nbytes, 4 * kind.elements, 4 * (kind.elements // SUMMED))
     layout = block_pairs.LAYOUTS[scheme]
-    return _Step(kind.row_bytes(layout.step), 2 * layout.step, 4 * layout.groups)
+    return _BlockStep(kind.row_bytes(layout.step), 2 * layout.step, 4 * layout.groups)
 
 
 class _FloatSums:
