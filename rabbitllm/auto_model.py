@@ -99,8 +99,9 @@ class AutoModel:
         Arguments up to `offload_small_layers_use_cpu_cache` may be given by position, in the order of RabbitLLM 1.1.
 
         Args:
-            path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, or Llama as published by
-                Meta), a split directory, or a repository on the hub.
+            path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, GGUF, or Llama as published
+                by Meta), a file of weights, a split directory, or a repository on the hub. "organisation/name:Q4_K_M"
+                names one GGUF model of several in a repository.
             device: "cuda:N", "cpu", or "auto" for all GPUs. The default is the first GPU, else the CPU.
             dtype: a floating torch dtype or its name. The default is the config's; float16 in place of bfloat16 on a
                 GPU without bfloat16.
@@ -127,7 +128,7 @@ class AutoModel:
             local_files_only: send no requests to the hub.
             max_memory: maximum bytes of weights for each device, e.g. `{0: "14GiB", "cpu": "24GiB"}`. The default is
                 the free memory. With a GPU, "cpu" limits the weights that do not fit on it.
-            max_disk: maximum bytes of layer files and fetched shards together, e.g. "57GiB".
+            max_disk: maximum bytes of layer files and fetched shards together, e.g. "50GiB".
             min_free_disk: bytes of the disk that must stay free. A split that needs them is refused, or stops.
             shard_transfer: how the shards of a repository arrive if `sequential_shard_processing` is True: "file" (each
                 is a file), "stream" (none is a file on this disk), or "auto" (the first of these that fits).

@@ -1,4 +1,4 @@
-"""Rounding of sizes and offsets."""
+"""Rounds sizes and offsets up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common parts of reports: facts with their names, tables that fit a width, harmless text, and short formats.
+"""Common parts of reports: named values, tables that fit a width, harmless text, and short formats.
 
 Content of files is printed as text and never as markup, and every character that a terminal might act upon (escape
 sequences, line breaks, bidirectional controls) is printed as an escape. Independent of the contents of reports and of
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 LABEL = 14
-"""Columns for the names of facts."""
+"""Columns for the names of values."""
 GAP = "  "
 
 
@@ -27,6 +27,14 @@ def harmless(text: str, limit: int = 200) -> str:
     if not cut.isprintable():
         cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
     return cut if len(text) <= limit else cut + "…"
+
+
+def error_line(error: Exception, limit: int = 400) -> str:
+    """Format an error as one harmless line, with its type if its text alone says little."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, ValueError | OSError | ImportError):
+        text = f"{type(error).__name__}: {text}"
+    return harmless(text, limit)
 
 
 def disarmed(text: str) -> str:
@@ -54,9 +62,9 @@ def shortened(path: Path) -> str:
         return harmless(str(path))
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Format a count: `1 shard`, `2 shards`."""
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
 def listed(names: Iterable[str], limit: int = 5, separator: str = ", ") -> str:
@@ -100,7 +108,7 @@ def put(console: Console, text: Text) -> None:
 
 
 def put_fact(console: Console, name: str, value: str) -> None:
-    """Print a fact, with its further lines below its first."""
+    """Print a named value, with its further lines below its first."""
     width = max(console.width - LABEL, 20) if console.is_terminal else len(value)
     for number, line in enumerate(Text(value).wrap(console, width)):
         line.rstrip()
@@ -189,7 +197,9 @@ def amount(nbytes: float, decimals: int | None = None) -> str:
     """Format bytes in GiB, or in MiB below one GiB; with three digits, or as many decimals as requested."""
     scale, unit = unit_of(nbytes)
     value = nbytes / scale
-    return f"{_digits(value) if decimals is None else f'{value:.{decimals}f}'} {unit}"
+    if decimals is None:
+        decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f} {unit}"
 
 
 def part(nbytes: float, of: float) -> str:
@@ -222,11 +232,6 @@ def minute(moment: str) -> str:
     return moment[:16].replace("T", " ")
 
 
-def _digits(value: float) -> str:
-    """Format three digits of a number below 1000; of a larger one its integer part."""
-    return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
-
-
 def bar(share: float, width: int) -> Row:
     """Return a bar of `width` columns, filled from the left; a row of two spans."""
     halves = round(2 * width * min(max(share, 0.0), 1.0))
@@ -251,11 +256,11 @@ class LinePiece:
 
 def fitting(pieces: Iterable[LinePiece], width: int) -> Row:
     """Return the pieces that fit the width, the lowest ranks first, in their order, with separators."""
-    all_of_them = [piece for piece in pieces if piece.text]
+    shown = [piece for piece in pieces if piece.text]
     chosen: list[int] = []
     taken = -len(SEPARATOR)
-    for at in sorted(range(len(all_of_them)), key=lambda at: all_of_them[at].rank):
-        needed = len(all_of_them[at].text) + len(SEPARATOR)
+    for at in sorted(range(len(shown)), key=lambda at: shown[at].rank):
+        needed = len(shown[at].text) + len(SEPARATOR)
         if taken + needed > width:
             break  # a less important piece must not appear whenever a more important one does not fit
         chosen.append(at)
@@ -263,7 +268,7 @@ def fitting(pieces: Iterable[LinePiece], width: int) -> Row:
     spans: list[Span] = []
     for at in sorted(chosen):
         spans += [(SEPARATOR, "dim")] if spans else []
-        spans.append((all_of_them[at].text, all_of_them[at].style))
+        spans.append((shown[at].text, shown[at].style))
     return tuple(spans)
 
 

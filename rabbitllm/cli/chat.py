@@ -21,14 +21,18 @@ from rabbitllm.cli.arguments import (
     WorkersOption,
     with_model_options,
 )
+from rabbitllm.cli.help import ANSWER_PANEL
 
 
-@with_model_options("no_split", "verify_source", "revision", "trust_remote_code")
+@with_model_options()
 def chat_command(
     model: ModelArgument,
     system: SystemOption = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Maximum tokens per answer; by default no limit but the context.", min=1)
+        int | None,
+        typer.Option(
+            rich_help_panel=ANSWER_PANEL, help="Maximum tokens per answer; by default no limit but the context.", min=1
+        ),
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,

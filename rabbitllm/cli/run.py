@@ -27,6 +27,7 @@ from rabbitllm.cli.arguments import (
     put_json,
     with_model_options,
 )
+from rabbitllm.cli.help import ANSWER_PANEL
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -40,12 +41,18 @@ def run_command(
     ] = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Maximum tokens to generate; by default 512, within the context.", min=1)
+        int | None,
+        typer.Option(
+            rich_help_panel=ANSWER_PANEL, help="Maximum tokens to generate; by default 512, within the context.", min=1
+        ),
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", rich_help_panel=ANSWER_PANEL, help="Continue the prompt without the chat template."),
+    ] = False,
     image: ImageOption = None,
     audio: AudioOption = None,
     options: ModelOptions = NO_OPTIONS,

@@ -54,18 +54,18 @@ class SplitDisplay:
             case progress.SplitDone():
                 self.close(done_line(event) if self._claim is not None else "")
 
-    def facts(self) -> SplitStats:
+    def stats(self) -> SplitStats:
         """The current statistics."""
         with self._lock:
-            return self._ledger.facts()
+            return self._ledger.stats()
 
     def rows(self, width: int) -> Sequence[Row]:
         """The rows for the region."""
-        return rows_of(self.facts(), width)
+        return rows_of(self.stats(), width)
 
     def line(self) -> str:
         """The line for the region."""
-        return line_of(self.facts())
+        return line_of(self.stats())
 
     def _show(self) -> None:
         if self._claim is None:
@@ -105,7 +105,7 @@ def done_line(event: progress.SplitDone) -> str:
     """The final line of a finished split."""
     took = f"{event.seconds:.1f} s" if event.seconds < 10 else duration(event.seconds)
     return (
-        f"split into {event.layers} layers, {amount(event.output_bytes)}, in {took}; "
+        f"split into {event.layers} layer files, {amount(event.output_bytes)}, in {took}; "
         f"peak disk {amount(event.peak_disk_bytes)}"
     )
 

@@ -28,7 +28,14 @@ from rabbitllm.splitter import journal, split_estimate
 from rabbitllm.splitter.bit_allocation import allocation_of, with_choice
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split, resumed_disk_budget
+from rabbitllm.splitter.request import (
+    SplitRequest,
+    disk_budget_of,
+    kept_in_cache,
+    located,
+    plan_split,
+    resumed_disk_budget,
+)
 from rabbitllm.splitter.split_estimate import (
     ROUTES,
     STANDARD,
@@ -154,7 +161,10 @@ class SourceScan:
         plans = {} if base is None else {c: recompressed(base, c) if c else base for c in applies if c != AUTO}
         if AUTO in applies and isinstance(self._mixed, SplitPlan):
             plans[AUTO] = self._mixed
-        return {**plans, **{c: self._with_places(earlier.plan) for c, earlier in self.journals.items()}}
+        begun = {c: earlier.plan for c, earlier in self.journals.items()}
+        if self.checkpoint is not None:
+            begun = {c: located(plan, self.checkpoint) for c, plan in begun.items()}
+        return plans | begun
 
     @cached_property
     def _mixed(self) -> SplitPlan | str | None:
@@ -172,14 +182,6 @@ class SourceScan:
             return with_choice(self.base, disk_budget, request.options, request.experts_a_token)
         except NotEnoughSpaceException as error:
             return f"{error.problem} {error.remedy}".rstrip(".")
-
-    def _with_places(self, plan: SplitPlan) -> SplitPlan:
-        """Return the plan with the present location of each shard."""
-        if self.checkpoint is None:
-            return plan
-        stages = self.checkpoint.stages
-        shards = tuple(dataclasses.replace(shard, staged=stages(shard.name)) for shard in plan.shards)
-        return dataclasses.replace(plan, shards=shards)
 
     def fitted(self, compression: str | None) -> bool:
         """Whether scales of 4bit are fitted to their blocks, in an existing split or by the present options."""
@@ -252,8 +254,8 @@ class SourceScan:
             return None
         if self._gone is None and self.base is not None:
             return self.base.source
-        facts = (self.checkpoint.facts(shard) for shard in self.checkpoint.index.shards)
-        return self.checkpoint.identity(fact for fact in facts if fact is not None)
+        metadata = (self.checkpoint.metadata(shard) for shard in self.checkpoint.index.shards)
+        return self.checkpoint.identity(fact for fact in metadata if fact is not None)
 
     def _differs(self, known: SourceIdentity) -> str | None:
         return known.differs_from(self._identity) if self._identity is not None else None
@@ -315,7 +317,7 @@ def plan(
         revision: branch, tag or commit of the repository.
         token: access token for the hub.
         cache_dir: folder of the hub cache.
-        max_disk: maximum bytes of the split, e.g. "57GiB".
+        max_disk: maximum bytes of the split, e.g. "50GiB".
         min_free_disk: bytes of the disk that must stay free.
         bandwidth: bytes per second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
             measurement.
@@ -486,9 +488,7 @@ def _placed(scan: SourceScan, name: str, compression: str | None) -> tuple[Split
     plan, request = scan.feasible[compression], scan.request(compression, shards)
     if name != STANDARD or scan.source.repository is None:
         return plan, disk_budget_of(request, plan)
-    kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)
-    disk_budget = disk_budget_of(request, plan, [shard for shard in plan.shards if shard.staged])
-    return dataclasses.replace(plan, shards=kept), disk_budget
+    return kept_in_cache(request, plan)
 
 
 def _disks(scan: SourceScan) -> tuple[Disk, ...]:

@@ -51,7 +51,7 @@ def decode_json(
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=constant, parse_int=whole)
     except RecursionError:
-        raise ValueError("it is nested deeper than any checkpoint's (maximum recursion depth exceeded)") from None
+        raise ValueError("it is nested too deeply (maximum recursion depth exceeded)") from None
 
 
 def decode_message(raw: bytes) -> Any:
@@ -65,10 +65,10 @@ def decode_message(raw: bytes) -> Any:
     """
     try:
         value = decode_json(raw, no_constant, _whole)
-        if b"\\u" in raw:  # lone surrogates, which no tokenizer accepts
+        if b"\\u" in raw:  # unpaired surrogates, which no tokenizer accepts
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("it has half of a character beyond the first 65,536") from None
+        raise ValueError("it has an unpaired surrogate") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     return value
@@ -76,7 +76,7 @@ def decode_message(raw: bytes) -> Any:
 
 def no_constant(word: str) -> Any:
     """Refuse NaN and the infinities."""
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def _whole(digits: str) -> int:
@@ -94,10 +94,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def short(value: object, most: int = 80) -> str:
-    """The beginning of a value's text for messages, at most so many characters."""
+def short(value: object, limit: int = 80) -> str:
+    """The beginning of a value's representation, at most `limit` characters."""
     text = repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def text_of(value: object) -> str:

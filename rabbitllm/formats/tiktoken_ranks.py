@@ -83,6 +83,6 @@ def _check_tokens(tokens: tuple[bytes, ...], file: str) -> None:
 
 def _corrupt(file: str, what: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
-        f"{file} is not a sound tiktoken vocabulary: {what}.",
+        f"{file} is not a valid tiktoken vocabulary: {what}.",
         "Download it again from the model's publisher, and compare its size.",
     )

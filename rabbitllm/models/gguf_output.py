@@ -32,7 +32,8 @@ from rabbitllm.base.options import expand
 from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity, sidecars_in
-from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint, Target, stored_shapes
+from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint
+from rabbitllm.checkpoints.gguf_model import Target, stored_shapes
 from rabbitllm.checkpoints.gguf_rotary import FACTORS, rotary_factors
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import GGUF_SUFFIX

@@ -486,28 +486,28 @@ def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | Non
     if checkpoint is None:
         return _look_at_split(source.split_folder)
     shards = checkpoint.index.shards
-    found = dict(zip(shards, side_by_side(lambda s: _facts(checkpoint, s), shards, HEADER_THREADS), strict=True))
-    facts = {shard: one for shard, one in found.items() if isinstance(one, ShardMetadata)}
+    found = dict(zip(shards, side_by_side(lambda s: _metadata(checkpoint, s), shards, HEADER_THREADS), strict=True))
+    metadata = {shard: one for shard, one in found.items() if isinstance(one, ShardMetadata)}
     absent = tuple(shard for shard, one in found.items() if one is None)
-    specs = [spec for one in facts.values() for spec in one.header.tensors]
+    specs = [spec for one in metadata.values() for spec in one.header.tensors]
     layers, order = layers_of((spec.name for spec in specs), family_in(source.config_folder))
     commit = source.repository.commit if source.repository is not None else None
     return Inspection(
         name if commit is None else f"{name} at commit {commit}",
         "a checkpoint on the hub" if commit is not None else "a checkpoint",
-        sum(one.size for one in facts.values()),
+        sum(one.size for one in metadata.values()),
         Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in specs), order),
-        {shard: one.size for shard, one in facts.items()},
+        {shard: one.size for shard, one in metadata.items()},
         absent,
         _sidecars(checkpoint),
-        refusal=_refusal(checkpoint, found, facts),
+        refusal=_refusal(checkpoint, found, metadata),
     )
 
 
-def _facts(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointError | None:
+def _metadata(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointError | None:
     """The metadata of a shard, or the error in it; None where the shard is absent."""
     try:
-        return checkpoint.facts(shard)
+        return checkpoint.metadata(shard)
     except CheckpointError as error:
         return error
 
@@ -515,15 +515,15 @@ def _facts(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointErro
 def _refusal(
     checkpoint: Checkpoint,
     found: Mapping[str, ShardMetadata | CheckpointError | None],
-    facts: Mapping[str, ShardMetadata],
+    metadata: Mapping[str, ShardMetadata],
 ) -> CheckpointError | None:
     """The error that a split would raise: an unsound shard, missing shards, or an unsound index."""
     broken = next((one for one in found.values() if isinstance(one, CheckpointError)), None)
     if broken is not None:
         return broken
     try:
-        require_shards(checkpoint.index.shards, facts, checkpoint)
-        tensors_by_shard(checkpoint.index, facts.values())
+        require_shards(checkpoint.index.shards, metadata, checkpoint)
+        tensors_by_shard(checkpoint.index, metadata.values())
     except CheckpointError as error:
         return error
     return None

@@ -84,10 +84,10 @@ def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
     if not (folder / shard).is_file():
         return False
     try:
-        facts = LocalCheckpoint(folder, index=index_of({"": shard})).facts(shard)
+        metadata = LocalCheckpoint(folder, index=index_of({"": shard})).metadata(shard)
     except (CheckpointError, OSError):
         return False
-    return facts is not None and facts.fingerprint == fingerprint
+    return metadata is not None and metadata.fingerprint == fingerprint
 
 
 def _of_an_unknown(folder: Path) -> Original:

@@ -202,7 +202,7 @@ def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
         on_device = memory
     folder = _folder(model, room)
     disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
-    if not NamelessFile.READS_AT_PLACES:  # one offset cannot be read while another is written
+    if not NamelessFile.READS_AT_OFFSETS:  # one offset cannot be read while another is written
         disk = 0
     computing = free // COMPUTING_SHARE
     cost = cost_of_a_pass(config, itemsize)
