@@ -37,6 +37,23 @@ def build_fp8(folder: Path, family: str, block: int = 16, *, shards: int = 1, **
     return rewrite(folder, lambda name, tensor: fp8_blocks(name, tensor, block), config, shards)
 
 
+def build_fp8_static(folder: Path, family: str, *, shards: int = 1, **settings: Any) -> Path:
+    """As Mistral publishes: one scale for each matrix and one for its inputs, bfloat16 scalars."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        if not _LINEAR.search(name):
+            yield name, tensor
+            return
+        scale = (tensor.float().abs().amax() / FP8_LARGEST).bfloat16()
+        yield name, (tensor.float() / scale.float()).clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+        yield f"{name}_scale_inv", scale
+        yield f"{name.removesuffix('weight')}activation_scale", torch.tensor(0.01).bfloat16()
+
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    return rewrite(folder, change, {**config, "modules_to_not_convert": ["lm_head"]}, shards)
+
+
 def build_fp8_table(folder: Path, family: Any, *, shards: int = 1, **settings: Any) -> Path:
     """As Qwen3.8-Flash-Next-FP8 is published: experts in blocks, a table of n-grams in parts with one scale for all."""
     build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
@@ -404,7 +421,7 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] =
 
 
 def build_compressed_tensors(
-    folder: Path, family: str, scheme: str, *, shards: int = 1, packed: bool = True, **settings: Any
+    folder: Path, family: Any, scheme: str, *, shards: int = 1, packed: bool = True, **settings: Any
 ) -> Path:
     """As llm-compressor publishes: every Linear but the head, experts too, compressed by compressed-tensors itself.
 
@@ -418,7 +435,7 @@ def build_compressed_tensors(
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*per_layer.*"],
     }
     change = _compressed(form, weights, group) if packed else lambda name, tensor: iter([(name, tensor)])
     return rewrite(folder, change, config, shards)
