@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, size
+from rabbitllm.base.terminal import Column, counted, harmless, large, listed, put, put_fact, put_table, size
 from rabbitllm.formats.sentencepiece_model import (
     NormalizerSpec,
     PieceType,
@@ -291,7 +291,7 @@ def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
     kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in tensors.dtypes.items())
     yield "tensors", f"{len(tensors.tensors):,}, {size(tensors.nbytes)}: {kinds}" if kinds else "0"
     yield "parameters", large(tensors.parameters)
-    yield "layers", f"{len(tensors.layers):,}: {_some(runs(tensors.layers))}" if tensors.layers else "0"
+    yield "layer files", f"{len(tensors.layers):,}: {_some(runs(tensors.layers))}" if tensors.layers else "0"
     if tensors.sharing:
         yield "shared", f"{counted(tensors.sharing, 'tensor')} in the bytes of others"
     if tensors.strided:
@@ -373,8 +373,7 @@ def _globals(pickle: Pickle) -> Iterator[str]:
 
 
 def _some(texts: Sequence[str]) -> str:
-    shown = ", ".join(harmless(text, VALUE) for text in texts[:_SOME])
-    return shown + (f" … and {len(texts) - _SOME:,} more" if len(texts) > _SOME else "")
+    return listed((harmless(text, VALUE) for text in texts), _SOME)
 
 
 def _compact(value: object) -> str:

@@ -11,7 +11,18 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, shortened, size
+from rabbitllm.base.terminal import (
+    Column,
+    counted,
+    harmless,
+    large,
+    minute,
+    put,
+    put_fact,
+    put_table,
+    shortened,
+    size,
+)
 from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
 from rabbitllm.models.remove import Original, Removal
 from rabbitllm.models.show import ConfigSummary, Shown
@@ -23,7 +34,7 @@ _COLUMNS = (
     Column("name"),
     Column("compression", rank=2),
     Column("size", right=True, rank=1),
-    Column("layers", right=True, rank=3),
+    Column("layer files", right=True, rank=3),
     Column("state", rank=1),
     Column("commit", rank=5),
     Column("changed", rank=4),
@@ -55,14 +66,9 @@ def _row(entry: SplitEntry) -> list[str]:
         layers,
         entry.state,
         (entry.commit or "")[:COMMIT_CHARACTERS],
-        when(entry.changed_at),
+        minute(entry.changed_at),
         shortened(entry.folder),
     ]
-
-
-def when(moment: str) -> str:
-    """An ISO time for people: to the minute, in its own time zone."""
-    return moment[:16].replace("T", " ")
 
 
 def _note(entry: SplitEntry) -> str | None:
@@ -134,7 +140,7 @@ def _put_config(config: ConfigSummary, console: Console) -> None:
 
 
 def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
-    put_fact(console, "split", f"{entry.compression or 'uncompressed'}, {entry.state}, {when(entry.changed_at)}")
+    put_fact(console, "split", f"{entry.compression or 'uncompressed'}, {entry.state}, {minute(entry.changed_at)}")
     put_fact(console, "folder", harmless(str(entry.folder), 400))
     of = "" if entry.state == WHOLE else f" of {entry.layers_of:,}"
     put_fact(console, "layer files", f"{entry.layers:,}{of}, {size(entry.nbytes)}")
@@ -161,16 +167,16 @@ def verification_text(found: Verification, seconds: float) -> str:
     """What a verification found, in lines."""
     rate = f"{size(found.nbytes)} read in {seconds:.1f} s"
     if found.manifest is None:
-        head = f"{found.folder}: {found.files} layers of RabbitLLM 1.1, which wrote no checksums"
+        head = f"{found.folder}: {found.files} layer files of RabbitLLM 1.1, which wrote no checksums"
         sound = "sound as far as headers and shapes tell"
     else:
         how = found.manifest.compression or "uncompressed"
-        head = f"{found.folder}: {found.files} layers, {how}, of {_source_of(found.manifest)}"
+        head = f"{found.folder}: {found.files} layer files, {how}, of {_source_of(found.manifest)}"
         sound = "sound: every checksum, shape and tensor is as written"
     if not found.damaged:
         return f"{head}\n{sound} ({rate})"
     lines = [f"  {damage.file}: {damage.problem}" for damage in found.damaged]
-    return "\n".join([head, f"{len(found.damaged)} of {found.files} layers are damaged ({rate}):", *lines])
+    return "\n".join([head, f"{len(found.damaged)} of {found.files} layer files are damaged ({rate}):", *lines])
 
 
 def repair_advice(found: Verification) -> str:

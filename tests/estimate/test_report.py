@@ -52,7 +52,7 @@ def text(plan: Plan, most: int = 80) -> list[str]:
 
 def test_a_line_for_each_compression() -> None:
     head, none, eight, four, legend, empty = text(plan_of(LARGE, CACHED, SMALL))
-    assert " ".join(head.split()) == "generating on cpu stays there read a token first token a token"
+    assert " ".join(head.split()) == "generating on cpu in memory read/token first token a token"
     assert " ".join(none.split()) == "uncompressed 17.00 GiB 130.00 GiB, disk 1.6 min 41.2 s"
     assert " ".join(eight.split()) == "8bit 17.00 GiB 130.00 GiB, cached 1.6 min ?"
     assert " ".join(four.split()) == "4bit 1.00 GiB nothing 400 ms 17 ms"
@@ -60,7 +60,7 @@ def test_a_line_for_each_compression() -> None:
     assert empty == ""
 
 
-def test_too_little_memory_is_said_of_the_compressions_that_it_is_too_little_for() -> None:
+def test_too_little_memory_is_given_of_the_compressions_that_it_is_too_little_for() -> None:
     problem = "A pass takes at least 9.00 GiB of memory; this process may take 1.00 GiB."
     small = dataclasses.replace(LARGE, too_little_memory=problem)
     small_too = dataclasses.replace(CACHED, too_little_memory=problem)
