@@ -153,6 +153,29 @@ def build_gptq(
     return _build_integers(folder, family, plain, config, change, shards, bits=bits, disordered=True, **settings)
 
 
+def build_auto_round(folder: Path, family: str, plain: Path, layout: str, *, shards: int = 1, **settings: Any) -> Path:
+    """As auto-round publishes: in the layout of another tool, without the order of groups; some matrices are plain."""
+    config = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 16,
+        "sym": True,
+        "data_type": "int",
+        "packing_format": layout,
+        "autoround_version": "0.13.0",
+        "block_name_to_quantize": "model.layers",
+        "extra_config": {"model.layers.1.mlp.up_proj": {"bits": 16, "data_type": "fp"}},
+    }
+
+    def change(integers: Integers) -> dict[str, torch.Tensor]:
+        if "awq" in layout:
+            return _awq(integers)
+        parts = _gptq(integers, 4, 0 if layout.endswith("gptqmodel") else 1)
+        return {name: part for name, part in parts.items() if name != "g_idx"}
+
+    return _build_integers(folder, family, plain, config, change, shards, bits=4, **settings)
+
+
 def _build_integers(
     folder: Path,
     family: str,
@@ -169,7 +192,7 @@ def _build_integers(
         build_checkpoint(made, family, dtype=torch.float16, **settings)
 
     def change(name: str, tensor: torch.Tensor, *, packed: bool) -> Named:
-        if not _LINEAR.search(name):
+        if not _LINEAR.search(name) or name.removesuffix(".weight") in config.get("extra_config", ()):
             yield name, tensor
             return
         integers = integers_of(tensor, bits, disordered=disordered)
