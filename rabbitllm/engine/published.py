@@ -53,7 +53,7 @@ _LAYOUTS: Mapping[str, Mapping[str, str]] = {
 """auto-round's name of a layout -> the settings of the method that it belongs to."""
 _WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
-BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
+BY_MATRIX = frozenset({"QuickFp8", "FusedFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
 """Operations that make each matrix from its own parts, so that one expert can be made without the others."""
 
 
@@ -164,10 +164,11 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
             quantizer: HfQuantizer = ModelOpt(config.quantization_config, pre_quantized=True)
         else:
             config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
-            if method in _INTEGERS:
-                from rabbitllm.engine.published_conversions import PackedIntegers
+            if method in (*_INTEGERS, "fp8"):
+                from rabbitllm.engine.published_conversions import Fp8, PackedIntegers
 
-                quantizer = PackedIntegers(config.quantization_config, pre_quantized=True)
+                kind = PackedIntegers if method in _INTEGERS else Fp8
+                quantizer = kind(config.quantization_config, pre_quantized=True)
             else:
                 quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         if method in DEQUANTIZED:

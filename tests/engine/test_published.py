@@ -133,6 +133,25 @@ def test_what_transformers_computes_with_compressed_tensors(tmp_path: Path, buil
     assert_same(run(load(directory, 0)), expected)
 
 
+def test_fp8_experts_in_one_tensor(tmp_path: Path) -> None:
+    """transformers drops their scales unless it has a GPU for FP8; the reference is the model that they stand for."""
+    folder = quantized.build_fp8_fused(tmp_path / "model", tmp_path / "plain", shards=3)
+    expected = expected_of(tmp_path / "plain")
+    directory = split(folder)
+    for budget in (ALL, 60_000, 0):
+        model = load(directory, budget)
+        assert_same(run(model), expected)
+        assert not model.unused_tensors or all(name.endswith("activation_scale") for name in model.unused_tensors)
+    assert {placed.tier for placed in model.placement.experts} == {Tier.ROUTED}
+
+
+def test_fp8_experts_in_one_tensor_without_scales(tmp_path: Path) -> None:
+    folder = quantized.build_fp8_fused(tmp_path / "model", tmp_path / "plain")
+    take_out(folder, "layers.1.mlp.experts.down_proj_scale_inv")
+    with pytest.raises(IncompleteSplitError, match=r"experts without scales"):
+        load(split(folder))
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -54,6 +54,42 @@ def build_fp8_static(folder: Path, family: str, *, shards: int = 1, **settings: 
     return rewrite(folder, change, {**config, "modules_to_not_convert": ["lm_head"]}, shards)
 
 
+def build_fp8_fused(folder: Path, plain: Path, family: str = "qwen3_moe", *, shards: int = 1) -> Path:
+    """As Mistral Small 4 is published: the codes of all experts in one tensor, a scale for each of them.
+
+    Into `plain` goes the model that the codes stand for.
+    """
+    build_fp8_static(folder, family)
+    build_checkpoint(plain, family, dtype=torch.bfloat16)
+    stored, expert = read_tensors(folder), re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight$")
+    fused: dict[str, dict[str, list[torch.Tensor]]] = {}
+    matrices = {}
+    for name in [name for name in stored if name.endswith(".weight") and f"{name}_scale_inv" in stored]:
+        codes, scale = stored[name], stored[f"{name}_scale_inv"]
+        if match := expert.fullmatch(name):
+            for part in ("weight", "weight_scale_inv", "activation_scale"):
+                del stored[f"{name.removesuffix('weight')}{part}"]
+            fused.setdefault(match[1], {}).setdefault(match[3], []).append(codes.float() * scale.float())
+        else:
+            matrices[name] = (codes.float() * scale.float()).bfloat16()
+    for path, own in fused.items():
+        gate_up = torch.cat([torch.stack(own["gate_proj"]), torch.stack(own["up_proj"])], 1)
+        for leaf, stack in (("gate_up_proj", gate_up), ("down_proj", torch.stack(own["down_proj"]))):
+            scales = (stack.abs().amax((1, 2), keepdim=True) / FP8_LARGEST).bfloat16()
+            codes = (stack / scales.float()).clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+            stored |= {f"{path}.{leaf}": codes, f"{path}.{leaf}_scale_inv": scales}
+            stored[f"{path}.{leaf}_activation_scale"] = torch.full((len(codes),), 0.01).bfloat16()
+            meant = (codes.float() * scales.float()).bfloat16()
+            parts = {"gate_proj": 0, "up_proj": 1} if leaf == "gate_up_proj" else {"down_proj": 0}
+            for number, matrix in enumerate(meant):
+                for name, at in parts.items():
+                    matrices[f"{path}.{number}.{name}.weight"] = matrix.chunk(len(parts))[at].contiguous()
+    save_file(stored, folder / SINGLE_NAME, metadata={"format": "pt"})
+    _spread(folder, shards)
+    save_file(read_tensors(plain) | matrices, plain / SINGLE_NAME, metadata={"format": "pt"})
+    return folder
+
+
 def build_fp8_table(folder: Path, family: Any, *, shards: int = 1, **settings: Any) -> Path:
     """As Qwen3.8-Flash-Next-FP8 is published: experts in blocks, a table of n-grams in parts with one scale for all."""
     build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
