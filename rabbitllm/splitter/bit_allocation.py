@@ -243,14 +243,14 @@ class _Layer:
     Attributes:
         name: its id and stem.
         specs: its tensors, ordered by name: for a layer that spans two shards the plan's order differs.
-        places: the index of each of them in the plan's order.
+        order: the index of each of them in the plan's order.
         groups: the groups of its tensors, as numbers, in order of appearance.
         kind: equal for alike layers.
     """
 
     name: LayerName
     specs: Sequence[TensorSpec]
-    places: Sequence[int]
+    order: Sequence[int]
     groups: tuple[int, ...]
     kind: int
 
@@ -280,7 +280,7 @@ class _Alike:
 
 
 def _behind_last(filling: Mapping[int, int], layer: _Layer) -> int:
-    return filling[max(filling, key=layer.places.__getitem__)] if filling else 0
+    return filling[max(filling, key=layer.order.__getitem__)] if filling else 0
 
 
 class BitChoices:
@@ -329,10 +329,10 @@ class BitChoices:
     def _looked_at(self, name: LayerName, specs: Sequence[TensorSpec], of: Mapping[str, int]) -> _Layer:
         groups: dict[int, int] = {}
         alike: list[Hashable] = [_NUMBER.sub("0", name.stem)]
-        places: Sequence[int] = range(len(specs))
+        order: Sequence[int] = range(len(specs))
         if not any(spec.piece for spec in specs):  # offsets of pieces in a scratch file depend on more than the last
-            places = sorted(places, key=lambda place: _behind(specs[place].name, name.stem))
-        specs = [specs[place] for place in places]
+            order = sorted(order, key=lambda at: _behind(specs[at].name, name.stem))
+        specs = [specs[at] for at in order]
         for spec in specs:
             group = of.get(spec.whole.name)
             local = groups.setdefault(group, len(groups)) if group is not None else None
@@ -340,7 +340,7 @@ class BitChoices:
             if (piece := spec.piece) is not None:
                 alike.append((_behind(piece.of, name.stem), piece.shape, piece.dim, piece.begin))
         kind = self._kinds.setdefault(tuple(alike), len(self._kinds))
-        return _Layer(name, specs, places, tuple(groups), kind)
+        return _Layer(name, specs, order, tuple(groups), kind)
 
     def _sizes_at(self, layer: _Layer, schemes: Sequence[str | None]) -> EstimatedFile:
         own = tuple([schemes[number] for number in layer.groups])

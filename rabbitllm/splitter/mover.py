@@ -117,9 +117,9 @@ class FillTarget:
 
     def write(self, part: str, begin: int, data: memoryview, *, aligned: bool = False) -> None:
         """Write a run of a stored part at `begin` bytes into that part, in the layer file or the scratch file."""
-        at = self.layout.scratch_places.get(part)
+        at = self.layout.scratch_offsets.get(part)
         if at is None:
-            self.file.write_at(data, self.layout.places[part] + begin, aligned=aligned)
+            self.file.write_at(data, self.layout.offsets[part] + begin, aligned=aligned)
         else:
             assert self.scratch is not None
             self.scratch.write_at(data, at + begin, aligned=aligned)
@@ -381,8 +381,8 @@ class Mover:
         """Write a run of a stored part at `begin` bytes into it, and add its checksum."""
         name = form.parts[part].name
         target.write(name, begin, data, aligned=aligned)
-        waits = name in target.layout.scratch_places
-        self.sums.add(form, part, begin, data, None if waits else target.layout.places[name])
+        waits = name in target.layout.scratch_offsets
+        self.sums.add(form, part, begin, data, None if waits else target.layout.offsets[name])
 
     def _own_buffer(self) -> memoryview:
         """Return this thread's own page-aligned buffer, allocated once."""

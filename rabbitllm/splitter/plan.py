@@ -479,10 +479,10 @@ def _whole(layout: LayerLayout, plan: SplitPlan) -> Iterator[StoredForm]:
 
 
 def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
-    places = layout.places
+    offsets = layout.offsets
     parts = tuple(
         [
-            TensorSpec(part.name, part.dtype, part.shape, file, places[part.name], byte_size(part.dtype, part.shape))
+            TensorSpec(part.name, part.dtype, part.shape, file, offsets[part.name], byte_size(part.dtype, part.shape))
             for part in form.parts
         ]
     )

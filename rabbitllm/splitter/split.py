@@ -100,7 +100,7 @@ def finish(request: SplitRequest, manifest: Manifest) -> None:
 
 def _checksums(layout: LayerLayout, known: TensorSums, folder: Path) -> tuple[int, bytes | None]:
     """Return the CRC-32 of a layer file and of each of its blocks, from the sums taken as it was written."""
-    parts = ((layout.places[part.name], part.nbytes) for part in layout.parts)
+    parts = ((layout.offsets[part.name], part.nbytes) for part in layout.parts)
     starts, path = block_starts(layout.size, layout.header_bytes, parts), folder / layout.file_name
     written = _written(layout, known)
     if written is None:  # a crash came between the rename of the file and the journal's line
@@ -121,11 +121,11 @@ def _written(layout: LayerLayout, known: TensorSums) -> list[tuple[int, int, Par
         if form.source.name not in known:
             return None
         for part, sums in zip(form.parts, known[form.source.name], strict=True):
-            if part.nbytes and part.name in layout.places:  # else it was in the scratch file
-                found[layout.places[part.name]] = (part.nbytes, sums)
+            if part.nbytes and part.name in layout.offsets:  # else it was in the scratch file
+                found[layout.offsets[part.name]] = (part.nbytes, sums)
     for whole in layout.fixed:
         for name, content in constants(whole).items():
-            found[layout.places[name]] = (len(content), sums_of(content, layout.places[name]))
+            found[layout.offsets[name]] = (len(content), sums_of(content, layout.offsets[name]))
     return [(at, *found[at]) for at in sorted(found)]
 
 

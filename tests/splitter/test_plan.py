@@ -346,8 +346,8 @@ def check_moves(plan: SplitPlan, shard: PlannedShard, chunk: int) -> None:
     # and what is stored of the plan fills the layer files without holes
     for layout in plan.layouts.values():
         parts = [p for form in (*layout.forms, *layout.settles) for p in form.parts]
-        spans = sorted((layout.places[p.name], p.nbytes) for p in parts if p.name in layout.places)
-        assert {p.name for p in parts} == layout.places.keys() | layout.scratch_places.keys()
+        spans = sorted((layout.offsets[p.name], p.nbytes) for p in parts if p.name in layout.offsets)
+        assert {p.name for p in parts} == layout.offsets.keys() | layout.scratch_offsets.keys()
         ends = [len(layout.header), *(begin + length for begin, length in spans)]
         assert [begin for begin, _ in spans] == ends[:-1]
         assert ends[-1] == layout.size
