@@ -41,12 +41,12 @@ from rabbitllm.prepare.finding import (
 from rabbitllm.splitter import lock as split_lock
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.filler import ShardExecutor
-from rabbitllm.splitter.journal import telling_how_to_go_on
+from rabbitllm.splitter.journal import reporting_interrupts
 from rabbitllm.splitter.lock import LEASE_NAME, is_left_over, locked, read_lock
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split
 from rabbitllm.splitter.source_check import check_finished_source
-from rabbitllm.splitter.split import STAGING_NAME, clear_away, discard_original, repair, shards_for, split
+from rabbitllm.splitter.split import STAGING_NAME, clean_up, discard_original, repair, shards_for, split
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
 from rabbitllm.store.layer_store import LayerStore
@@ -177,7 +177,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
             "Split into another folder (layer_shards_saving_path, --dir), or remove fit_scales.",
         )
     if is_writable(source.split_folder):
-        clear_away(source.split_folder)
+        clean_up(source.split_folder)
     if source.repository is not None:
         refuse_another(source, manifest, source.repository.identity_of(manifest.source.fingerprints))
     checkpoint = _still_there(source, manifest)
@@ -289,7 +289,7 @@ def ensure_split(
             if is_finished(folder) and not has_work_left(folder, options):
                 check_finished(source, options, accept)
                 return Profiler(enabled=options.profiling)
-    with system_errors_by_name(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
+    with system_errors_by_name(folder), locked(folder), reporting_interrupts(folder), contextlib.ExitStack() as locks:
         split_lock.revoke(source.split_folder)  # of a run that died and whose workers may still be running
         if is_finished(source.split_folder):  # checked again: the previous holder of the lock may have finished it
             if options.shards.deletes_rest:
@@ -464,7 +464,7 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
     with (
         system_errors_by_name(folder),
         locked(folder, excluding_readers=True),
-        telling_how_to_go_on(folder),
+        reporting_interrupts(folder),
         lock_source(source, options),
     ):
         repair(SplitRequest(checkpoint, folder, family_of(folder), options), manifest, layers)

@@ -156,7 +156,7 @@ def test_what_was_begun_goes_on_as_it_was_begun(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         assert scene.call.max_disk is not None
         dataclasses.replace(scene.call, max_disk=scene.call.max_disk + 50_000).make()
-    assert "keeps the bits chosen then" in caplog.text
+    assert "keeps its original bit allocation" in caplog.text
     assert scene.state() == scene.finished
 
 
