@@ -208,14 +208,14 @@ class WeightsInput:
         folder, name = self.path.parent, self.path.name
         if self.path.exists():
             _refuse_one_of_several(folder, name)
-            held = {tensor.name: name for tensor in read_shard_header(self.path).tensors}
+            index = index_of({tensor.name: name for tensor in read_shard_header(self.path).tensors})
         elif (earlier := journal.replay(self.split_folder)) is not None:
-            held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
+            index = earlier.plan.index
         elif read_manifest(self.split_folder) is not None:
-            held = {}
+            index = index_of({})
         else:
             raise CheckpointNotFoundError(f"There is no file {self.name!r}.", "Check the path.")
-        return _OfOneFile(folder, name, index_of(held))
+        return _OfOneFile(folder, name, index)
 
 
 class _OfOneFile(LocalCheckpoint):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.checkpoint import FileStat, ShardMetadata, SourceIdentity, has_digest
-from rabbitllm.checkpoints.index import CheckpointIndex
+from rabbitllm.checkpoints.index import CheckpointIndex, index_of
 from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
@@ -212,6 +212,11 @@ class SplitPlan:
     def stored_form(self, spec: TensorSpec) -> StoredForm:
         """Return the form in which a whole tensor is stored."""
         return stored_form(spec, _scheme_of(spec, self.compression, self.chosen))
+
+    @property
+    def index(self) -> CheckpointIndex:
+        """The index of the source."""
+        return index_of({tensor.name: shard.name for shard in self.shards for tensor in shard.tensors})
 
     @property
     def output_bytes(self) -> int:

@@ -216,7 +216,7 @@ def check_finished_source(
             if not _is_same(path, shard, manifest.source_checksums.get(shard.name)):
                 raise SplitMismatchError(
                     f"{path} has changed since the split in {folder} was made: its bytes differ.",
-                    f"To use the split as it is, remove verify_source, or load {folder}. To split the changed "
+                    f"To use the split unchanged, remove verify_source, or load {folder}. To split the changed "
                     "checkpoint, use another folder (layer_shards_saving_path, --dir).",
                 )
             tell(shard.name, shard.size)
