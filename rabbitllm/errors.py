@@ -1,9 +1,8 @@
 """Every error that this package raises on purpose.
 
-The docstring of each class says what the error means, and what to do; docs/reference/errors.md is made from it.
-`system_errors_by_name` turns errors of the operating system into the last three kinds; every public entry point
-runs inside it. Each message says what was found and what was expected; `remedy` says what to do about it. Both are
-shown by `str()`.
+docs/reference/errors.md is made from the docstrings of the classes. `system_errors_by_name` turns errors of the system
+into the last three kinds; every public entry point runs inside it. A message says what was found and what was expected;
+`remedy` is the advice. `str()` shows both.
 """
 
 from __future__ import annotations
@@ -73,6 +72,20 @@ class MissingPackageError(RabbitLLMError, ImportError):
     """
 
 
+def missing_package(use: str, package: str, extra: str) -> MissingPackageError:
+    """Return the error for a missing package.
+
+    Args:
+        use: begins the sentence with the use and its verb: "Pictures need".
+        package: the package.
+        extra: the extra of RabbitLLM that has it.
+    """
+    return MissingPackageError(
+        f"{use} the package {package}, which is not installed.",
+        f'Run pip install ".[{extra}]" in a copy of the repository.',
+    )
+
+
 class ChatError(RabbitLLMError):
     """A conversation cannot continue: the context is full, or the chat template refuses it.
 
@@ -85,7 +98,7 @@ class ChatFileError(ChatError):
     """A file is not a saved conversation, or cannot be written.
 
     What to do:
-        Check the path and the place in the file that the message names. The conversation in memory is
+        Check the path and the position in the file that the message names. The conversation in memory is
         unchanged.
     """
 
@@ -224,7 +237,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class UnsafePathError(CheckpointError):
-    """A checkpoint names a file outside its own folder, or by a name that is not plain.
+    """A checkpoint names a file outside its folder, or by a name that is not plain.
 
     What to do:
         Do not use this checkpoint unless you trust its author. Put the files themselves, without links, into
@@ -309,7 +322,8 @@ class UnknownArchitectureError(CheckpointError):
     """The installed transformers does not support the model's architecture.
 
     What to do:
-        Update transformers, or pass `trust_remote_code=True` for a model with its own code.
+        Update RabbitLLM, which then supports a later transformers; or pass `trust_remote_code=True` for a model with
+        its own code.
     """
 
 
@@ -477,7 +491,7 @@ def _of_storage(error: OSError, prepared: str | Path | None) -> RabbitLLMError |
         if prepared is None:
             return DiskFullError(f"A disk is full ({why}).", f"{what_to_do}.")
         return DiskFullError(
-            f"A disk became full while {prepared} was prepared ({why}). The split stopped; its finished part is kept.",
+            f"The disk ran full while {prepared} was prepared ({why}). The split stopped; its finished part is kept.",
             f"{what_to_do}: it resumes.",
         )
     remedy = next((said for numbers, said in _REMEDIES if error.errno in numbers), None)

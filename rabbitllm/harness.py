@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.errors import OptionError, missing_package
 from rabbitllm.generation.scoring import Room, ScoredText, score
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         if HFLM is object:
-            raise MissingPackageError(
-                "This needs the package lm_eval, which is not installed.",
-                'Run pip install ".[ecosystem]" in a copy of the repository.',
-            )
+            raise missing_package("This needs", "lm_eval", "ecosystem")
         super().__init__(pretrained=model, tokenizer=tokenizer or model.tokenizer, **options)
         self._room = room or Room()
 

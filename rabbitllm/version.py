@@ -1,3 +1,5 @@
-"""The version, in one place."""
+"""Versions: of this package, and of transformers."""
 
 __version__ = "2.0.0"
+TRANSFORMERS = ("5.23", "5.24")
+"""The lowest and the highest supported version of transformers."""

@@ -28,6 +28,7 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
     UnsafePathError,
 )
+from rabbitllm.version import TRANSFORMERS
 from tests.support.builders import INDEX_NAME, build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -207,7 +208,7 @@ def test_a_damaged_shard(checkpoint: Path, damage: Callable[[bytes], bytes], fou
     error = refused(CorruptShardError, checkpoint)
     assert SHARD in error.problem
     assert found in error.problem
-    assert "sound copy at that path" in error.remedy
+    assert "undamaged copy at that path" in error.remedy
     assert weights(checkpoint) == before
     (checkpoint / SHARD).write_bytes(whole)
     model = AutoModel.from_pretrained(checkpoint, device="cpu", sequential_shard_processing=True)
@@ -319,13 +320,15 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, local_hub: LocalHub, hub_env
     build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama")
     local_hub.stop()
     error = refused(HubError, "acme/tiny")
-    assert "acme/tiny" in error.problem
+    assert "The hub did not answer for acme/tiny" in error.problem
+    assert "There is no folder 'acme/tiny' either." in error.problem
     assert "Make the same call again" in error.remedy
 
 
 def test_offline_without_anything_here(hub_environment: HubEnvironment) -> None:
     error = refused(HubError, "acme/tiny", local_files_only=True)
     assert "acme/tiny has no split here and is not in the hub cache" in error.problem
+    assert "There is no folder 'acme/tiny'." in error.problem
     assert "local_files_only=False" in error.remedy
 
 
@@ -343,9 +346,26 @@ def test_an_architecture_that_transformers_does_not_know(checkpoint: Path, value
     error = refused(UnknownArchitectureError, checkpoint)
     assert str(values["model_type"]) in error.problem
     assert "transformers" in error.problem
-    assert "Update transformers" in error.remedy
+    assert "Update RabbitLLM" in error.remedy
+    assert "pip" not in str(error)
     assert weights(checkpoint) == before
     assert not list(checkpoint.glob("splitted_model*"))
+
+
+def test_a_config_of_a_newer_transformers(checkpoint: Path) -> None:
+    change(checkpoint / "config.json", model_type="xyzzy_9", transformers_version="5.90.0.dev0")
+    error = refused(UnknownArchitectureError, checkpoint)
+    supported = " to ".join(TRANSFORMERS)
+    assert f"The config was written by transformers 5.90.0.dev0; this RabbitLLM supports {supported}." in error.problem
+    assert error.remedy.startswith("Update RabbitLLM to a version that supports transformers 5.90.0.dev0.")
+
+
+@pytest.mark.parametrize("version", ["5.23.1", "4.0", "6", "\x1b[2J9.9", "9." * 4000, None, ["9.9"]])
+def test_a_config_of_another_transformers(checkpoint: Path, version: object) -> None:
+    change(checkpoint / "config.json", model_type="xyzzy_9", transformers_version=version)
+    error = refused(UnknownArchitectureError, checkpoint)
+    assert "was written by" not in str(error)
+    assert str(error).isprintable() or "\x1b" not in str(error)
 
 
 def test_an_architecture_that_transformers_does_not_know_on_the_hub(
@@ -354,6 +374,15 @@ def test_an_architecture_that_transformers_does_not_know_on_the_hub(
     folder = build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama", shards=2)
     change(folder / "config.json", model_type="xyzzy_9", architectures=["XyzzyForCausalLM"])
     assert "xyzzy_9" in refused(UnknownArchitectureError, "acme/tiny").problem
+    assert local_hub.body_bytes(".safetensors") == 0
+
+
+def test_weights_that_another_program_quantized_on_the_hub(
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    folder = build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama", shards=2)
+    change(folder / "config.json", quantization_config={"quant_method": "torchao"})
+    assert "are already quantized (torchao)" in refused(UnknownArchitectureError, "acme/tiny").problem
     assert local_hub.body_bytes(".safetensors") == 0
 
 

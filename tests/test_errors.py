@@ -89,7 +89,7 @@ def test_a_full_disk_says_what_was_prepared_and_that_the_call_goes_on(place: tup
     with pytest.raises(DiskFullError) as caught, system_errors_by_name(), system_errors_by_name("org/model"):
         raise OSError(errno.ENOSPC, "No space", *place)
     why = "/a/layer: No space" if place else "No space"
-    assert caught.value.problem.startswith(f"A disk became full while org/model was prepared ({why}). The split ")
+    assert caught.value.problem.startswith(f"The disk ran full while org/model was prepared ({why}). The split ")
     assert caught.value.remedy.endswith("make the same call again: it resumes.")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from rabbitllm.version import TRANSFORMERS
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -20,6 +22,7 @@ def test_lowest_and_newest_versions_are_tested() -> None:
         if (found := re.findall(r"\btransformers==([\d.]+)", (ROOT / file).read_text(encoding="utf-8")))
     ]
     lowest, newest = versions
+    assert tuple(version.rpartition(".")[0] for version in versions) == TRANSFORMERS
     assert all(version in allowed.specifier for version in versions)
     bounds = {bound.operator: bound.version for bound in allowed.specifier}
     assert lowest == f"{bounds['>=']}.0"

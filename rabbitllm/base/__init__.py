@@ -1,1 +1,1 @@
-"""What every room may use: options, events of a split, forks, logs, text."""
+"""Foundations: options, events of a split, forks, logs, text."""

@@ -98,7 +98,7 @@ class Workers:
     """Threads that run jobs. In a forked child there are new threads, and unfinished jobs have failed.
 
     Args:
-        count: the most threads; each is started on demand.
+        count: limit of threads; each is started on demand.
         name: of the threads.
     """
 
@@ -106,7 +106,7 @@ class Workers:
         self._count, self._name = count, name
         self._jobs: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
         self._start()
-        in_child(self._start_again)
+        in_child(self._restart)
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a job in one of the threads."""
@@ -122,7 +122,7 @@ class Workers:
         require_room_for_a_thread()
         self._pool = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
 
-    def _start_again(self) -> None:
+    def _restart(self) -> None:
         fail_unfinished(list(self._jobs))
         self._start()
 
@@ -147,7 +147,7 @@ def compute_on_one_thread() -> None:
     if torch.get_num_threads() > 1:
         logger.warning(
             "The model is used in a forked process (%d), and computes on one thread there: OpenMP's threads do not "
-            "survive a fork. Load the model in the process that uses it for all of its speed.",
+            "survive a fork. For full speed, load the model in the process that uses it.",
             os.getpid(),
         )
         torch.set_num_threads(1)
@@ -165,7 +165,7 @@ class _DirectReads:
         self._count = 0
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         with self._change:
             self._count += 1
         try:
@@ -175,28 +175,28 @@ class _DirectReads:
                 self._count -= 1
                 self._change.notify_all()
 
-    def hold(self) -> None:
+    def block(self) -> None:
         """Before a fork: wait for reads in progress, and block new ones."""
         self._change.acquire()
         while self._count:
             self._change.wait()
 
-    def let_go(self) -> None:
+    def unblock(self) -> None:
         """After a fork, in the parent: allow reads again."""
         self._change.release()
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """After a fork, in the child: reset the lock and the count."""
         self._change, self._count = threading.Condition(threading.Lock()), 0
 
 
 _READS = _DirectReads()
-direct_read = _READS.one
+direct_read = _READS.reading
 """A context for a read past the page cache, in which no fork begins."""
 
 
 def _after_fork() -> None:
-    _READS.begin_again()
+    _READS.reset()
     for lock in list(_LOCKS):
         lock._at_fork_reinit()  # as Python's own library resets its locks
     for reference in list(_IN_CHILD):
@@ -207,8 +207,8 @@ def _after_fork() -> None:
 
 def _before_fork() -> None:
     _IN_CHILD[:] = [reference for reference in _IN_CHILD if reference() is not None]
-    _READS.hold()
+    _READS.block()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_READS.let_go, after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_READS.unblock, after_in_child=_after_fork)

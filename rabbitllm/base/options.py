@@ -22,16 +22,16 @@ TRANSFERS = ("auto", "file", "stream")
 FIRST_GPU = type("DefaultDevice", (str,), {})("cuda:0")
 """The default of a `device` argument: a separate object, to distinguish it from a caller's "cuda:0"."""
 BIG_LAYER_BYTES = 10 * 1000**3
-"""Layers above this size cause a warning; they are filled on disk, so splitting takes no RAM, but streaming does."""
+"""Layers above this size cause a warning: streaming one takes that much memory; splitting does not."""
 
 
 class ShardPolicy(enum.Flag):
-    """What a split does with the shards of its source: deletes none, or those that are named.
+    """The shards of its source that a split deletes.
 
     - DELETE_FETCHED: those that the split fetches itself, one at a time. Without this and the next, those of a
       repository are all fetched into the hub cache before the split begins.
     - DELETE_USED: each as soon as it is used up, one at a time, wherever it is.
-    - DELETE_REST: what is left of the original, when the split is complete.
+    - DELETE_REST: the rest of the original, when the split is complete.
     """
 
     KEEP = 0
@@ -72,19 +72,19 @@ class SplitOptions:
 
     Attributes:
         compression: None, one for all tensors ("8bit", "4bit", "4bit-double"), or "auto" for bits chosen by tensor.
-        shards: what becomes of the shards.
-        max_disk: bytes that the split may create (layer files and fetched shards); None for what is free.
+        shards: which of them are deleted.
+        max_disk: bytes that the split may create (layer files and fetched shards); None for all free bytes.
         shard_transfer: how shards of a repository arrive that are taken one at a time: "file" (each is fetched whole,
             and the next one meanwhile if the disk has room), "stream" (none is ever a file), or "auto" (the first of
             these that fits).
         memory: at "auto", bytes in which all weights should be resident; None for no such limit.
-        memory_is_said: whether the caller gave those bytes; else they are what is free.
+        memory_is_given: whether the caller gave those bytes; else they are the free memory.
         fit_scales: at 4bit and 4bit-double choose scales that fit their blocks best, instead of bitsandbytes' own.
         verify_source: read every shard on this machine and compare its bytes with the recorded checksum, or with the
             hub's digest; when a split begins, record the checksums.
         profiling: record the time spent on each layer.
         threads: workers that read, quantize and write; by default one per core, at least 2.
-        keeps_blocks: store blocks of GGUF files that compression does not touch as they are; else dequantize them.
+        keeps_blocks: keep blocks of GGUF files that compression does not touch; else dequantize them.
         min_free: bytes; free disk below which a split stops cleanly, since the system needs some.
     """
 
@@ -96,7 +96,7 @@ class SplitOptions:
     shard_transfer: str = "auto"
     min_free: int = 1_000_000_000
     memory: int | None = None
-    memory_is_said: bool = False
+    memory_is_given: bool = False
     fit_scales: bool = False
     verify_source: bool = False
     keeps_blocks: bool = True
@@ -112,7 +112,7 @@ class RunOptions:
         attn_implementation: as in transformers, or "auto".
         prefetching: read the next layer while this one computes.
         pin_memory: pinned host buffers for a GPU.
-        max_memory: device -> bytes, in accelerate's form with sizes parsed; None for what is free.
+        max_memory: device -> bytes, in accelerate's form with sizes parsed; None for the free memory.
         cache_layers: minimum number of decoder layers to keep in host memory; None leaves it to `max_memory`.
         small_layers_resident: place embeddings, norm and head before the decoder layers.
         profiling: record the time spent on each layer.

@@ -1,8 +1,7 @@
-"""Events of a split, as records for listeners, and the statistics that accumulate from them.
+"""Events of a split for listeners, and the statistics that accumulate from them.
 
-The splitter sends them; a progress bar, a log, the demo or a test listens. Independent of both sides, and of
-terminals; the clock is a parameter. Rates are those of the last seconds. Work of an earlier run counts as done, but in
-no rate.
+The splitter sends them; a progress bar, a log, the demo or a test listens. Independent of both, and of terminals; the
+clock is a parameter. Rates are of the last seconds; they do not include work of an earlier run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class DownloadStarted:
     Attributes:
         label: the repository.
         files: number of missing files.
-        nbytes: of them together.
+        nbytes: of all of them.
     """
 
     label: str
@@ -39,7 +38,7 @@ class SplitStarted:
         shards: names of the remaining shards in processing order, without those already used up.
         source_bytes: of all shards, used up or not.
         output_bytes: of all layer files.
-        peak_bytes: the most that the split will add to the disk at any moment.
+        peak_bytes: the largest increase of disk use during the split.
         resumed: number of shards that an earlier run used up.
         shard_bytes: of each of `shards`.
         layers: number of all layers.
@@ -132,7 +131,7 @@ class ShardDone:
     """A shard is used up: durable in the layer files, and disposed of (or kept).
 
     Attributes:
-        disposal: its disposal, in words.
+        disposal: its disposal, as text.
         disk_bytes: present bytes of the split: layer files (finished or not) and staged shards.
         source_left_bytes: of the source's shards that are still on this disk.
     """
@@ -152,10 +151,10 @@ class SplitDone:
     Attributes:
         folder: the split directory.
         layers: number of layers.
-        output_bytes: of them together.
+        output_bytes: of all layer files.
         seconds: duration of this call.
-        peak_disk_bytes: the most that the folder occupied in any sample.
-        peak_memory_bytes: the most anonymous memory of the process in any sample, above that at the start.
+        peak_disk_bytes: largest size of the folder in any sample.
+        peak_memory_bytes: largest anonymous memory of the process in any sample, above that at the start.
     """
 
     folder: str
@@ -244,9 +243,9 @@ class SplitStats:
     Attributes:
         doing: "downloading" or "splitting".
         label: the source.
-        done_bytes: source bytes in layer files (during a download, bytes here), including earlier runs.
+        done_bytes: source bytes in layer files (during a download, fetched bytes), including earlier runs.
         total_bytes: of the source (or of the download).
-        rates: see there.
+        rates: see `CurrentRates`.
         seconds_left: by the slower of fetching and splitting, at their present rates; None if neither is in progress.
             A fetch that waits for room on the disk counts with its rate before.
         disk_bytes: bytes that the split occupies; None while it is not known.
@@ -254,7 +253,7 @@ class SplitStats:
         source_left_bytes: of the source's shards that are on this disk.
         shard: number of the current one, from 1; 0 before the first.
         shards: number of all shards.
-        shard_here: fraction of the current one that arrived; 1 if it is here, or not fetched.
+        shard_here: fraction of the current one that has arrived; 1 if it is not fetched.
         layer: layer of the last bytes.
         layers_done: finished, in this run or before.
         layers: number of all layers.
@@ -394,7 +393,7 @@ class SplitLedger:
         while len(self._points) > 1 and self._points[1].at <= now - RATE_SECONDS:
             self._points.popleft()
 
-    def facts(self) -> SplitStats:
+    def stats(self) -> SplitStats:
         """Return the present statistics."""
         now = self._clock()
         rates, done, started = self._rates(now), self._done(), self._started

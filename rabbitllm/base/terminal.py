@@ -1,4 +1,4 @@
-"""Common parts of reports: facts with their names, tables that fit a width, harmless text, and short formats.
+"""Common parts of reports: named values, tables that fit a width, harmless text, and short formats.
 
 Content of files is printed as text and never as markup, and every character that a terminal might act upon (escape
 sequences, line breaks, bidirectional controls) is printed as an escape. Independent of the contents of reports and of
@@ -7,26 +7,34 @@ streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 LABEL = 14
-"""Columns for the names of facts."""
+"""Columns for the names of values."""
 GAP = "  "
 
 
-def harmless(text: str, most: int = 200) -> str:
-    """Make text of a file harmless: one line of printable characters, cut after `most` of them with a mark."""
-    cut = text[:most]
+def harmless(text: str, limit: int = 200) -> str:
+    """Make text of a file harmless: one line of printable characters, cut after `limit` of them with a mark."""
+    cut = text[:limit]
     if not cut.isprintable():
         cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
-    return cut if len(text) <= most else cut + "…"
+    return cut if len(text) <= limit else cut + "…"
+
+
+def error_line(error: Exception, limit: int = 400) -> str:
+    """Format an error as one harmless line, with its type if its text alone says little."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, ValueError | OSError | ImportError):
+        text = f"{type(error).__name__}: {text}"
+    return harmless(text, limit)
 
 
 def disarmed(text: str) -> str:
@@ -54,9 +62,16 @@ def shortened(path: Path) -> str:
         return harmless(str(path))
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Format a count: `1 shard`, `2 shards`."""
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
+def listed(names: Iterable[str], limit: int = 5, separator: str = ", ") -> str:
+    """Format names, at most `limit` of them: `a, b and 3 more`."""
+    found = list(names)
+    more = f" and {len(found) - limit:,} more" if len(found) > limit else ""
+    return separator.join(found[:limit]) + more
 
 
 def large(count: int) -> str:
@@ -93,7 +108,7 @@ def put(console: Console, text: Text) -> None:
 
 
 def put_fact(console: Console, name: str, value: str) -> None:
-    """Print a fact, with its further lines below its first."""
+    """Print a named value, with its further lines below its first."""
     width = max(console.width - LABEL, 20) if console.is_terminal else len(value)
     for number, line in enumerate(Text(value).wrap(console, width)):
         line.rstrip()
@@ -127,16 +142,13 @@ def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequen
     Returns:
         The names of the columns that were left out.
     """
-    widths = [
-        max([cell_len(column.name), *(cell_len(row[at]) for row in rows)], default=0)
-        for at, column in enumerate(columns)
-    ]
+    cells = [*zip(*([column.name for column in columns], *rows), strict=True)]
+    widths = [max(map(_columns, column)) for column in cells]
     shown = _fitting(columns, widths, console.width if console.is_terminal else None)
-    head = _line([columns[at].name for at in shown], [columns[at] for at in shown], [widths[at] for at in shown])
+    left = [place for place, at in enumerate(shown) if not columns[at].right]
+    head, *lines = aligned([*zip(*(cells[at] for at in shown), strict=True)], left)
     console.print(Text(head, "dim"), soft_wrap=True)
-    kept, fitting = [columns[at] for at in shown], [widths[at] for at in shown]
-    for row in rows:  # not through rich, which takes seconds for a vocabulary
-        console.file.write(_line([row[at] for at in shown], kept, fitting) + "\n")
+    console.file.writelines(line + "\n" for line in lines)  # not through rich, which takes seconds for a vocabulary
     return tuple(column.name for at, column in enumerate(columns) if at not in shown)
 
 
@@ -152,15 +164,19 @@ def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int | None)
     return sorted(shown)
 
 
-def _line(values: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
-    padded = [_padded(value, column, width) for value, column, width in zip(values, columns, widths, strict=True)]
-    return GAP.join(padded).rstrip()
+def _columns(text: str) -> int:
+    return len(text) if text.isascii() else cell_len(text)
 
 
-def _padded(value: str, column: Column, width: int) -> str:
-    if value.isascii():
-        return value.rjust(width) if column.right else value.ljust(width)
-    return " " * (width - cell_len(value)) + value if column.right else set_cell_size(value, width)
+def aligned(rows: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Format rows as lines; the columns `left` are left-aligned, the others right-aligned."""
+    columns = []
+    for at, cells in enumerate(zip(*rows, strict=True)):
+        lengths = [*map(_columns, cells)]
+        width, is_left = max(lengths), at in left
+        padded = ((cell, " " * (width - length)) for cell, length in zip(cells, lengths, strict=True))
+        columns.append([cell + padding if is_left else padding + cell for cell, padding in padded])
+    return [GAP.join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 Span: TypeAlias = tuple[str, str]
@@ -171,6 +187,8 @@ STYLES = {"bold": "1", "dim": "2", "colour": "36"}
 SEPARATOR = " · "
 FULL, HALF, EMPTY = "━", "╸", "─"
 """Characters of a bar."""
+MIN_BAR, MAX_BAR = 8, 60
+"""Columns of a bar."""
 PLAIN_LETTERS = str.maketrans({"·": "|", FULL: "=", HALF: "-", EMPTY: "."})
 """Replacements for a terminal without these characters."""
 
@@ -179,7 +197,9 @@ def amount(nbytes: float, decimals: int | None = None) -> str:
     """Format bytes in GiB, or in MiB below one GiB; with three digits, or as many decimals as requested."""
     scale, unit = unit_of(nbytes)
     value = nbytes / scale
-    return f"{_digits(value) if decimals is None else f'{value:.{decimals}f}'} {unit}"
+    if decimals is None:
+        decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f} {unit}"
 
 
 def part(nbytes: float, of: float) -> str:
@@ -207,9 +227,9 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def _digits(value: float) -> str:
-    """Format three digits of a number below 1000; of a larger one its integer part."""
-    return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
+def minute(moment: str) -> str:
+    """Format an ISO time to the minute, in its own time zone: `2026-07-01 12:30`."""
+    return moment[:16].replace("T", " ")
 
 
 def bar(share: float, width: int) -> Row:
@@ -236,11 +256,11 @@ class LinePiece:
 
 def fitting(pieces: Iterable[LinePiece], width: int) -> Row:
     """Return the pieces that fit the width, the lowest ranks first, in their order, with separators."""
-    all_of_them = [piece for piece in pieces if piece.text]
+    shown = [piece for piece in pieces if piece.text]
     chosen: list[int] = []
     taken = -len(SEPARATOR)
-    for at in sorted(range(len(all_of_them)), key=lambda at: all_of_them[at].rank):
-        needed = len(all_of_them[at].text) + len(SEPARATOR)
+    for at in sorted(range(len(shown)), key=lambda at: shown[at].rank):
+        needed = len(shown[at].text) + len(SEPARATOR)
         if taken + needed > width:
             break  # a less important piece must not appear whenever a more important one does not fit
         chosen.append(at)
@@ -248,10 +268,23 @@ def fitting(pieces: Iterable[LinePiece], width: int) -> Row:
     spans: list[Span] = []
     for at in sorted(chosen):
         spans += [(SEPARATOR, "dim")] if spans else []
-        spans.append((all_of_them[at].text, all_of_them[at].style))
+        spans.append((shown[at].text, shown[at].style))
     return tuple(spans)
 
 
 def text_of(row: Sequence[Span]) -> str:
     """Return the text of a row without its styles."""
     return "".join(text for text, _ in row)
+
+
+def progress_row(head: str, share: float, pieces: Iterable[LinePiece], width: int) -> Row:
+    """Return a row of at most `width` columns: a word, a bar of the done share, and the pieces that fit."""
+    head = f"{head} "
+    tail = fitting(pieces, width - len(head) - MIN_BAR - 1)
+    room = width - len(head) - 1 - len(text_of(tail))
+    return ((head, ""), *bar(share, min(max(room, 0), MAX_BAR)), (" ", ""), *tail)
+
+
+def plain_line(head: str, pieces: Iterable[LinePiece]) -> str:
+    """Return a word and all pieces as one line of text."""
+    return f"{head} " + ", ".join(piece.text for piece in pieces if piece.text)

@@ -1,7 +1,7 @@
 """The interface between the splitter and its sources, and its records.
 
-A checkpoint provides its shards one at a time, and releases each once it is used up; how it does that (an unlink, a
-deletion through the hub's cache, nothing at all) is its own affair. Independent of layers.
+A checkpoint provides its shards one at a time, and releases each once it is used up. Each source decides how: by an
+unlink, by a deletion through the hub's cache, or not at all. Independent of layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIDECAR_PATTERNS = (
     "LICENSE*",
     "NOTICE*",
 )
-"""Files that make a folder of weights loadable (config, tokenizer, chat template), and its licence."""
+"""Files that weights need to be loaded (config, tokenizer, chat template), and their licence."""
 SIDECAR_MAX_BYTES = 128 << 20
 WHOLE_BYTES = 4 << 20
 """Shards up to this size are read whole for their fingerprint."""
@@ -147,28 +147,30 @@ class SourceIdentity:
         """Whether both are local folders with the same name, so that a difference is probably an edit."""
         return self.kind == other.kind == "local" and self.name == other.name
 
+    def instead_of(self, requested: str) -> str:
+        """This source in a message that another one was requested, with that one's name if it differs."""
+        is_other = self.name != requested
+        return f"{self.name}; requested was {requested}" if is_other else f"another source named {self.name}"
+
     def differs_from(self, other: SourceIdentity) -> str | None:
-        """Why `other` is another source, in words; None if it may be the same.
+        """Reason text if `other` is another source; None if it may be the same.
 
         Shards that only one side has do not count: a source that is used up has none left.
         """
         if self.kind != other.kind:  # their fingerprints are not comparable
             return f"it was made from {_KINDS[self.kind]}, not from {_KINDS[other.kind]}"
-        if self.kind == "hub" and not (
-            self.name == other.name and (self.commit == other.commit or self._has_the_weights_of(other))
-        ):
-            return f"{self.name} at commit {self.commit} is not {other.name} at commit {other.commit}"
+        if self.kind == "hub":
+            if self.name != other.name:
+                return "it is another repository"
+            has_digests = bool(self.fingerprints) and all(map(has_digest, self.fingerprints.values()))
+            if self.commit != other.commit and not (has_digests and self.fingerprints == other.fingerprints):
+                return f"its commit is {self.commit}, not {other.commit}"
         for shard, fingerprint in other.fingerprints.items():
             known = self.fingerprints.get(shard)
             comparable = known is not None and known.split(":")[0] == fingerprint.split(":")[0]
             if comparable and known != fingerprint:
                 return f"its shard {shard} has other contents"
         return None
-
-    def _has_the_weights_of(self, other: SourceIdentity) -> bool:
-        """Whether both have the same shards by digests of their whole contents: two commits with the same weights."""
-        whole = bool(self.fingerprints) and all(has_digest(mark) for mark in self.fingerprints.values())
-        return whole and self.fingerprints == other.fingerprints
 
 
 class Checkpoint(Protocol):
@@ -180,10 +182,10 @@ class Checkpoint(Protocol):
     index: CheckpointIndex
 
     meta: MetaCheckpoint | None = None
-    """What Meta's own format says, if the checkpoint has it."""
+    """Metadata of Meta's format, or None."""
 
     gguf: GgufCheckpoint | None = None
-    """What the metadata of GGUF files say, if the checkpoint has them."""
+    """GGUF metadata, or None."""
 
     @property
     def deletable(self) -> bool:
@@ -198,8 +200,8 @@ class Checkpoint(Protocol):
         """Whether `acquire` fetches the shard into the staging folder, which `release` then frees."""
         ...
 
-    def facts(self, shard: str) -> ShardMetadata | None:
-        """Size, fingerprint and header; None if the shard is gone and cannot be fetched. Reads headers only."""
+    def metadata(self, shard: str) -> ShardMetadata | None:
+        """Size, fingerprint and header of a shard; None if it is gone and cannot be fetched. Reads headers only."""
         ...
 
     def taken_from(self, shard: str, header: Header) -> Header:

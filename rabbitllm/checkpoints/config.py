@@ -1,4 +1,4 @@
-"""Facts of a model by its config.json: experts per token, and whether and how its weights are published quantized.
+"""Properties of a model by its config.json: experts per token, and the quantization of its published weights.
 
 transformers writes the latter under `quantization_config`, in the config itself or in that of its language model.
 NVIDIA's ModelOpt writes them into a file of their own, hf_quant_config.json, and in some versions nowhere else
@@ -8,12 +8,14 @@ Independent of torch and tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.errors import UnknownArchitectureError
+from rabbitllm.errors import CheckpointError, UnknownArchitectureError
 from rabbitllm.formats.bounded import read_json
+from rabbitllm.version import TRANSFORMERS
 
 NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk", "moe_k")
 
@@ -58,6 +60,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})[\w.]{0,20}")
+
+
+def newer_transformers(folder: Path) -> str | None:
+    """The version of transformers that wrote the config.json in a folder, if it is newer than the supported ones."""
+    try:
+        written = _VERSION.fullmatch(str(read_json(folder / "config.json").get("transformers_version")))
+    except (CheckpointError, OSError):
+        return None
+    highest = tuple(map(int, TRANSFORMERS[1].split(".")))
+    return written[0] if written is not None and (int(written[1]), int(written[2])) > highest else None
+
+
 def separate_settings(folder: Path) -> Mapping[str, Any] | None:
     """The quantization settings in a folder's hf_quant_config.json; None without that file.
 
@@ -91,7 +106,7 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def quantized_as(config: Mapping[str, Any]) -> str | None:
-    """The quantization of the weights in a word or two: "fp8", "mxfp4", "bitsandbytes 4bit"; None for plain weights."""
+    """The quantization of the weights, such as "fp8", "mxfp4", "bitsandbytes 4bit"; None for plain weights."""
     found = settings_of(config)
     return method_of(found) if found is not None else None
 

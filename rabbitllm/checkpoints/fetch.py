@@ -166,7 +166,7 @@ def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda 
         if not earlier:
             durable.remove(part)
             raise
-        logger.warning("What an earlier run fetched of %s is damaged; it is downloaded again.", file.url)
+        logger.warning("The earlier download of %s is damaged and will be repeated.", file.url)
         on_have(0)
         durable.remove(part)
         fetch(file, part, on_have)
@@ -226,12 +226,12 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
                 f"{file.url} could not be read past byte {at:,} of {file.size:,}: {reason}.",
                 "Make the same call again later: it resumes.",
             )
-        logger.info("%s: %s; asking again from byte %s", file.url, reason, f"{at:,}")
+        logger.info("%s: %s; retrying from byte %s", file.url, reason, f"{at:,}")
         time.sleep(max(_pause(failures), wanted_pause))
 
 
 class _RetryLater(Exception):
-    """The hub is busy; the message says how, `pause` is the number of seconds that it asks to wait."""
+    """The hub is busy; `pause` is the number of seconds that it asks to wait."""
 
     def __init__(self, status: int, retry_after: str | None) -> None:
         super().__init__(f"HTTP {status}")
@@ -283,5 +283,5 @@ def transport_errors() -> tuple[type[Exception], ...]:
 
 
 def _pause(failures: int) -> float:
-    """Seconds before the next attempt: 0.5, 1, 2, … up to 30, each with up to half as much again at random."""
+    """Seconds before the next attempt: 0.5, 1, 2, … up to 30, each times a random factor from 1 to 1.5."""
     return float(min(0.5 * 2 ** (failures - 1), 30.0) * random.uniform(1.0, 1.5))

@@ -25,7 +25,7 @@ _FULL = "full_attention"
 _NEAR = 1e-4
 """Relative difference of divisors that converters computed with other roundings."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""What every Llama has, and llama.cpp's converter takes if a config lacks it."""
+"""Values of every Llama; llama.cpp's converter uses them if a config lacks them."""
 
 
 def of_full_attention(config: Any) -> Mapping[str, Any]:
@@ -49,17 +49,17 @@ def rope_parameters(
         factors: the tensors of `FACTOR_TENSORS` that the file has.
 
     Returns:
-        Those of the config with what it lacks; None if the model has no rotary frequencies, and the file none.
+        Those of the config, completed; None if neither the model nor the file has rotary frequencies.
 
     Raises:
-        ValueError: an entry is malformed, or no config of transformers can say it.
+        ValueError: an entry is malformed, or no config of transformers can express it.
     """
     given: dict[str, Any] | None = getattr(config, "rope_parameters", None)
     rope = dict(of_full_attention(config))
     scaling = _scaling(metadata)
     if not given:
         if scaling or factors:
-            raise ValueError("the model has scaled rotary frequencies in its metadata and none in transformers")
+            raise ValueError("the metadata scale rotary frequencies, which transformers' model does not have")
         return given
     if rope.get("rope_type", "default") != "default":  # transformers has read them
         if factors:
@@ -67,7 +67,7 @@ def rope_parameters(
         return given
     flat = of_full_attention(config) is given
     if not flat and not isinstance(given.get(_FULL), Mapping):
-        raise ValueError("layers have several rotary frequencies")
+        raise ValueError("layers have different rotary frequencies")
     head = _head(config)
     rotated = _number(metadata, "rope.dimension_count", default=0.0)
     if flat and 0 < rotated <= head and int(rotated) != int(head * rope.get("partial_rotary_factor", 1.0)):
@@ -99,7 +99,7 @@ def _scaling(metadata: Mapping[str, object]) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": factor}
     for name in ("yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
         if f"rope.scaling.{name}" in metadata:
-            raise ValueError(f"transformers has nothing that is rope.scaling.{name}")
+            raise ValueError(f"transformers does not support rope.scaling.{name}")
     original = _number(metadata, "rope.scaling.original_context_length", "context_length")
     found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
     for name in ("beta_fast", "beta_slow"):
@@ -116,12 +116,12 @@ def _number(metadata: Mapping[str, object], *keys: str, default: float | None = 
         if (found := metadata.get(key)) is None:
             continue
         if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-            raise ValueError(f"{key} is no number")
+            raise ValueError(f"{key} is not a number")
         if found < 0 or (found == 0 and default != 0):
-            raise ValueError(f"{key} is {found}; it must be more than 0")
+            raise ValueError(f"{key} is {found}; it must be above 0")
         return float(found)
     if default is None:
-        raise ValueError(f"{' and '.join(keys)} are missing")
+        raise ValueError(f"the metadata lack {' or '.join(keys)}")
     return default
 
 
@@ -131,7 +131,7 @@ def _checked(name: str, factors: npt.NDArray[np.float32], count: int) -> npt.NDA
     if factors.shape != (count,):
         raise ValueError(f"{name} has shape {factors.shape}, expected ({count},)")
     if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise ValueError(f"{name} has values that are no positive numbers")
+        raise ValueError(f"{name} has values that are not positive")
     return factors.astype(np.float64)
 
 
@@ -152,7 +152,7 @@ def _divided(
         short, long = factors[_SHORT].tolist(), factors[_LONG].tolist()
         attention = _number(metadata, "rope.scaling.attn_factor", default=1.0)
     else:
-        raise ValueError(f"the file has {', '.join(sorted(factors))} and not the others of {_SHORT} and {_LONG}")
+        raise ValueError(f"the file has only {', '.join(sorted(factors))}; longrope requires {_SHORT} and {_LONG}")
     scaling = {"short_factor": short, "long_factor": long, "attention_factor": attention}
     return {"rope_type": "longrope", **scaling, "original_max_position_embeddings": length}
 
@@ -187,7 +187,7 @@ def scaling_metadata(config: Any) -> dict[str, float | int | str | None]:
     """The metadata of a config's rotary frequencies, without the prefix of an architecture.
 
     Raises:
-        ValueError: a file cannot say them.
+        ValueError: a file cannot express them.
     """
     rope = of_full_attention(config)
     kind = rope.get("rope_type", "default")

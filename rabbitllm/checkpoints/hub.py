@@ -62,7 +62,7 @@ from rabbitllm.formats.gguf import begins_gguf, parse_gguf
 from rabbitllm.formats.shard_header import parse_shard_header, read_shard_header
 from rabbitllm.formats.tensor_spec import Header, ReadAt
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import PositionalFile
+from rabbitllm.storage.files import read_range
 
 # The header of a shard on a hub, by range requests: of safetensors its header, of a torch file its directory and
 # pickles.
@@ -76,31 +76,31 @@ TAIL_READ_BYTES = 256 << 10
 
 
 class _Ranges:
-    """Reads a remote file by range requests, and keeps what it has requested of the start and the end."""
+    """Reads a remote file by range requests, and keeps the ranges at its start and end."""
 
     def __init__(self, file: fetch.RemoteFile) -> None:
         self._file = file
-        self._held = [(0, fetch.read_range(file, 0, FIRST_READ_BYTES))]
+        self._kept = [(0, fetch.read_range(file, 0, FIRST_READ_BYTES))]
 
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes of a range, fewer only at the end of the file."""
         end = min(offset + length, self._file.size)
-        if begins_gguf(self._held[0][1]):  # its header has no length: more and more of the beginning is fetched
-            begin, held = self._held[0]
-            if end > len(held):
-                more = min(max(end, 2 * len(held)), self._file.size) - len(held)
-                held = held + fetch.read_range(self._file, len(held), more)
-                self._held[0] = begin, held
-            return held[offset:end]
-        for begin, held in self._held:
-            if begin <= offset and min(offset + 1, end) <= begin + len(held):
-                have = held[offset - begin : end - begin]
+        if begins_gguf(self._kept[0][1]):  # its header has no length: growing prefixes are fetched
+            begin, kept = self._kept[0]
+            if end > len(kept):
+                more = min(max(end, 2 * len(kept)), self._file.size) - len(kept)
+                kept = kept + fetch.read_range(self._file, len(kept), more)
+                self._kept[0] = begin, kept
+            return kept[offset:end]
+        for begin, kept in self._kept:
+            if begin <= offset and min(offset + 1, end) <= begin + len(kept):
+                have = kept[offset - begin : end - begin]
                 offset += len(have)
                 return have + fetch.read_range(self._file, offset, end - offset)
         if end == self._file.size:  # the end records, with the directory before them
             begin = max(0, min(offset, end - TAIL_READ_BYTES))
-            self._held.append((begin, fetch.read_range(self._file, begin, end - begin)))
-            return self._held[-1][1][offset - begin :]
+            self._kept.append((begin, fetch.read_range(self._file, begin, end - begin)))
+            return self._kept[-1][1][offset - begin :]
         return fetch.read_range(self._file, offset, end - offset)
 
 
@@ -115,7 +115,7 @@ _DAMAGED = (
 
 @dataclass(frozen=True, slots=True)
 class HubAccess:
-    """Options for the hub, passed on to huggingface_hub unchanged."""
+    """Options for the hub, passed to huggingface_hub unchanged."""
 
     revision: str | None = None
     token: str | bool | None = None
@@ -260,7 +260,7 @@ class HubRepository:
         """The first GGUF file of its checkpoint; None if that has another format. For errors see `gguf_entry`."""
         return gguf_entry(self.files, self.quantization, self.label)
 
-    def facts(self, shard: str) -> ShardMetadata | None:
+    def metadata(self, shard: str) -> ShardMetadata | None:
         """Size, digest and header of a shard, from the cache or by range requests."""
         listed = self.files.get(shard)
         if listed is None:
@@ -441,11 +441,6 @@ def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:
     return first.parents[min(wanted).count("/")]
 
 
-def _read_range_of(path: Path, offset: int, length: int) -> bytes:
-    with PositionalFile(path) as file:
-        return file.read_at(offset, length)
-
-
 def _silent_bar(reported: str | None = None) -> type[Any]:
     """A tqdm class that shows nothing; it reports the bytes of a file of this name as events."""
     from tqdm import tqdm
@@ -484,9 +479,9 @@ class HubCheckpoint(HubRepository, Checkpoint):
         if is_gguf(entry):
             self.gguf = self._read_gguf(entry)
             return self.gguf.index()
-        facts = super().facts(entry)
-        assert facts is not None
-        return index_of({tensor.name: entry for tensor in facts.header.tensors})
+        metadata = super().metadata(entry)
+        assert metadata is not None
+        return index_of({tensor.name: entry for tensor in metadata.header.tensors})
 
     def _read_gguf(self, entry: str) -> GgufCheckpoint:
         shards = gguf_files(entry)
@@ -504,7 +499,7 @@ class HubCheckpoint(HubRepository, Checkpoint):
         """A function that reads ranges of a shard, from the cache or by requests."""
         listed = self.listed(shard)
         if cached := self.cached(shard):
-            return functools.partial(_read_range_of, cached[1])
+            return functools.partial(read_range, cached[1])
         with translated(self.repo_id):
             return _Ranges(self._remote(shard, listed)).read_at
 
@@ -512,13 +507,13 @@ class HubCheckpoint(HubRepository, Checkpoint):
     def _first_rank(self) -> Header:
         """The header of the first rank, with its own names; all ranks have the same names and shapes."""
         assert self.meta is not None
-        facts = super().facts(self.meta.ranks[0])
-        assert facts is not None
-        return facts.header
+        metadata = super().metadata(self.meta.ranks[0])
+        assert metadata is not None
+        return metadata.header
 
     @property
     def deletable(self) -> bool:
-        """Staged files can always be deleted; files in the user's cache only if that is writable."""
+        """Whether files in the user's cache can be deleted; staged files always can."""
         cache = self.cache
         return not cache.exists() or os.access(cache, os.W_OK)
 
@@ -526,9 +521,9 @@ class HubCheckpoint(HubRepository, Checkpoint):
         """Complete from the hub's listing, whichever shards are still needed."""
         return self.identity_of(self.index.shards)
 
-    def facts(self, shard: str) -> ShardMetadata | None:
+    def metadata(self, shard: str) -> ShardMetadata | None:
         check_shard_name(shard, self.label)
-        found = super().facts(shard)
+        found = super().metadata(shard)
         return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
 
     def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:

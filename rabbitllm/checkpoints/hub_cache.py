@@ -2,7 +2,7 @@
 
 Layout (huggingface_hub, "Understand caching"): `<cache>/models--org--name/snapshots/<commit>/<file>` is a link
 to `../../blobs/<etag>`, which may itself be a link into a store that several repositories share. Unlinking the
-snapshot's link frees nothing, and unlinking the blob may break another revision; only the library can tell.
+snapshot's link frees nothing, and unlinking the blob may break another revision; so huggingface_hub deletes.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.base.terminal import listed
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
 from rabbitllm.formats.bounded import read_json, short
 
@@ -35,7 +36,7 @@ META_PARAMETERS = "params.json"
 """The file with which a checkpoint in Meta's own format begins."""
 _GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _NO_GGUF_MODEL = re.compile(r"(?:.*[-_.])?(?:mmproj|imatrix|vocab)(?:[-_.].*)?\.gguf", re.IGNORECASE)
-"""Files beside a model: of a vision encoder, of a calibration, of a vocabulary alone."""
+"""Files without a model: a vision encoder, a calibration, a vocabulary."""
 MAX_GGUF_FILES = 4096
 _RANK = re.compile(r"consolidated\.\d{1,4}\.pth")
 
@@ -83,7 +84,7 @@ def entry_of(names: Iterable[str], where: str) -> str:
     for name in ENTRY_NAMES:
         if name in found:
             return name
-    torch_files = sorted((name for name in found if _is_torch_file(name)), key=natural_key)
+    torch_files = sorted(filter(_is_torch_file, found), key=natural_key)
     if META_PARAMETERS in found and any(map(is_rank, torch_files)):
         return META_PARAMETERS
     if len(torch_files) == 1:
@@ -92,17 +93,17 @@ def entry_of(names: Iterable[str], where: str) -> str:
         if len(models) == 1:
             return models[0]
         raise CheckpointNotFoundError(
-            f"{where} holds {len(models)} models as GGUF: {_some(models)}.",
+            f"{where} holds {len(models)} GGUF models: {listed(models)}.",
             "Name one: the path of its file, or organisation/name:Q4_K_M with its quantization.",
         )
     if len([name for name in torch_files if is_rank(name)]) > 1:
         raise CheckpointNotFoundError(
-            f"{where} holds {_some(torch_files)}, weights in Meta's own format, without their {META_PARAMETERS}.",
+            f"{where} has Meta weights ({listed(torch_files)}) but no {META_PARAMETERS}.",
             f"Put the {META_PARAMETERS} that was published with them into the same folder.",
         )
     if torch_files:
         raise CheckpointNotFoundError(
-            f"{where} holds {len(torch_files)} files of weights and no index: {_some(torch_files)}.",
+            f"{where} has several weight files and no index: {listed(torch_files)}.",
             f"Leave one in the folder, name it {TORCH_SINGLE_NAME}, or add a {TORCH_INDEX_NAME}.",
         )
     raise _nothing_there(found, where)
@@ -166,7 +167,7 @@ def names_quantization(name: str, wanted: str) -> bool:
 
 
 def gguf_entry(names: Iterable[str], quantization: str | None, where: str) -> str | None:
-    """The first GGUF file of the model that a repository's user means; None if the repository has other weights.
+    """The first GGUF file of the model that the user names; None if the repository has other weights.
 
     Args:
         names: of all files, also those in folders.
@@ -191,9 +192,9 @@ def gguf_entry(names: Iterable[str], quantization: str | None, where: str) -> st
         raise CheckpointNotFoundError(
             f"{where} holds no GGUF model; {quantization!r} is the name of one.", "Remove the part after the colon."
         )
-    asked = "" if quantization is None else f" {len(fitting)} of them fit {quantization!r}."
+    matching = "" if quantization is None else f" {len(fitting)} of them match {quantization!r}."
     raise CheckpointNotFoundError(
-        f"{where} holds the GGUF models {_some(models)}.{asked}",
+        f"{where} holds the GGUF models {listed(models)}.{matching}",
         "Name one by its quantization, as organisation/name:Q4_K_M.",
     )
 
@@ -211,20 +212,14 @@ def _is_torch_file(name: str) -> bool:
 
 def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundError:
     weights = sorted(name for name in found if name.endswith(WEIGHT_SUFFIXES))
-    what = f"the weights {_some(weights)}" if weights else f"{len(found)} other files"
+    what = f"the weights {listed(weights)}" if weights else f"{len(found)} other files"
     return CheckpointNotFoundError(
-        f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and "
-        f"GGUF, "
+        f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and GGUF; "
         f"found {what}.",
         "Use the complete model (safetensors or torch.save files); apply adapters after loading."
         if weights
         else "Use the folder that holds the weights, or a repository id.",
     )
-
-
-def _some(names: Collection[str]) -> str:
-    shown = ", ".join([*names][:5])
-    return f"{shown} and more" if len(names) > 5 else shown
 
 
 def natural_key(name: str) -> tuple[object, ...]:

@@ -50,13 +50,13 @@ from rabbitllm.formats.gguf import read_gguf
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import PositionalFile
+from rabbitllm.storage.files import read_range
 from rabbitllm.storage.folders import bytes_freed_by_deleting
 
 logger = logging.getLogger(__name__)
 
 _DAMAGED = (
-    "Put a sound copy at that path and make the call again: it resumes. Finished layers are safe. "
+    "Put an undamaged copy at that path and make the call again: it resumes. Finished layers are safe. "
     "Do not delete other files: other shards may be deleted already."
 )
 
@@ -68,8 +68,7 @@ class LocalCheckpoint(Checkpoint):
         folder: holds an index and its shards, or one file of weights; see `entry_of`.
         missing_from: a repository from which to fetch shards that the index names and the folder lacks.
         index: the index that an unfinished split recorded for a folder whose own is gone (a single file is its index).
-        known_shards: the source shards of an earlier split. In Meta's own format nothing else records how many there
-            were, once some are used up.
+        known_shards: the source shards of an earlier split. Meta's own format does not record the shard count.
         entry: the GGUF file with which the checkpoint begins, if the folder has several models.
 
     Raises:
@@ -130,10 +129,7 @@ class LocalCheckpoint(Checkpoint):
         if not here:
             raise CheckpointNotFoundError(f"{self.folder / entry} does not exist.", "Check the path.")
 
-        def read(offset: int, length: int) -> bytes:
-            with PositionalFile(self.folder / shards[-1]) as file:
-                return file.read_at(offset, length)
-
+        read = functools.partial(read_range, self.folder / shards[-1])
         return GgufCheckpoint(shards, {shard: read_gguf(self.folder / shard, shard) for shard in here}, read)
 
     def _read_meta(self, ranks: tuple[str, ...]) -> MetaCheckpoint:
@@ -148,7 +144,7 @@ class LocalCheckpoint(Checkpoint):
         return self._header(shard), shard
 
     def _check(self, shard: str) -> None:
-        check_place(self.folder / shard, self.folder, self._snapshot)
+        check_path(self.folder / shard, self.folder, self._snapshot)
 
     @property
     def deletable(self) -> bool:
@@ -156,7 +152,7 @@ class LocalCheckpoint(Checkpoint):
 
     def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
         """A snapshot of the hub cache is identified by repository and commit, any other folder by its bytes."""
-        fingerprints = {facts.name: facts.fingerprint for facts in shards}
+        fingerprints = {metadata.name: metadata.fingerprint for metadata in shards}
         if self._snapshot is not None:
             return SourceIdentity("hub", self._snapshot.repo_id, self._snapshot.commit, fingerprints)
         return SourceIdentity("local", self.folder.resolve().name, None, fingerprints)
@@ -166,10 +162,10 @@ class LocalCheckpoint(Checkpoint):
             not (self.folder / shard).exists() and self._missing_from is not None and self._missing_from.stages(shard)
         )
 
-    def facts(self, shard: str) -> ShardMetadata | None:
+    def metadata(self, shard: str) -> ShardMetadata | None:
         path = self.folder / shard
         if not path.exists():
-            found = self._missing_from.facts(shard) if self._missing_from is not None else None
+            found = self._missing_from.metadata(shard) if self._missing_from is not None else None
             return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
         stat = file_stat(path)  # before the file is read
         header = self._header(shard)
@@ -193,7 +189,7 @@ class LocalCheckpoint(Checkpoint):
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ignore_progress) -> Path:
         path = self.folder / shard
         if path.exists():
-            self._check(shard)  # again: the file may have been replaced since
+            self._check(shard)  # again, as the file may have been replaced
             return path
         if self._missing_from is not None:
             self._fetched.add(shard)
@@ -288,11 +284,11 @@ def begins_with_any(folder: Path, shards: Collection[str], entry: str | None = N
         return any(is_rank(shard) and (folder / shard).exists() for shard in shards)
     if not is_index(entry):
         return entry in shards
-    check_place(folder / entry, folder, hub_cache.snapshot_of(folder))
+    check_path(folder / entry, folder, hub_cache.snapshot_of(folder))
     return any(shard in shards for shard in read_index(folder / entry).shards)
 
 
-def check_place(path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None) -> None:
+def check_path(path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None) -> None:
     """Refuse a file that is reached through a link, except within a hub cache."""
     if snapshot is not None:
         hub_cache.check_in_cache(path, snapshot)

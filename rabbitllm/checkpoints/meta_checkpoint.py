@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.index import META_PARAMETERS, CheckpointIndex, is_rank, natural_key
 from rabbitllm.checkpoints.meta_llama import (
     LlamaVocabulary,
@@ -79,11 +80,13 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[Lla
     letters = _byte_letters()
     texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
     ids = {text: rank for rank, text in enumerate(texts)}
-    _check_pair_bytes(texts, "tokenizer.model")
+    check_pair_bytes(texts, "tokenizer.model")
     first = len(tokens)
     specials = special_tokens(later)
     if taken := next((name for name in specials if name in ids), None):
-        raise CorruptVocabularyError(f"tokenizer.model has an ordinary token {taken!r}, a special one's name.", _ADVICE)
+        raise CorruptVocabularyError(
+            f"tokenizer.model has a regular token named like the special token {taken!r}.", _ADVICE
+        )
     bos, end = specials[:2]
     stops = [number for number, name in enumerate(specials) if name in (end, "<|eom_id|>", "<|eot_id|>")]
     content = {
@@ -130,7 +133,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
     types = model.pieces.types
     ids = {text: number for number, text in enumerate(texts)}
     if len(ids) != len(texts):
-        raise _other(file, "a text is there twice, as an ordinary and as a special piece")
+        raise _other(file, "a text is both an ordinary and a special piece")
     special = model.special_ids()
     added = [
         _added(number, text, special=types[number] != PieceType.USER_DEFINED)
@@ -139,8 +142,8 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
     ]
     ordinary = [number for number in range(len(texts)) if types[number] == PieceType.NORMAL]
     merged = {texts[number]: number for number in ordinary}
-    _check_pair_bytes(merged, file)
-    turns = sorted(ordinary, key=lambda number: (-model.pieces.scores[number], number))
+    check_pair_bytes(merged, file)
+    order = sorted(ordinary, key=lambda number: (-model.pieces.scores[number], number))
     content = {
         **_frame(added),
         "normalizer": {
@@ -162,7 +165,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
         },
         "model": _model(
             ids,
-            list(_pairs([texts[number] for number in turns], merged)),
+            list(_pairs([texts[number] for number in order], merged)),
             unknown=texts[special.unk],
             byte_fallback=True,
         ),
@@ -198,18 +201,21 @@ def _other(file: str, found: str) -> CorruptVocabularyError:
     )
 
 
-def _check_pair_bytes(texts: Sequence[str] | Mapping[str, int], file: str) -> None:
+def check_pair_bytes(texts: Iterable[str], file: str) -> None:
+    """Refuse a vocabulary whose pairs would take too long to find.
+
+    Raises:
+        CorruptVocabularyError: it has too many, or too long, tokens.
+    """
     if (total := sum(len(text) ** 2 for text in texts)) > MAX_PAIR_BYTES:
         raise CorruptVocabularyError(
-            f"{file} has tokens so long that their pairs take {total:,} bytes to look at; at most {MAX_PAIR_BYTES:,} "
-            "are.",
-            _ADVICE,
+            f"The vocabulary of {file} needs {total:,} bytes to check; the limit is {MAX_PAIR_BYTES:,}.", _ADVICE
         )
 
 
-def _pairs(turns: Sequence[str], ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def _pairs(order: Sequence[str], ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Every pair of tokens that forms a token, in the order of that token; then by the ids of both."""
-    for text in turns:
+    for text in order:
         found = []
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
@@ -253,18 +259,18 @@ def _frame(added: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _added(number: int, text: str, *, special: bool) -> dict[str, Any]:
-    aside = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, **aside, "special": special}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": text, **flags, "special": special}
 
 
 def _beginning_with(text: str, number: int) -> dict[str, Any]:
-    def turn(which: str, type_id: int) -> list[dict[str, Any]]:
+    def part(which: str, type_id: int) -> list[dict[str, Any]]:
         return [{"SpecialToken": {"id": text, "type_id": type_id}}, {"Sequence": {"id": which, "type_id": type_id}}]
 
     return {
         "type": "TemplateProcessing",
-        "single": turn("A", 0),
-        "pair": turn("A", 0) + turn("B", 1),
+        "single": part("A", 0),
+        "pair": part("A", 0) + part("B", 1),
         "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]}},
     }
 
@@ -300,8 +306,8 @@ def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
     numbers = [int(found[0]) for name in ranks if (found := _NUMBER.search(name))]
     if len(set(numbers)) != len(numbers) or len(numbers) > MAX_RANKS or max(numbers, default=0) >= MAX_RANKS:
         raise InvalidIndexError(
-            f"{where} holds {', '.join(ranks[:5])}{' …' if len(ranks) > 5 else ''}; expected consolidated.00.pth and "
-            f"on, each number once and below {MAX_RANKS}.",
+            f"{where} holds {listed(ranks)}; expected consolidated.00.pth, .01.pth, …, each number once and below "
+            f"{MAX_RANKS}.",
             "Keep only files that were published together in the folder.",
         )
     missing = sorted({*range(max(numbers, default=0) + 1)} - {*numbers})
@@ -316,7 +322,7 @@ def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class MetaCheckpoint:
-    """The content of such a checkpoint, as far as it is known before a shard is opened.
+    """A checkpoint in Meta's format, as known before a shard is opened.
 
     Attributes:
         params: the parameters of the model.

@@ -4,8 +4,8 @@ Format: `params.json`, whose fields are those of `ModelArgs` in https://github.c
 https://github.com/meta-llama/llama-models, models/llama3/args.py (3); an unknown field might change the computation, so
 it is refused, not ignored. And `consolidated.NN.pth`, one file for each process ("rank") of the tensor parallelism that
 the model was made for, with the same names in each (https://github.com/meta-llama/llama, llama/model.py). Matrices are
-cut along their output, the last ones of attention and feed-forward along their input, the embedding along either; norms
-are in all.
+cut along their output, the last ones of attention and feed-forward along their input, the embedding along either; every
+rank has all norms.
 
 Meta rotates neighbouring elements of a head together (https://arxiv.org/abs/2104.09864, as complex numbers),
 transformers an element of the first half with one of the second. So the rows of each head of Q and K are permuted:
@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.base.rounding import round_up
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.index import CheckpointIndex, index_of
 from rabbitllm.errors import InvalidIndexError, MissingShardError, UnreadableFormatError
 from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorPiece, TensorSpec
@@ -32,14 +34,14 @@ _INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple
 _NUMBERS = ("norm_eps", "rope_theta", "ffn_dim_multiplier", "rope_scaling_factor", "rope_high_freq_factor")
 _WITHOUT_EFFECT = {"max_batch_size", "max_seq_len", "model_parallel_size"}
 _REQUIRED = ("dim", "n_layers", "n_heads", "norm_eps")
-_MOST = 1 << 31
+_MAX_INTEGER = 1 << 31
 MAX_LAYERS = 4096
 _OTHERS = (
     (re.compile("moe|expert"), "a mixture of experts"),
     (re.compile("vision|image"), "a model that sees images"),
     (re.compile("quant|lora|spin"), "quantized weights"),
 )
-"""Fields of other models, and the names of those."""
+"""Field pattern -> model kind."""
 _OWN = "Put the params.json that was published with the weights into their folder."
 
 
@@ -98,7 +100,7 @@ def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
     kv_heads = sizes.get("n_kv_heads", heads)
     layers = sizes.get("n_layers", 0)
     for what, wrong in (
-        (f"dim {dim} is no whole, even number of rows for each of {heads} heads", not heads or dim % (2 * heads)),
+        (f"dim {dim} is not an even number of rows for each of {heads} heads", not heads or dim % (2 * heads)),
         (f"n_heads {heads} is not a multiple of n_kv_heads {kv_heads}", not kv_heads or heads % kv_heads),
         (f"n_layers is {layers}, expected 1 to {MAX_LAYERS:,}", not 0 < layers <= MAX_LAYERS),
     ):
@@ -130,14 +132,14 @@ def _refuse_others(fields: Mapping[str, Any], where: str) -> None:
     kinds = [kind for pattern, kind in _OTHERS for key in other if pattern.search(key)]
     what = kinds[0] if kinds else "another model"
     raise UnreadableFormatError(
-        f"{where} has {', '.join(map(repr, other[:5]))}, which belongs to {what}; in Meta's own format the dense text "
+        f"{where} has {listed(map(repr, other))}, which belongs to {what}; in Meta's own format the dense text "
         "models Llama 1 to 3 are read.",
         "Use the same model in transformers' format, from the hub.",
     )
 
 
 def _integer(value: object, key: str, where: str) -> int:
-    if type(value) is not int or not 0 < value < _MOST:
+    if type(value) is not int or not 0 < value < _MAX_INTEGER:
         raise InvalidIndexError(f"{where} has {key} {value!r}; expected a positive number.", _OWN)
     return value
 
@@ -153,7 +155,7 @@ def _intermediate(dim: int, multiple_of: int | None, multiplier: float) -> int |
     if multiple_of is None:
         return None
     rows = int(multiplier * int(2 * 4 * dim / 3))
-    return -(-rows // multiple_of) * multiple_of
+    return round_up(rows, multiple_of)
 
 
 _LAYER = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)\.weight")
@@ -177,7 +179,7 @@ PIECE_MARK = "#"
 """Separates the name of a tensor from the rank number of a piece of it."""
 LLAMA_3_VOCABULARY = 128_000
 """Minimum size of Llama 3's vocabulary; those of Llama 1 and 2 (and of Code Llama) are smaller."""
-_OTHER = "Put together the files that were published together: params.json, and every consolidated.NN.pth."
+_OTHER = "Use files that were published together: params.json, and every consolidated.NN.pth."
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +246,7 @@ def shapes_of(header: Header, params: MetaParams, ranks: int, file: str) -> Shap
             _OTHER,
         )
     head = found.get(_HEAD)
-    place = embedding.offset, embedding.strides, embedding.shape, embedding.dtype
-    tied = head is None or (head.offset, head.strides, head.shape, head.dtype) == place
+    tied = head is None or head._replace(name=embedding.name) == embedding
     return Shapes(vocab_size, intermediate, 0 if by_rows else 1, embedding.dtype, tied)
 
 
@@ -322,15 +323,12 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
         own, _, dim = expected[name]
         if (name == _HEAD and shapes.tied) or (dim is None and rank > 0):
             continue
-        own_heads = {"attention.wq": params.n_heads, "attention.wk": params.n_kv_heads}.get(_module(name))
+        in_layer = _LAYER.fullmatch(name)
+        rotated = {"attention.wq": params.n_heads, "attention.wk": params.n_kv_heads}
+        own_heads = rotated.get(in_layer[2]) if in_layer is not None else None
         turned = tensor if own_heads is None else _halves_first(tensor, own_heads // ranks)
         taken.append(_as_piece(turned, own, dim, rank, ranks))
     return dataclasses.replace(header, tensors=tuple(taken))
-
-
-def _module(name: str) -> str:
-    match = _LAYER.fullmatch(name)
-    return match[2] if match else name
 
 
 def _expected_shapes(

@@ -96,7 +96,7 @@ def register_layer_naming(family: str, patterns: Sequence[str]) -> None:
 
 
 def naming_for(family: str | None) -> LayerNaming | None:
-    """The patterns that the user has registered for a model type, if any."""
+    """The registered patterns of a model type; None if it has none."""
     return None if family is None else _registered.get(family)
 
 
@@ -146,8 +146,8 @@ def _warn_of_few_blocks(tensors: Sequence[str], family: str | None) -> None:
     outside = sum(in_a_block.match(tensor) is None for tensor in tensors)
     if 2 * outside > len(tensors):
         logger.warning(
-            "Of the %d tensors of model type %r, %d are in no numbered block such as 'model.layers.0.'; each of their "
-            "modules gets a layer file. To set other layers: rabbitllm.register_layer_naming(%r, [...]).",
+            "Of the %d tensors of model type %r, %d do not belong to a numbered block such as 'model.layers.0.'; each "
+            "of their modules gets a layer file. To set other layers: rabbitllm.register_layer_naming(%r, [...]).",
             len(tensors),
             family,
             outside,

@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import MappingProxyType
@@ -301,34 +301,34 @@ class ModelOptions:
         Raises:
             OptionError: a limit that names no device, or options that are invalid or contradict each other.
         """
-        from rabbitllm import prepare
         from rabbitllm.auto_model import LoadRequest, check_unsplit
-        from rabbitllm.base.options import RunOptions, SplitOptions, expand, parse_dtype, parse_max_memory
-        from rabbitllm.checkpoints.hub import HubAccess
+        from rabbitllm.base.options import SplitOptions, expand
         from rabbitllm.models.library import compression_to_run
         from rabbitllm.models.pull import shard_policy
 
         folder = expand(self.folder) if self.folder is not None else None
         word = "none" if self.no_split and self.compression is None else self.compression
-        spec = prepare.ModelSpec(
-            model, compression_to_run(model, word, folder), folder, HubAccess(self.revision, token)
-        )
-        policy = shard_policy(sequential=self.sequential) if shards is None else shards
-        split = prepare.split_options(
-            spec.compression, policy, max_disk=self.max_disk, verify_source=self.verify_source, **of_split
-        )
-        if self.no_split:
-            check_unsplit(SplitOptions(spec.compression))
-        run = RunOptions(
+        compression = compression_to_run(model, word, folder)
+        request = LoadRequest.of(
+            model,
+            compression,
+            folder,
+            revision=self.revision,
+            token=token,
+            shards=shard_policy(sequential=self.sequential) if shards is None else shards,
+            of_split={"max_disk": self.max_disk, "verify_source": self.verify_source, **of_split},
+            hosts=hosts,
             device=self.device,
-            dtype=parse_dtype(self.dtype),
-            max_memory=parse_max_memory(limits_of(self.max_memory)),
+            dtype=self.dtype,
+            max_memory=limits_of(self.max_memory),
             trust_remote_code=self.trust_remote_code,
             fast_bfloat16=self.fast_bfloat16,
             verify_checksums=not self.no_verify_checksums,
             **of_run,
         )
-        return LoadRequest(spec, None if self.no_split else split, run, hosts)
+        if self.no_split:
+            check_unsplit(SplitOptions(compression))
+        return replace(request, split=None) if self.no_split else request
 
 
 NO_OPTIONS = ModelOptions()

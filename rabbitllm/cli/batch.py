@@ -127,7 +127,7 @@ def batch_command(
     from rich.console import Console
 
     from rabbitllm.base.options import expand, parse_size
-    from rabbitllm.batch_jobs.display import put_end, record, said_when_interrupted
+    from rabbitllm.batch_jobs.display import put_end, record, reporting_interrupts
     from rabbitllm.batch_jobs.inputs import STDIN, columns_of
     from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
     from rabbitllm.batch_jobs.job import BatchJob, work
@@ -153,7 +153,7 @@ def batch_command(
     disable_progress_bars()  # shards have our own bar, and other files are small
     console = Console(stderr=True, highlight=False)
     try:
-        with said_when_interrupted(console):
+        with reporting_interrupts(console):
             progress = work(task)
     except KeyboardInterrupt:
         console.print("interrupted; finished answers are kept; run the same command to resume", style="yellow")

@@ -186,7 +186,7 @@ def serve_command(
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     aside_bytes = None if aside is None else parse_size(aside, "--aside")
-    aside_folder = None if aside_dir is None else expand(str(aside_dir))
+    swap_folder = None if aside_dir is None else expand(str(aside_dir))
     request = options.request(model)
     disable_progress_bars()  # shards have our own bar, and other files are small
     logs.show("rabbitllm.server")
@@ -197,7 +197,7 @@ def serve_command(
     from rabbitllm.server.service import served_name as name_of
     from rabbitllm.server.settings import Settings
 
-    limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, aside_folder)
+    limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder)
     settings = Settings(
         name=served_name or name_of(model),
         api_key=api_key or None,

@@ -43,7 +43,7 @@ def worker_command(
     from rich.console import Console
 
     from rabbitllm.base.options import Hosts
-    from rabbitllm.run.together import own_device, work
+    from rabbitllm.run import own_device, work
 
     hosts = Hosts(join)
     disable_progress_bars()  # shards have our own bar, and other files are small

@@ -16,7 +16,7 @@ from typing import Any
 
 from rabbitllm.base import progress
 from rabbitllm.base.terminal import amount, counted, duration, unit_of
-from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.errors import OptionError, missing_package
 from rabbitllm.storage.durable import write_whole
 from rabbitllm.telemetry.passes import (
     CALLER_STAGES,
@@ -52,10 +52,7 @@ def check_picture(path: str | Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise MissingPackageError(
-            "Plots need the package matplotlib, which is not installed.",
-            'Run pip install ".[plot]" in a copy of the repository.',
-        ) from error
+        raise missing_package("Plots need", "matplotlib", "plot") from error
 
 
 def blank(width: float, height: float) -> Any:

@@ -12,12 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rabbitllm.base import progress
 from rabbitllm.base.progress import SplitLedger, SplitStats
-from rabbitllm.base.terminal import LinePiece, Row, amount, bar, duration, fitting, part, speed, text_of
+from rabbitllm.base.terminal import (
+    LinePiece,
+    Row,
+    amount,
+    duration,
+    fitting,
+    part,
+    plain_line,
+    progress_row,
+    speed,
+)
 from rabbitllm.display.region import THE_REGION, Claim
 
-TOGETHER = 90
+MIN_SHARED_WIDTH = 90
 """Minimum of columns for the disk and the rates to share a row."""
-LEAST_BAR, MAX_BAR = 8, 60
 
 
 class SplitDisplay:
@@ -45,18 +54,18 @@ class SplitDisplay:
             case progress.SplitDone():
                 self.close(done_line(event) if self._claim is not None else "")
 
-    def facts(self) -> SplitStats:
+    def stats(self) -> SplitStats:
         """The current statistics."""
         with self._lock:
-            return self._ledger.facts()
+            return self._ledger.stats()
 
     def rows(self, width: int) -> Sequence[Row]:
         """The rows for the region."""
-        return rows_of(self.facts(), width)
+        return rows_of(self.stats(), width)
 
     def line(self) -> str:
         """The line for the region."""
-        return line_of(self.facts())
+        return line_of(self.stats())
 
     def _show(self) -> None:
         if self._claim is None:
@@ -76,35 +85,20 @@ def rows_of(stats: SplitStats, width: int) -> list[Row]:
         stats: the statistics.
         width: columns.
     """
-    head = f"{stats.doing} "
-    tail = fitting(
-        [
-            LinePiece(f"{100 * stats.share:.0f} %", 0, "bold"),
-            LinePiece(_rate(stats.rates.done), 2),
-            LinePiece(_left(stats), 1, "bold"),
-        ],
-        width - len(head) - LEAST_BAR - 1,
-    )
-    taken = len(head) + 1 + sum(len(text) for text, _ in tail)
-    first: Row = ((head, ""), *bar(stats.share, min(max(width - taken, 0), MAX_BAR)), (" ", ""), *tail)
+    first = progress_row(stats.doing, stats.share, _share_pieces(stats), width)
     disk, rates = _disk_pieces(stats), _rate_pieces(stats)
-    if width >= TOGETHER:
+    if width >= MIN_SHARED_WIDTH:
         lower = [fitting([*disk, *rates], width)]
     else:
         lower = [fitting(disk, width), fitting(rates, width)]
-    rows = [first, fitting(_place_pieces(stats), width), *lower]
+    rows = [first, fitting(_position_pieces(stats), width), *lower]
     return [row for row in rows if row]
 
 
 def line_of(stats: SplitStats) -> str:
     """All statistics in one plain line."""
-    pieces = [
-        f"{stats.doing} {100 * stats.share:.0f} %",
-        _rate(stats.rates.done),
-        _left(stats),
-        *(piece.text for piece in (*_place_pieces(stats), *_disk_pieces(stats), *_rate_pieces(stats))),
-    ]
-    return ", ".join(piece for piece in pieces if piece)
+    lower = (*_position_pieces(stats), *_disk_pieces(stats), *_rate_pieces(stats))
+    return plain_line(stats.doing, (*_share_pieces(stats), *lower))
 
 
 def done_line(event: progress.SplitDone) -> str:
@@ -116,17 +110,18 @@ def done_line(event: progress.SplitDone) -> str:
     )
 
 
-def _rate(rate: float | None) -> str:
-    return speed(rate) if rate else ""
-
-
-def _left(stats: SplitStats) -> str:
+def _share_pieces(stats: SplitStats) -> list[LinePiece]:
+    left = "" if stats.rates.done is None else "waiting"
     if stats.seconds_left is not None:
-        return f"{duration(stats.seconds_left)} left"
-    return "" if stats.rates.done is None else "waiting"
+        left = f"{duration(stats.seconds_left)} left"
+    return [
+        LinePiece(f"{100 * stats.share:.0f} %", 0, "bold"),
+        LinePiece(speed(stats.rates.done) if stats.rates.done else "", 2),
+        LinePiece(left, 1, "bold"),
+    ]
 
 
-def _place_pieces(stats: SplitStats) -> list[LinePiece]:
+def _position_pieces(stats: SplitStats) -> list[LinePiece]:
     found = [LinePiece(part(stats.done_bytes, stats.total_bytes), 0)]
     if stats.shards:
         found.append(LinePiece(f"shard {max(stats.shard, 1)} of {stats.shards}", 1))
@@ -171,10 +166,6 @@ def shown(wanted: bool = True) -> Iterator[None]:
 # The check of layer files
 
 
-BAR = 24
-"""Width in columns."""
-
-
 class Reading:
     """Progress of reading a number of bytes.
 
@@ -194,22 +185,23 @@ class Reading:
         self._done += nbytes
 
     def rows(self, width: int) -> Sequence[Row]:
-        """One row, with a bar if it fits."""
-        share = self._done / self._total if self._total else 1.0
-        seconds = self._clock() - self._start
-        rate = self._done / seconds if seconds else 0.0
-        left = f"{duration((self._total - self._done) / rate)} left" if rate else ""
-        texts = (f"{100 * share:.0f} %", part(self._done, self._total), speed(rate), left)
-        pieces = [LinePiece(text, rank) for rank, text in enumerate(texts)]
-        head: Row = (("reading ", "bold"),)
-        drawn: Row = (*head, *bar(share, BAR), (" ", ""))
-        row = fitting(pieces, width - len(text_of(drawn)))
-        return [(*drawn, *row)] if row else [(*head, *fitting(pieces, width - len(text_of(head))))]
+        """One row with a bar."""
+        return [progress_row("reading", self._share, self._pieces(), width)]
 
     def line(self) -> str:
         """The same without the bar."""
-        (row,) = self.rows(1_000)
-        return "reading " + "".join(text for text, _ in row[4:]).replace(" · ", ", ")
+        return plain_line("reading", self._pieces())
+
+    @property
+    def _share(self) -> float:
+        return self._done / self._total if self._total else 1.0
+
+    def _pieces(self) -> list[LinePiece]:
+        seconds = self._clock() - self._start
+        rate = self._done / seconds if seconds else 0.0
+        left = f"{duration((self._total - self._done) / rate)} left" if rate else ""
+        texts = (f"{100 * self._share:.0f} %", part(self._done, self._total), speed(rate), left)
+        return [LinePiece(text, rank) for rank, text in enumerate(texts)]
 
 
 @contextlib.contextmanager

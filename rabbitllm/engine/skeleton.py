@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.forks import own_lock
-from rabbitllm.checkpoints.config import picked_by, separate_settings
+from rabbitllm.base.terminal import error_line
+from rabbitllm.checkpoints.config import newer_transformers, picked_by, separate_settings
 from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings, settings_in
 from rabbitllm.errors import (
     CorruptVocabularyError,
@@ -23,6 +24,7 @@ from rabbitllm.errors import (
     RabbitLLMError,
     UnknownArchitectureError,
 )
+from rabbitllm.version import TRANSFORMERS
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +52,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
             "Use the model's folder; for a split in another folder set layer_shards_saving_path.",
         )
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = _that_makes_text(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
         model_class(config)
     except RabbitLLMError:
         raise
@@ -66,19 +68,38 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
 def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
     import transformers
 
+    text = error_line(error).partition(" This could be because")[0]  # which advises to update transformers
+    problem = f"transformers {transformers.__version__} cannot build the model in {folder}: {text}"
+    remedy = "Update RabbitLLM, or download its config.json again."
+    if (version := newer_transformers(folder)) is not None:
+        supported = " to ".join(TRANSFORMERS)
+        problem += f" The config was written by transformers {version}; this RabbitLLM supports {supported}."
+        remedy = f"Update RabbitLLM to a version that supports transformers {version}."
     return UnknownArchitectureError(
-        f"transformers {transformers.__version__} cannot build the model in {folder}: {_first_line(error)}",
-        "Update transformers, or download its config.json again. If the model has its own code and you trust "
-        "it, pass trust_remote_code=True.",
+        problem, f"{remedy} If the model has its own code and you trust it, pass trust_remote_code=True."
     )
 
 
-def _first_line(error: Exception) -> str:
-    """An error in one line of bounded length, with its type if the text alone says little."""
-    text = " ".join(str(error).split())
-    if not isinstance(error, ValueError | OSError | ImportError):
-        text = f"{type(error).__name__}: {text}"
-    return text if len(text) <= 400 else text[:397] + "..."
+_THINKERS = {
+    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
+"""Model types of which one part makes text and others speak it -> the class of the first part."""
+
+
+def _that_makes_text(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of a model's part that makes text, where others only speak it; else the config itself.
+
+    The whole model can be called with the voices of a file only, and has no forward.
+    """
+    if config.model_type not in _THINKERS:
+        return config
+    part = config.thinker_config
+    part.architectures = [_THINKERS[config.model_type]]
+    for name in ("dtype", "quantization_config"):
+        if getattr(part, name, None) is None and getattr(config, name, None) is not None:
+            setattr(part, name, getattr(config, name))
+    return part
 
 
 _CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -325,7 +346,7 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
         _check_generation(vars(model.generation_config))
     except Exception as error:  # values of unexpected types make transformers raise any error
         raise UnknownArchitectureError(
-            f"transformers cannot read the generation settings in {folder / name}: {_first_line(error)}",
+            f"transformers cannot read the generation settings in {folder / name}: {error_line(error)}",
             "Download that file again; without a generation_config.json transformers uses its own settings.",
         ) from error
 
@@ -357,7 +378,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     try:
         return _tokenizer(folder, trust_remote_code)
     except Exception as error:  # malformed files make transformers and tokenizers raise any error
-        logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, _first_line(error))
+        logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, error_line(error))
         return None
 
 
@@ -404,6 +425,6 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
         if type(error) is ValueError and "side should be" not in str(error):  # a class that transformers lacks
             return
         raise CorruptVocabularyError(
-            f"transformers cannot read the tokenizer in {folder}: {_first_line(error)}",
+            f"transformers cannot read the tokenizer in {folder}: {error_line(error)}",
             f"Download {', '.join(_TOKENIZER_FILES[:2])} again, or remove them: model.tokenizer is then None.",
         ) from error

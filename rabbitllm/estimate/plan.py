@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand, parse_max_memory, parse_size
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.options import ShardPolicy, SplitOptions, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config
-from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException, OptionError, system_errors_by_name
 from rabbitllm.estimate.cost_model import PROMPT_TOKENS, GenerationEstimate
 from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES
@@ -28,7 +28,14 @@ from rabbitllm.splitter import journal, split_estimate
 from rabbitllm.splitter.bit_allocation import allocation_of, with_choice
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split, resumed_disk_budget
+from rabbitllm.splitter.request import (
+    SplitRequest,
+    disk_budget_of,
+    kept_in_cache,
+    located,
+    plan_split,
+    resumed_disk_budget,
+)
 from rabbitllm.splitter.split_estimate import (
     ROUTES,
     STANDARD,
@@ -154,7 +161,10 @@ class SourceScan:
         plans = {} if base is None else {c: recompressed(base, c) if c else base for c in applies if c != AUTO}
         if AUTO in applies and isinstance(self._mixed, SplitPlan):
             plans[AUTO] = self._mixed
-        return {**plans, **{c: self._with_places(earlier.plan) for c, earlier in self.journals.items()}}
+        begun = {c: earlier.plan for c, earlier in self.journals.items()}
+        if self.checkpoint is not None:
+            begun = {c: located(plan, self.checkpoint) for c, plan in begun.items()}
+        return plans | begun
 
     @cached_property
     def _mixed(self) -> SplitPlan | str | None:
@@ -172,14 +182,6 @@ class SourceScan:
             return with_choice(self.base, disk_budget, request.options, request.experts_a_token)
         except NotEnoughSpaceException as error:
             return f"{error.problem} {error.remedy}".rstrip(".")
-
-    def _with_places(self, plan: SplitPlan) -> SplitPlan:
-        """Return the plan with the present location of each shard."""
-        if self.checkpoint is None:
-            return plan
-        stages = self.checkpoint.stages
-        shards = tuple(dataclasses.replace(shard, staged=stages(shard.name)) for shard in plan.shards)
-        return dataclasses.replace(plan, shards=shards)
 
     def fitted(self, compression: str | None) -> bool:
         """Whether scales of 4bit are fitted to their blocks, in an existing split or by the present options."""
@@ -252,8 +254,8 @@ class SourceScan:
             return None
         if self._gone is None and self.base is not None:
             return self.base.source
-        facts = (self.checkpoint.facts(shard) for shard in self.checkpoint.index.shards)
-        return self.checkpoint.identity(fact for fact in facts if fact is not None)
+        metadata = (self.checkpoint.metadata(shard) for shard in self.checkpoint.index.shards)
+        return self.checkpoint.identity(fact for fact in metadata if fact is not None)
 
     def _differs(self, known: SourceIdentity) -> str | None:
         return known.differs_from(self._identity) if self._identity is not None else None
@@ -329,15 +331,22 @@ def plan(
     Raises:
         RabbitLLMError: an invalid argument, no such source, or a malformed one.
     """
-    options = prepare.split_options(compression, max_disk=max_disk, min_free_disk=min_free_disk, fit_scales=fit_scales)
-    run_options = RunOptions(device=device, max_memory=parse_max_memory(max_memory))
-    options = prepare.with_memory(options, run_options)
+    request = LoadRequest.of(
+        str(path_or_repo_id),
+        compression,
+        layer_shards_saving_path or None,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir or None,
+        of_split={"max_disk": max_disk, "min_free_disk": min_free_disk, "fit_scales": fit_scales},
+        device=device,
+        max_memory=max_memory,
+    )
+    assert request.split is not None
+    options, run_options = prepare.with_memory(request.split, request.run), request.run
     said = None if bandwidth is None else _said_rate(bandwidth)
-    saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
-    access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
-    spec = prepare.ModelSpec(str(path_or_repo_id), compression, saving_path, access)
-    source = prepare.find(spec, only_look=True)
-    scan = SourceScan(source, spec, options)
+    source = prepare.find(request.spec, only_look=True)
+    scan = SourceScan(source, request.spec, options)
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
@@ -348,7 +357,7 @@ def plan(
     too_heavy = {one.compression for one in predicted if one.too_little_memory is not None}
     anatomy = anatomy_of(scan.base, scan.config) if scan.base is not None else None
     arguments = {
-        "layer_shards_saving_path": str(layer_shards_saving_path) if saving_path is not None else None,
+        "layer_shards_saving_path": str(layer_shards_saving_path) if layer_shards_saving_path else None,
         "revision": revision,
         "token": "hf_…" if isinstance(token, str) else token,  # never the token itself
         "cache_dir": str(cache_dir) if cache_dir else None,
@@ -479,9 +488,7 @@ def _placed(scan: SourceScan, name: str, compression: str | None) -> tuple[Split
     plan, request = scan.feasible[compression], scan.request(compression, shards)
     if name != STANDARD or scan.source.repository is None:
         return plan, disk_budget_of(request, plan)
-    kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)
-    disk_budget = disk_budget_of(request, plan, [shard for shard in plan.shards if shard.staged])
-    return dataclasses.replace(plan, shards=kept), disk_budget
+    return kept_in_cache(request, plan)
 
 
 def _disks(scan: SourceScan) -> tuple[Disk, ...]:

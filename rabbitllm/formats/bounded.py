@@ -2,18 +2,20 @@
 
 Python's own JSON reader accepts a repeated key (the last one wins, while a scanner may see the first), and turns a few
 bytes of text into a hundred times as many bytes of objects. Here the memory is limited before decoding, by the number
-of values and the size of the text. Type and size of a file are checked before it is opened. Independent of the meaning
-of the content.
+of values and the size of the text. Type and size of a file are checked before it is read. Independent of the meaning of
+the content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError, InvalidIndexError
 
@@ -49,7 +51,7 @@ def decode_json(
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=constant, parse_int=whole)
     except RecursionError:
-        raise ValueError("it is nested deeper than any checkpoint's (maximum recursion depth exceeded)") from None
+        raise ValueError("it is nested too deeply (maximum recursion depth exceeded)") from None
 
 
 def decode_message(raw: bytes) -> Any:
@@ -63,10 +65,10 @@ def decode_message(raw: bytes) -> Any:
     """
     try:
         value = decode_json(raw, no_constant, _whole)
-        if b"\\u" in raw:  # lone surrogates, which no tokenizer accepts
+        if b"\\u" in raw:  # unpaired surrogates, which no tokenizer accepts
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("it has half of a character beyond the first 65,536") from None
+        raise ValueError("it has an unpaired surrogate") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     return value
@@ -74,7 +76,7 @@ def decode_message(raw: bytes) -> Any:
 
 def no_constant(word: str) -> Any:
     """Refuse NaN and the infinities."""
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def _whole(digits: str) -> int:
@@ -92,10 +94,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def short(value: object, most: int = 80) -> str:
-    """The beginning of a value's text for messages, at most so many characters."""
+def short(value: object, limit: int = 80) -> str:
+    """The beginning of a value's representation, at most `limit` characters."""
     text = repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def text_of(value: object) -> str:
@@ -121,7 +123,9 @@ def read_json(path: Path) -> dict[str, Any]:
         InvalidIndexError: the file is not a regular file, not one JSON object, not UTF-8, repeats a key, or exceeds
             `MAX_BYTES` or the limits of `decode_json`.
     """
-    raw = _small(path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is not a JSON file: it {what}.", _REMEDY))
+    raw = read_regular(
+        path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is not a JSON file: it {what}.", _REMEDY)
+    )
     try:
         decoded = decode_json(raw)
     except ValueError as error:
@@ -135,7 +139,7 @@ MAX_FILE_BYTES = 64 << 20
 """Limit of a file. Gemma's 262,144 pieces take 5 MB, Llama 3's 128,000 tokens 2 MB."""
 
 
-def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> bytes:
+def read_vocabulary(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> bytes:
     """All of a regular file of at most 64 MiB.
 
     Args:
@@ -147,16 +151,38 @@ def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> 
         CorruptVocabularyError: it is not a regular file, or is larger.
     """
     try:
-        return _small(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
+        return read_regular(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Use the path of tokenizer.model.") from None
 
 
-def _small(path: Path, limit: int, refusal: Callable[[str], Exception]) -> bytes:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
-        raise refusal("is not a regular file")
-    if found.st_size > limit:
-        raise refusal(f"has {found.st_size:,} bytes; at most {limit:,} are read")
-    with path.open("rb") as stream:
-        return stream.read(limit)
+def open_regular(path: Path, refusal: Callable[[str], Exception]) -> BinaryIO:
+    """Open a file for reading, without waiting: the opening of a pipe would block until a writer opens it too.
+
+    Args:
+        path: the file.
+        refusal: makes the error for a problem, which is a verb and its object.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is not a valid path.
+    """
+    with contextlib.suppress(IsADirectoryError):
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+    raise refusal("is not a regular file")
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_regular(path: Path, limit: int, refusal: Callable[[str], Exception]) -> bytes:
+    """The content of a file of at most `limit` bytes; arguments and errors as of `open_regular`."""
+    with open_regular(path, refusal) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise refusal(f"has {size:,} bytes; at most {limit:,} are read")
+        return file.read(limit)

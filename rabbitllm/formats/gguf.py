@@ -1,12 +1,12 @@
-"""The header of a GGUF file: its metadata and the places of its tensors. The data is not read.
+"""The header of a GGUF file: its metadata and the offsets of its tensors. The data is not read.
 
 Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian): magic, version,
 number of tensors, number of metadata entries, the entries, the tensors' names, shapes, types and offsets, and from the
 next multiple of the alignment on the data. Shapes are written with the fastest dimension first; here they are in
 torch's order.
 
-Nothing is allocated by a number in the file before that number was compared with the size of the file and a limit. Long
-arrays (a vocabulary) are checked, and only their place is kept: `GgufArray`. Independent of models.
+Nothing is allocated by a number in the file before that number was compared with the size of the file and a limit. Of
+long arrays (a vocabulary), which are checked too, only the offset is kept: `GgufArray`. Independent of models.
 
 Stricter than llama.cpp: a repeated name or key, an array of arrays, tensors that overlap, and an offset that is not
 aligned are refused.
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import CorruptShardError, UnreadableFormatError
 from rabbitllm.formats.bounded import short
 from rabbitllm.formats.gguf_types import BY_NUMBER, TensorType
@@ -44,7 +45,7 @@ MAX_STRINGS = 1 << 21
 MAX_DIMENSIONS = 4
 """As in ggml."""
 KEPT_ELEMENTS = 4096
-"""Arrays up to this length are values of the metadata; of longer ones only the place is kept."""
+"""Arrays up to this length are values of the metadata; of longer ones only the offset is kept."""
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 READ_BYTES = 1 << 18
@@ -64,7 +65,7 @@ Value = bool | int | float | str
 
 @dataclass(frozen=True, slots=True)
 class GgufArray:
-    """A long array of the metadata, by its place.
+    """A long array of the metadata, as a range of the file.
 
     Attributes:
         element_type: number of the type of its elements.
@@ -121,7 +122,7 @@ def read_gguf(path: Path, file: str | None = None) -> GgufFile:
 
 
 def parse_gguf(read: ReadAt, size: int, file: str) -> GgufFile:
-    """The same for any file that can be read in ranges; nothing behind the header is read.
+    """The same for any file that can be read in ranges; nothing after the header is read.
 
     Args:
         read: reads (offset, length), bytes.
@@ -148,10 +149,10 @@ def parse_gguf(read: ReadAt, size: int, file: str) -> GgufFile:
     entries_end = cursor.at
     table = [_entry(cursor) for _ in range(tensors)]
     alignment = _alignment(metadata, cursor)
-    data_start = -(-cursor.at // alignment) * alignment
+    data_start = round_up(cursor.at, alignment)
     header = _header(table, data_start, alignment, size, file)
     end = max([spec.offset + spec.extent for spec in header.tensors], default=cursor.at)
-    if size > -(-end // alignment) * alignment:
+    if size > round_up(end, alignment):
         raise cursor.error(f"its tensors end at byte {end:,}, and it has {size:,} bytes")
     return GgufFile(version, metadata, header, entries_end)
 
@@ -174,12 +175,12 @@ class _Cursor:
         self._read = read
         self._size = size
         self.file = file
-        self._begin, self._held = at, b""
+        self._begin, self._buffer = at, b""
         self.at = at
         self.strings = self.kept = 0
 
     def error(self, what: str) -> CorruptShardError:
-        return CorruptShardError(f"{self.file} is not a sound GGUF file: {what}.", "Download or copy the file again.")
+        return CorruptShardError(f"{self.file} is not a valid GGUF file: {what}.", "Download or copy the file again.")
 
     def require(self, length: int) -> None:
         """Refuse a length that the file, or a header, cannot have."""
@@ -192,13 +193,13 @@ class _Cursor:
         """The next bytes."""
         self.require(length)
         start = self.at - self._begin
-        if start < 0 or start + length > len(self._held):
+        if start < 0 or start + length > len(self._buffer):
             wanted = max(length, min(READ_BYTES, self._size - self.at))
-            self._begin, self._held, start = self.at, self._read(self.at, wanted), 0
-            if len(self._held) < length:
-                raise self.error(f"it ends at byte {self.at + len(self._held):,}, within its header")
+            self._begin, self._buffer, start = self.at, self._read(self.at, wanted), 0
+            if len(self._buffer) < length:
+                raise self.error(f"it ends at byte {self.at + len(self._buffer):,}, within its header")
         self.at += length
-        return self._held[start : start + length]
+        return self._buffer[start : start + length]
 
     def skip(self, length: int) -> None:
         """Skip bytes, without reading them."""
@@ -210,11 +211,11 @@ class _Cursor:
         (found,) = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
         return int(found)
 
-    def text(self, most: int) -> str:
-        """The next text of at most `most` bytes."""
+    def text(self, limit: int) -> str:
+        """The next text of at most `limit` bytes."""
         length = self.number("Q")
-        if length > most:
-            raise self.error(f"it has a text of {length:,} bytes; at most {most:,} are read")
+        if length > limit:
+            raise self.error(f"it has a text of {length:,} bytes; at most {limit:,} are read")
         raw = self.take(length)
         try:
             return raw.decode("utf-8")
@@ -242,7 +243,7 @@ def _metadata(cursor: _Cursor, entries: int) -> Metadata:
         if not key or not key.isprintable():
             raise cursor.error(f"the key {short(key, 60)} is not printable text")
         if key in found:
-            raise cursor.error(f"the key {short(key, 60)} is there twice")
+            raise cursor.error(f"the key {short(key, 60)} appears twice")
         found[key] = _value(cursor, cursor.number("I"), key, begin)
     return found
 
@@ -306,7 +307,7 @@ def _entry(cursor: _Cursor) -> _TensorEntry:
     kind = BY_NUMBER.get(number)
     if kind is None:
         raise UnreadableFormatError(
-            f"In {cursor.file} the tensor {short(name, 60)} has the ggml type {number}, which is not read here.",
+            f"The tensor {short(name, 60)} in {cursor.file} has the ggml type {number}, which is not supported.",
             "Use a file of a usual type such as Q4_K_M or Q8_0, or the model's original weights.",
         )
     if math.prod(shape) >= _LIMIT or (shape and shape[-1] % kind.elements):
@@ -330,7 +331,7 @@ def _header(table: Iterable[_TensorEntry], data_start: int, alignment: int, size
     error = _Cursor(lambda offset, length: b"", size, file).error
     for entry in table:
         if entry.name in seen:
-            raise error(f"the tensor {short(entry.name, 60)} is there twice")
+            raise error(f"the tensor {short(entry.name, 60)} appears twice")
         seen.add(entry.name)
         if entry.offset % alignment:
             raise error(f"{short(entry.name, 60)} begins at byte {entry.offset:,} of the data, not at {alignment:,}")
@@ -347,7 +348,7 @@ def _header(table: Iterable[_TensorEntry], data_start: int, alignment: int, size
 
 
 def _spec(entry: _TensorEntry, data_start: int, file: str) -> TensorSpec:
-    """The tensor as dequantized to float32, or as it is if its type is plain."""
+    """The tensor: plain, or as dequantized to float32."""
     elements, kind = math.prod(entry.shape), entry.kind
     nbytes, offset = elements // kind.elements * kind.nbytes, data_start + entry.offset
     if kind.dtype is not None:
@@ -355,7 +356,7 @@ def _spec(entry: _TensorEntry, data_start: int, file: str) -> TensorSpec:
     return TensorSpec(entry.name, "F32", entry.shape, file, offset, elements * 4, blocks=StoredBlocks(kind, nbytes))
 
 
-# A small file with the metadata and the names of the tensors, from which other readers make a config and a tokenizer.
+# A small file with the metadata and the names of the tensors, from which transformers makes a config and a tokenizer.
 
 
 def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: bool = True) -> Iterator[bytes]:
@@ -367,23 +368,23 @@ def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: 
         names: of the tensors of all files of the checkpoint. Each becomes one float32, zero.
         long_arrays: whether it has the arrays that are `GgufArray` here.
     """
-    listed, at = list(names), 0
+    tensors, at = list(names), 0
     left_out = [value for value in file.metadata.values() if isinstance(value, GgufArray)] if not long_arrays else []
     entries = len(file.metadata) - len(left_out)
     alignment = file.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     assert isinstance(alignment, int)
     begins = [*(value.end for value in left_out), file.entries_end]
     ends = [*(value.entry for value in left_out), file.entries_end]
-    pieces = [MAGIC + struct.pack("<IQQ", file.version, len(listed), entries)]
+    pieces = [MAGIC + struct.pack("<IQQ", file.version, len(tensors), entries)]
     cut = zip([_ENTRIES_BEGIN, *begins[:-1]], ends, strict=True)
     parts = (read(begin, end - begin) for begin, end in cut)
     raw = (
         struct.pack("<Q", len(name.encode()))
         + name.encode()
         + struct.pack("<IQIQ", 1, 1, 0, number * max(alignment, 4))
-        for number, name in enumerate(listed)
+        for number, name in enumerate(tensors)
     )
     for piece in (*pieces, *parts, *raw):
         at += len(piece)
         yield piece
-    yield bytes(-at % alignment + len(listed) * max(alignment, 4))
+    yield bytes(-at % alignment + len(tensors) * max(alignment, 4))

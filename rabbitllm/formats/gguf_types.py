@@ -29,10 +29,12 @@ class TensorType:
         """Bytes of a row.
 
         Raises:
-            ValueError: it is not a whole number of blocks.
+            ValueError: it does not consist of whole blocks.
         """
         if columns % self.elements:
-            raise ValueError(f"a row of {columns} elements is no whole number of {self.name} blocks ({self.elements})")
+            raise ValueError(
+                f"a row of {columns} elements is not a multiple of {self.elements}, the block size of {self.name}"
+            )
         return columns // self.elements * self.nbytes
 
 
@@ -70,7 +72,7 @@ _ALL = (
     TensorType(40, "NVFP4", 64, 36),
 )
 TENSOR_TYPES = {one.name: one for one in _ALL}
-"""By name. Q8_1 and Q8_K are of inputs and in no file; Q1_0 has no decoder in the package `gguf` 0.19."""
+"""By name. Q8_1 and Q8_K are for inputs only, never in files; Q1_0 has no decoder in the package `gguf` 0.19."""
 BY_NUMBER = {one.number: one for one in _ALL}
 BLOCK_TYPES = {one.name: one for one in _ALL if one.dtype is None}
 """The quantized ones."""

@@ -1,7 +1,7 @@
-"""Reads pictures and sounds of strangers: bounded before they are decoded, and as transformers' `load_image` has them.
+"""Reads untrusted pictures and sounds: bounded before they are decoded, with the pixels of transformers' `load_image`.
 
 A picture becomes RGB with 8 bits for each value, upright by its EXIF orientation (Exif 2.32, tag 0x0112). Transparency
-is dropped and the colours below it stay. Of an animation the first frame is used. Values of 16 bits lose the lower 8.
+is dropped, and its colours are kept. Of an animation the first frame is used. Values of 16 bits lose the lower 8.
 
 A sound is a WAV file of PCM at the rate that the model expects. Its channels are averaged.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import MediaError, MissingPackageError
+from rabbitllm.errors import MediaError, missing_package
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 64_000_000
-"""The most pixels of all pictures of a prompt; decoded they take three bytes each."""
+"""Limit of the pixels of all pictures of a prompt; decoded they take three bytes each."""
 MAX_BYTES = 64 << 20
 """Limit of a file."""
 MAX_SECONDS = 3600.0
@@ -51,13 +51,13 @@ _KNOWN = {
 _ADVICE = f"Use a picture in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}."
 
 
-def read_picture(data: bytes, name: str, most_pixels: int = MAX_PIXELS) -> Image:
-    """A picture in RGB.
+def read_picture(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Image:
+    """The picture in a file, in RGB.
 
     Args:
         data: the content of a file.
-        name: what messages call it.
-        most_pixels: maximum number of pixels, checked before they are decoded.
+        name: its name in messages.
+        max_pixels: maximum number of pixels, checked before they are decoded.
 
     Raises:
         MediaError: it is in no format of `FORMATS`, too large, damaged or truncated.
@@ -66,21 +66,18 @@ def read_picture(data: bytes, name: str, most_pixels: int = MAX_PIXELS) -> Image
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
-        raise MissingPackageError(
-            "Pictures need the package Pillow, which is not installed.",
-            'Run pip install ".[pictures]" in a copy of the repository.',
-        ) from None
+        raise missing_package("Pictures need", "Pillow", "pictures") from None
     name = harmless(name)
     _check_size(data, name)
-    _check_pixels(_webp_size(data), name, most_pixels)  # its decoder reserves memory when it is opened
+    _check_pixels(_webp_size(data), name, max_pixels)  # its decoder reserves memory when it is opened
     try:
         picture: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-        _check_pixels(picture.size, name, most_pixels)
+        _check_pixels(picture.size, name, max_pixels)
         picture.load()
     except UnidentifiedImageError:
         raise MediaError(f"{name} is not a picture that can be read: it is {_kind_of(data)}.", _ADVICE) from None
     except Image.DecompressionBombError:
-        raise MediaError(f"{name} has more than {most_pixels:,} pixels.", "Use a smaller picture.") from None
+        raise MediaError(f"{name} has more than {max_pixels:,} pixels.", "Use a smaller picture.") from None
     except MediaError:
         raise
     except Exception as error:  # damaged files make Pillow raise any error
@@ -108,9 +105,9 @@ def _check_size(data: bytes, name: str) -> None:
         raise MediaError(f"{name} has {len(data):,} bytes; at most {MAX_BYTES:,} are read.", "Use a smaller file.")
 
 
-def _check_pixels(found: tuple[int, int], name: str, most: int) -> None:
-    width, height = found
-    if width * height > most:
+def _check_pixels(size: tuple[int, int], name: str, limit: int) -> None:
+    width, height = size
+    if width * height > limit:
         raise MediaError(
             f"{name} has {width:,} x {height:,} pixels; the pictures of a prompt may have {MAX_PIXELS:,} together.",
             "Use smaller pictures.",
@@ -144,7 +141,7 @@ def read_sound(data: bytes, name: str, rate: int) -> Samples:
 
     Args:
         data: the content of a WAV file of PCM with 8, 16, 24 or 32 bits.
-        name: what messages call it.
+        name: its name in messages.
         rate: samples a second that the model expects.
 
     Raises:

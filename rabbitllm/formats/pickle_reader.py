@@ -8,7 +8,7 @@ the others, so they are refused unread: instances (INST, OBJ, NEWOBJ, NEWOBJ_EX)
 out-of-band buffers, frozen sets, the text forms of protocol 0, and opcodes that only recursive tuples need (POP,
 POP_MARK, DUP).
 
-Values are plain Python ones; a set becomes a list, since hashing values from a file can take for ever. Keys of
+Values are plain Python ones; a set becomes a list, since hashing values from a file can take forever. Keys of
 dicts are text or integers, without repetition. Bytes, stack, marks and memo each have a limit; arguments of opcodes are
 read by `pickletools`, from a stream that holds no more than the file. Building never recurses,
 so nesting costs nothing here; code that traverses the result must limit it. Independent of torch.
@@ -111,7 +111,7 @@ def describe(value: object) -> str:
 
 
 Step = Callable[[PickleMachine, Any], None]
-"""What an opcode does with its argument, which is None where it has none."""
+"""The effect of an opcode, given its argument; None if it has none."""
 
 
 def _mark(machine: PickleMachine, _: None) -> None:
@@ -121,7 +121,7 @@ def _mark(machine: PickleMachine, _: None) -> None:
 
 
 def _push(make: Callable[[Any], object]) -> Step:
-    """A step that pushes what is made of its argument."""
+    """A step that converts its argument and pushes it."""
     return lambda machine, argument: machine.push(make(argument))
 
 
@@ -134,7 +134,7 @@ def _narrow(number: int) -> int:
 
 
 def _text(text: str) -> str:
-    text.encode()  # which half a surrogate pair is not
+    text.encode()  # raises an error for unpaired surrogates
     return text
 
 
@@ -167,7 +167,7 @@ def _set_items(machine: PickleMachine, _: None) -> None:
 
 
 def _store(table: dict[Any, object], key: object, value: object) -> None:
-    # hashing traverses a tuple, for ever if a file wants it; wide numbers can be made to collide
+    # hashing traverses a tuple, which may never end; wide numbers can be made to collide
     if type(key) is not str and not (type(key) is int and -(1 << 63) <= key < 1 << 63):
         raise RefusedValueError(f"has {describe(key)} as a key; expected text or a number of 64 bits")
     if key in table:
@@ -177,7 +177,7 @@ def _store(table: dict[Any, object], key: object, value: object) -> None:
 
 def _put(machine: PickleMachine, number: int | None) -> None:
     if len(machine.memo) >= MAX_MEMO:
-        raise RefusedValueError(f"keeps more than {MAX_MEMO:,} values in the memo")
+        raise RefusedValueError(f"stores more than {MAX_MEMO:,} values in the memo")
     value = machine.pop()
     machine.push(value)
     machine.memo[len(machine.memo) if number is None else number] = value
@@ -193,7 +193,7 @@ def _global(machine: PickleMachine, _: None) -> None:
     lines = [machine.stream.readline(MAX_NAME + 1) for _ in range(2)]
     if not all(line.endswith(b"\n") for line in lines):
         if not machine.left():
-            raise ValueError("wants the rest of a name, and nothing is left")
+            raise ValueError("ends inside a name")
         raise RefusedValueError(f"has a name that does not end within {MAX_NAME} bytes")
     _look_up(machine, *(line[:-1].decode() for line in lines))
 
@@ -231,16 +231,12 @@ def _build(machine: PickleMachine, _: None) -> None:
         raise RefusedValueError(f"sets {describe(state)} as attributes; expected a dict of text")
 
 
-def _persistent(machine: PickleMachine, _: None) -> None:
-    machine.push(machine.persistent(machine.pop()))
-
-
 def _frame(machine: PickleMachine, length: int) -> None:
     if length > machine.left():
-        raise ValueError(f"announces {length:,} bytes, and {machine.left():,} are left")
+        raise ValueError(f"needs {length:,} bytes; {machine.left():,} remain")
 
 
-_AS_IT_IS = _push(lambda argument: argument)
+_UNCHANGED = _push(lambda argument: argument)
 _BY_NAME: dict[str, Step] = {
     "MARK": _mark,
     "NONE": _push(lambda _: None),
@@ -249,11 +245,11 @@ _BY_NAME: dict[str, Step] = {
     "EMPTY_TUPLE": _push(lambda _: ()),
     **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), _push(lambda _: [])),
     "EMPTY_DICT": _push(lambda _: {}),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), _AS_IT_IS),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), _UNCHANGED),
     **dict.fromkeys(("LONG1", "LONG4"), _push(_narrow)),
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push(_text)),
     "SHORT_BINSTRING": _push(lambda text: text.encode("latin-1").decode()),
-    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _AS_IT_IS),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _UNCHANGED),
     "BYTEARRAY8": _push(bytes),
     "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_mark())),
     "TUPLE1": _tuple(1),
@@ -292,6 +288,7 @@ MAX_PICKLE_BYTES = 32 << 20
 MAX_OPCODES = 1_000_000
 """Limit of opcodes. A tensor takes about 35."""
 MAX_LISTED = 1_000_000
+"""Limit of opcodes in a listing."""
 MAX_ARGUMENT = 80
 """Limit of the characters of an opcode's argument in a listing."""
 _PROTO, _STOP = 0x80, b"."
@@ -334,9 +331,10 @@ def read_leading_pickle(
     persistent: Callable[[object], object],
     file: str,
 ) -> tuple[object, int]:
-    """The value of a pickle that begins at byte `at`, and the offset of the bytes after it.
+    """The value of a pickle that begins at byte `at`, and the offset of the bytes after it; see `read_pickle`.
 
-    Args and errors: see `read_pickle`. A pickle that continues beyond the end of `data` is a CorruptShardError.
+    Raises:
+        CorruptShardError: also if the pickle continues beyond the end of `data`.
     """
     _check_size(data, file)
     stream = io.BytesIO(data)
@@ -346,7 +344,7 @@ def read_leading_pickle(
     try:
         head = stream.read(2)
         if len(head) < 2:
-            raise ValueError(f"wants 2 bytes, and {len(head)} are left")
+            raise ValueError(f"needs 2 bytes; {len(head)} remain")
         if head[0] != _PROTO or not 2 <= head[1] <= 5:
             raise RefusedValueError(f"is {head!r}; expected protocol 2, 3, 4 or 5")
         for _ in range(MAX_OPCODES):
@@ -356,19 +354,19 @@ def read_leading_pickle(
             if code == _STOP:
                 return _finish(machine), stream.tell()
             if not code:
-                raise ValueError("wants 1 bytes, and 0 are left")
+                raise ValueError("comes before a STOP")
             if code[0] not in STEPS:
-                raise RefusedValueError("is not among the opcodes that are read")
+                raise RefusedValueError("is not an opcode that is read")
             read_argument, step = STEPS[code[0]]
             step(machine, read_argument(stream))
-        raise RefusedValueError(f"is one more than the {MAX_OPCODES:,} opcodes that are read")
+        raise RefusedValueError(f"exceeds the limit of {MAX_OPCODES:,} opcodes")
     except RefusedValueError as refusal:
         raise UnsafePickleError(
             f"The pickle of {file} is refused at byte {begin:,}: {name} {refusal}.", _REMEDY
         ) from None
     except ValueError as error:
         raise CorruptShardError(
-            f"The pickle of {file} is not sound at byte {begin:,}: {name} {error}.", "Download or copy the file again."
+            f"The pickle of {file} is invalid at byte {begin:,}: {name} {error}.", "Download or copy the file again."
         ) from None
 
 
@@ -381,13 +379,12 @@ class ListedOpcode:
     argument: str
 
 
-def list_opcodes(data: bytes, file: str, most: int = MAX_LISTED) -> Iterator[ListedOpcode]:
+def list_opcodes(data: bytes, file: str) -> Iterator[ListedOpcode]:
     """The opcodes of any pickle up to its STOP, including refused ones, for people to look at. Runs nothing.
 
     Args:
         data: the whole pickle; at most `MAX_PICKLE_BYTES`.
         file: name for messages.
-        most: limit of opcodes.
 
     Raises:
         UnsafePickleError: the pickle is too large.
@@ -397,7 +394,7 @@ def list_opcodes(data: bytes, file: str, most: int = MAX_LISTED) -> Iterator[Lis
     listing = pickletools.genops(data)
     position = 0
     try:
-        for opcode, argument, at in itertools.islice(listing, most):
+        for opcode, argument, at in itertools.islice(listing, MAX_LISTED):
             position = at or 0
             yield ListedOpcode(position, opcode.name, _shortened(argument))
     except (ValueError, OverflowError) as error:
@@ -425,6 +422,7 @@ def _check_size(data: bytes, file: str) -> None:
 
 
 def _opcode_name(code: bytes) -> str:
+    """The name of an opcode in messages."""
     return _OPCODES[code[0]].name if code and code[0] in _OPCODES else f"opcode 0x{code.hex()}" if code else "its end"
 
 

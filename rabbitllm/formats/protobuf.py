@@ -26,7 +26,7 @@ _Value = TypeVar("_Value")
 
 
 class WireFormatError(ValueError):
-    """Bytes that no protobuf writer makes, or not for this schema; the message has the byte offset."""
+    """Bytes that no protobuf writer makes, at least not for this schema; the message has the byte offset."""
 
 
 class FieldKind(Enum):
@@ -145,9 +145,7 @@ def read_fields(data: bytes, begin: int, end: int) -> Iterator[FieldRead]:
                 "3 and 4 are groups, which are not read, and 6 and 7 do not exist"
             )
         if after > end:
-            raise WireFormatError(
-                f"field {tag >> 3} at byte {start:,} claims {after - at:,} bytes and {end - at:,} are left"
-            )
+            raise WireFormatError(f"field {tag >> 3} at byte {start:,} needs {after - at:,} bytes; {end - at:,} remain")
         yield tag, value, after
         at = after
 
@@ -183,7 +181,7 @@ def values_of(data: bytes, fields_read: Iterable[FieldRead], schema: Schema) -> 
         if slot.repeated:
             found.setdefault(slot.name, []).append(read)
         elif slot.name in found:
-            raise WireFormatError(f"field {tag >> 3} ({slot.name}) before byte {after:,} is there for the second time")
+            raise WireFormatError(f"field {tag >> 3} ({slot.name}) before byte {after:,} appears twice")
         else:
             found[slot.name] = read
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.base.collection import uncollected
+from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.bounded import decode_json, no_constant, short
 from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, torch_dtype
@@ -84,10 +85,10 @@ def header_length(prefix: bytes, file_size: int, file: str) -> int:
     if length > MAX_HEADER_BYTES:
         raise _corrupt(
             file,
-            f"its first 8 bytes claim a header of {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read",
+            f"its first 8 bytes declare a header of {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read",
         )
     if length < 2 or LENGTH_BYTES + length > file_size:
-        raise _corrupt(file, f"it claims a header of {length:,} bytes and is itself {file_size:,} bytes long")
+        raise _corrupt(file, f"it declares a header of {length:,} bytes and has {file_size:,} bytes")
     return length
 
 
@@ -109,7 +110,7 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _corrupt(file, "its __metadata__ is not a table of strings")
     if not _is_text("".join((*metadata, *metadata.values()))):
-        raise _corrupt(file, "its __metadata__ holds half a surrogate pair, which is not text")
+        raise _corrupt(file, "its __metadata__ has an unpaired surrogate")
     tensors = sorted(
         (_spec(name, entry, data_start, file) for name, entry in entries.items()),
         key=lambda t: (t.offset, t.nbytes),
@@ -141,7 +142,7 @@ def _decode(raw: bytes, file: str) -> dict[str, Any]:
 
 def _no_minus_zero(text: str) -> int:
     if text == "-0":  # the reference reader parses it as a float, and refuses it
-        raise ValueError("-0 is no natural number")
+        raise ValueError("-0 is not a valid integer")
     return int(text)
 
 
@@ -151,10 +152,10 @@ def _spec(name: str, entry: object, data_start: int, file: str) -> TensorSpec:
     if not name or not name.isprintable():
         raise _unsound(file, name, "has a name that is empty or not printable")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise _unsound(file, name, f"is described by {short(entry)}; expected dtype, shape and data_offsets alone")
+        raise _unsound(file, name, f"is described by {short(entry)}; expected dtype, shape and data_offsets only")
     dtype, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _unsound(file, name, f"has dtype {short(dtype)}; known ones are {', '.join(DTYPES)}")
+        raise _unsound(file, name, f"has dtype {short(dtype)}; expected one of {', '.join(DTYPES)}")
     if not _naturals(sizes) or len(sizes) > MAX_DIMENSIONS:
         raise _unsound(file, name, f"has shape {short(sizes)}; expected at most {MAX_DIMENSIONS} natural numbers")
     shape = tuple(sizes)
@@ -200,7 +201,7 @@ def _naturals(value: object) -> bool:
 
 
 def _corrupt(file: str, what: str) -> CorruptShardError:
-    return CorruptShardError(f"{file} is not a sound safetensors file: {what}.", "Download or copy the file again.")
+    return CorruptShardError(f"{file} is not a valid safetensors file: {what}.", "Download or copy the file again.")
 
 
 class TensorToWrite(NamedTuple):
@@ -231,7 +232,7 @@ def encode_header(tensors: Iterable[TensorToWrite]) -> tuple[bytes, tuple[int, .
         entries.append(f'{_quoted(tensor.name)}:{{{described},"data_offsets":[{at},{end}]}}')
         at = end
     raw = (",".join(entries) + "}").encode()
-    data_start = math.ceil((LENGTH_BYTES + len(raw)) / DATA_ALIGNMENT) * DATA_ALIGNMENT
+    data_start = round_up(LENGTH_BYTES + len(raw), DATA_ALIGNMENT)
     padded = raw.ljust(data_start - LENGTH_BYTES)
     return len(padded).to_bytes(LENGTH_BYTES, "little") + padded, tuple(data_start + begin for begin in begins)
 
@@ -265,7 +266,7 @@ class MappedFile:
         self._path = path
 
     def bytes_of(self, spec: TensorSpec) -> memoryview:
-        """The tensor's bytes as in the file, unread until accessed.
+        """The tensor's bytes in the file, read on access.
 
         Raises:
             CorruptShardError: the file was truncated after its header was read.
@@ -279,7 +280,7 @@ class MappedFile:
         return found
 
     def whole(self) -> memoryview:
-        """The bytes of the whole file, unread until accessed."""
+        """The bytes of the whole file, read on access."""
         return self._bytes
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:

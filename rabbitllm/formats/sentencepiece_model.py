@@ -3,7 +3,7 @@
 Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto, with its defaults. The
 library does the encoding; this module inspects a file, and refuses a malformed one before the library reads it. The
 library (0.2.3) checks pieces and the charsmap's lengths itself; earlier versions skip some checks, so each is made here
-first, with a message that says what was found. The library accepts more: ids in the trainer spec outside the
+first. The library accepts more: ids in the trainer spec outside the
 vocabulary, and everything that only `protobuf.py` refuses.
 
 A piece's id is its index in the file; pieces are in columns, since a quarter of a million objects would take more time
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rabbitllm.errors import CorruptVocabularyError
-from rabbitllm.formats.bounded import read_bytes, short
+from rabbitllm.formats.bounded import read_vocabulary, short
 from rabbitllm.formats.protobuf import (
     FieldKind,
     FieldRead,
@@ -147,7 +147,7 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
         tag, begin, end = one
         if tag != _PIECES_TAG:
             if len(others) == _MAX_OTHER_FIELDS:
-                raise WireFormatError(f"more than {_MAX_OTHER_FIELDS:,} fields are no pieces")
+                raise WireFormatError(f"more than {_MAX_OTHER_FIELDS:,} fields are not pieces")
             others.append(one)
             continue
         if len(texts) == MAX_PIECES:
@@ -172,7 +172,7 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
         else:
             unusual += 1
             if unusual > _MAX_UNUSUAL_PIECES:
-                raise WireFormatError(f"more than {_MAX_UNUSUAL_PIECES:,} pieces are not laid out as a writer does it")
+                raise WireFormatError(f"more than {_MAX_UNUSUAL_PIECES:,} pieces have an unusual layout")
             piece = read_message(data, begin, end, _PIECE, _MAX_PIECE_FIELDS)
             texts.append(piece.get("piece", "").encode())
             scores.append(piece.get("score", 0.0))
@@ -212,7 +212,7 @@ def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
     if (count := types.count(PieceType.UNKNOWN)) != 1:
         raise ValueError(f"it has {count:,} pieces of type unknown; expected exactly one")
     if all(map(pieces.is_reserved, range(len(pieces)))):  # stops at the first that is not
-        raise ValueError("it has none but unknown, control and byte pieces, which no text is split into")
+        raise ValueError("it has only unknown, control and byte pieces, which no text is split into")
     _check_unique(pieces, bpe)
     _check_byte_pieces(pieces, byte_fallback)
 
@@ -260,7 +260,7 @@ def check_charsmap(data: bytes, begin: int, end: int) -> None:
         raise ValueError(f"its charsmap at byte {begin:,} has {size} bytes; expected more than 4")
     (trie_bytes,) = struct.unpack_from("<I", data, begin)
     if 4 + trie_bytes >= size:
-        raise ValueError(f"its charsmap at byte {begin:,} has {size:,} bytes and claims a trie of {trie_bytes:,}")
+        raise ValueError(f"its charsmap at byte {begin:,} has {size:,} bytes and declares a trie of {trie_bytes:,}")
     if not trie_bytes or trie_bytes % _TRIE_BLOCK_BYTES:
         raise ValueError(f"the trie of its charsmap has {trie_bytes:,} bytes; expected a multiple of 1,024")
     if data[end - 1]:
@@ -436,7 +436,7 @@ def read_model(path: Path) -> SentencePieceModel:
         CheckpointNotFoundError: there is no such file.
         CorruptVocabularyError: see `parse_model`; or it is not a regular file, or has more than 64 MiB.
     """
-    return parse_model(read_bytes(path, lambda what: _corrupt(path.name, what)), path.name)
+    return parse_model(read_vocabulary(path, lambda what: _corrupt(path.name, what)), path.name)
 
 
 def parse_model(data: bytes, file: str) -> SentencePieceModel:
@@ -457,12 +457,12 @@ def _parse(data: bytes) -> SentencePieceModel:
     for name, (begin, end) in found.items():
         if end - begin > MAX_SPEC_BYTES:
             raise ValueError(f"its {name} has {end - begin:,} bytes; at most {MAX_SPEC_BYTES:,} are read")
-    told = _message(data, found.get("trainer_spec"), _TRAINER)
-    trainer = TrainerSpec(**told)
+    given = _message(data, found.get("trainer_spec"), _TRAINER)
+    trainer = TrainerSpec(**given)
     check_pieces(pieces, trainer.byte_fallback, trainer.model_type is ModelType.BPE)
-    for name in sorted(_IDS & told.keys()):  # which the library ignores, but converters to other formats use
-        if not -1 <= told[name] < len(pieces):
-            raise ValueError(f"{name} is {told[name]:,}; expected -1 (none) or the id of one of {len(pieces):,} pieces")
+    for name in sorted(_IDS & given.keys()):  # ignored by the library, but used by converters to other formats
+        if not -1 <= given[name] < len(pieces):
+            raise ValueError(f"{name} is {given[name]:,}; expected -1 (none) or one of {len(pieces):,} pieces")
     denormalizer = found.get("denormalizer_spec")
     samples = _message(data, found.get("self_test_data"), _SAMPLES).get("samples", ())
     return SentencePieceModel(
@@ -486,7 +486,7 @@ def _normalizer(data: bytes, span: tuple[int, int] | None) -> NormalizerSpec:
 
 
 def _looks_like(data: bytes) -> str:
-    """The real format of a file that only has this name, for messages."""
+    """The real format of a file of this name, for messages."""
     if data.startswith(b"version https://git-lfs"):
         return " (it is a git-lfs pointer, not the file itself)"
     if re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\n", data):
@@ -496,6 +496,6 @@ def _looks_like(data: bytes) -> str:
 
 def _corrupt(file: str, what: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
-        f"{file} is not a sound SentencePiece model: {what}.",
+        f"{file} is not a valid SentencePiece model: {what}.",
         "Download the file again from the model's publisher, and compare its sha256.",
     )

@@ -42,14 +42,14 @@ class Weights(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How files of one format are recognised and read.
+    """Recognises and reads files of one format.
 
     Attributes:
         kind: the format.
-        begins: whether a file that begins with these bytes, `HEAD_BYTES` or all of it, has the format; asked only of
-            files that no earlier entry of the registry claims.
+        begins: whether a file that begins with these bytes, `HEAD_BYTES` or all of it, has the format; called only if
+            no earlier entry of the registry matches.
         header: its reader, as `parse_shard_header`; None if the format is not read here.
-        remedy: what to do with a file of a format that is not read.
+        remedy: advice for a file of a format that is not read.
     """
 
     kind: Weights
@@ -92,7 +92,7 @@ FORMATS = (
     WeightFormat(
         Weights.UNKNOWN,
         lambda head: True,
-        remedy="Download the file again; what is there may be a web page, or the pointer of a large file.",
+        remedy="Download the file again; it may be a web page, or a git-lfs pointer.",
     ),
 )
 """The formats, in the order in which a file is compared with them."""
@@ -123,7 +123,7 @@ def read_shard_header(path: Path, file: str | None = None) -> Header:
 
 
 def parse_shard_header(read: ReadAt, size: int, file: str, *, scattered: bool = True) -> Header:
-    """The same for any file that can be read in ranges; that of a torch file is like a safetensors header with strides.
+    """The same for any file that can be read in ranges; torch files give a safetensors header with strides.
 
     Args:
         read: reads (offset, length), bytes.
@@ -139,7 +139,7 @@ def parse_shard_header(read: ReadAt, size: int, file: str, *, scattered: bool = 
     """
     kind = recognise(read(0, min(HEAD_BYTES, size)))
     if kind is Weights.UNKNOWN and file.endswith(".safetensors"):
-        kind = Weights.SAFETENSORS  # whose reader says what is wrong
+        kind = Weights.SAFETENSORS  # its reader reports the error
     found = next(entry for entry in FORMATS if entry.kind is kind)
     if found.header is None:
         raise UnreadableFormatError(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import TensorType
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ The sub-byte F6 types are left out: torch has no dtype for them.
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """The part of a larger tensor, cut along one dimension, that a tensor is.
+    """The position of a tensor in a larger one, of which it is a part; the larger one is cut along one dimension.
 
     Attributes:
         of: the larger tensor's name.
@@ -169,13 +170,13 @@ class TensorSpec(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape of the strides: the view, or the shape."""
+        """The shape that the strides are for: the view, or the shape."""
         return self.shape if self.view is None else self.view
 
     @property
     def granule(self) -> int:
-        """Number of elements that are read together: of a tensor with blocks, a run of so many elements in row-major
-        order, from a multiple on, is a run of bytes in the file. All elements, if only the whole tensor is."""
+        """Number of elements that are read together: each run of that many elements in row-major order, from a multiple
+        on, is a run of bytes in the file. All elements, if only the whole tensor is."""
         if self.blocks is None:
             return 1 if self.strides is None else max(self.elements, 1)
         inner = self.elements
@@ -198,7 +199,7 @@ class TensorSpec(NamedTuple):
             bits = DTYPES[self.dtype].bits
             return self.offset + first * bits // 8, self.offset + (first + count) * bits // 8
         step, kind = self.granule, self.blocks.kind
-        begin, end = first // step * step, min(-(-(first + count) // step) * step, self.elements)
+        begin, end = first // step * step, min(round_up(first + count, step), self.elements)
         return tuple(self.offset + at // kind.elements * kind.nbytes for at in (begin, end))  # type: ignore[return-value]
 
     @property
@@ -240,7 +241,7 @@ def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
     """
     bits = math.prod(shape) * DTYPES[dtype].bits
     if bits % 8:
-        raise ValueError(f"{shape} elements of {dtype} are {bits} bits, which is no whole number of bytes")
+        raise ValueError(f"{shape} elements of {dtype} are {bits} bits, which is not a whole number of bytes")
     return bits // 8
 
 

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from rabbitllm.errors import CorruptVocabularyError
-from rabbitllm.formats.bounded import read_bytes
+from rabbitllm.formats.bounded import read_vocabulary
 
 MAX_TOKENS = 1 << 20
 MAX_TOKEN_BYTES = 1024
@@ -33,7 +33,7 @@ def read_ranks(path: Path) -> tuple[bytes, ...]:
         CheckpointNotFoundError: there is no such file.
         CorruptVocabularyError: see `parse_ranks`; or it is not a regular file, or has more than 64 MiB.
     """
-    return parse_ranks(read_bytes(path, lambda what: _corrupt(path.name, what)), path.name)
+    return parse_ranks(read_vocabulary(path, lambda what: _corrupt(path.name, what)), path.name)
 
 
 def parse_ranks(data: bytes, file: str) -> tuple[bytes, ...]:
@@ -83,6 +83,6 @@ def _check_tokens(tokens: tuple[bytes, ...], file: str) -> None:
 
 def _corrupt(file: str, what: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
-        f"{file} is not a sound tiktoken vocabulary: {what}.",
+        f"{file} is not a valid tiktoken vocabulary: {what}.",
         "Download it again from the model's publisher, and compare its size.",
     )

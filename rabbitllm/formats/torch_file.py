@@ -160,9 +160,9 @@ def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool =
     records = _records(entries, file)
     _check_byte_order(read, records, file)
     root, storages = read_torch_pickle(read_pickle_bytes(read, records, file), file)
-    places = _places(records, storages, file)
+    spans = _spans(records, storages, file)
     named, left_out = name_tensors(root, file)
-    tensors = tuple(placed(name, tensor, *places[tensor.storage.key], file) for name, tensor in named.items())
+    tensors = tuple(placed(name, tensor, *spans[tensor.storage.key], file) for name, tensor in named.items())
     return TorchFile(tensors, left_out, size)
 
 
@@ -184,19 +184,17 @@ def _records(entries: tuple[ZipEntry, ...], file: str) -> dict[str, ZipEntry]:
     records = {}
     for entry in entries:
         folder, _, name = entry.name.partition("/")
-        if folder != root or not _is_torchs(name):
+        key = name.removeprefix("data/")
+        is_storage = key != name and key.isascii() and key.isdigit()
+        if folder != root or not (is_storage or name == PICKLE or name in _RECORDS):
             raise corrupt_zip(
-                file, f"entry {entry.name!r} is none that torch.save writes; a TorchScript archive or another zip?"
+                file,
+                f"entry {entry.name!r} was not written by torch.save; it may be a TorchScript archive or another zip",
             )
         records[name] = entry
     if PICKLE not in records:
         raise corrupt_zip(file, f"it has no {PICKLE} among its {len(entries):,} entries")
     return records
-
-
-def _is_torchs(name: str) -> bool:
-    key = name.removeprefix("data/")
-    return name == PICKLE or name in _RECORDS or (key != name and key.isascii() and key.isdigit())
 
 
 def _check_byte_order(read: ReadAt, records: Mapping[str, ZipEntry], file: str) -> None:
@@ -223,22 +221,22 @@ def read_pickle_bytes(read: ReadAt, records: Mapping[str, ZipEntry], file: str) 
     return data
 
 
-def _places(
+def _spans(
     records: Mapping[str, ZipEntry], storages: Mapping[str, Storage], file: str
 ) -> Mapping[str, tuple[int, int]]:
     """The span of each storage in bytes; each must have an entry of its size, and all entries must be used."""
-    places = {}
+    spans = {}
     for key, storage in storages.items():
         entry = records.get(f"data/{key}")
         if entry is None:
             raise corrupt_zip(file, f"its pickle names storage {key}, but there is no entry data/{key}")
         if entry.size != storage.nbytes:
             raise corrupt_zip(file, f"storage {key} has {entry.size:,} bytes; its pickle says {storage.nbytes:,}")
-        places[key] = (entry.begin, entry.end)
+        spans[key] = (entry.begin, entry.end)
     for name in records:
-        if name.startswith("data/") and name.removeprefix("data/") not in places:
+        if name.startswith("data/") and name.removeprefix("data/") not in spans:
             raise corrupt_zip(file, f"entry {name} belongs to no tensor")
-    return places
+    return spans
 
 
 LEGACY_NUMBER = 0x1950A86A20F9469CFC6C
@@ -288,22 +286,22 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
             check the offsets before the data is used.
     """
     root, storages, keys, at = _pickles(read, size, file)
-    places = _legacy_places(storages, keys, at, file)
-    end = max((place[1] for place in places.values()), default=at)
+    spans = _legacy_spans(storages, keys, at, file)
+    end = max((span[1] for span in spans.values()), default=at)
     if end != size:
         raise corrupt_legacy(file, f"its storages end at byte {end:,}, and it has {size:,}")
     if counts:
-        for key, (begin, _) in places.items():
+        for key, (begin, _) in spans.items():
             _check_count(read(begin - COUNT_BYTES, COUNT_BYTES), storages[key], file)
     named, left_out = name_tensors(root, file)
-    tensors = tuple(placed(name, tensor, *places[tensor.storage.key], file) for name, tensor in named.items())
+    tensors = tuple(placed(name, tensor, *spans[tensor.storage.key], file) for name, tensor in named.items())
     return TorchFile(tensors, left_out, size)
 
 
 def corrupt_legacy(file: str, what: str) -> CorruptShardError:
     """The error for a malformed file of this format."""
     return CorruptShardError(
-        f"{file} is not a sound torch file of a version before torch 1.6: {what}.", "Download or copy the file again."
+        f"{file} is not a valid torch file of a version before torch 1.6: {what}.", "Download or copy the file again."
     )
 
 
@@ -333,22 +331,22 @@ def _parse(data: bytes, file: str) -> tuple[object, Mapping[str, Storage], tuple
     root, storages, at = read_legacy_torch_pickle(data, at, file)
     keys, at = read_plain_pickle(data, at, file)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise corrupt_legacy(file, "the keys of its storages are no list of text")
+        raise corrupt_legacy(file, "the keys of its storages are not a list of text")
     if len(set(keys)) != len(keys) or set(keys) != storages.keys():
         raise corrupt_legacy(file, f"it lists {len(keys):,} storages that are not the {len(storages):,} it refers to")
     return root, storages, tuple(keys), at
 
 
-def _legacy_places(
+def _legacy_spans(
     storages: Mapping[str, Storage], keys: tuple[str, ...], at: int, file: str
 ) -> Mapping[str, tuple[int, int]]:
     """The span of each storage, bytes from the start of the file, in the order of the file."""
-    places = {}
+    spans = {}
     for key in keys:
         begin = at + COUNT_BYTES
         at = begin + storages[key].nbytes
-        places[key] = (begin, at)
-    return places
+        spans[key] = (begin, at)
+    return spans
 
 
 def _check_count(count: bytes, storage: Storage, file: str) -> None:

@@ -117,7 +117,9 @@ def _no_storage(identity: object) -> Storage:
 
 def _legacy_storage(identity: object) -> Storage:
     if type(identity) is not tuple or len(identity) != 6:
-        raise RefusedValueError(f"refers to {describe(identity)}; expected a storage's type, key, place, size and view")
+        raise RefusedValueError(
+            f"refers to {describe(identity)}; expected type, key, location, size and view of a storage"
+        )
     if identity[5] is not None:
         raise RefusedValueError("refers to a part of a storage, as torch wrote it before 0.4")
     return _storage(identity[:5])
@@ -130,14 +132,14 @@ def element_bytes(dtype: str) -> int:
 
 def _storage(identity: object) -> Storage:
     if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
-        raise RefusedValueError(f"refers to {describe(identity)}; expected a storage's type, key, place and size")
-    _, kind, key, place, elements = identity
+        raise RefusedValueError(f"refers to {describe(identity)}; expected type, key, location and size of a storage")
+    _, kind, key, location, elements = identity
     if not isinstance(kind, Known) or kind.name not in _STORAGE_DTYPES:
         raise RefusedValueError(f"refers to a storage of type {describe(kind)}")
     if type(key) is not str or not (key.isascii() and key.isdigit()) or len(key) > 20:
         raise RefusedValueError(f"refers to a storage by {describe(key)}; expected digits")
-    if type(place) is not str:
-        raise RefusedValueError(f"refers to a storage on {describe(place)}; expected a device's name")
+    if type(location) is not str:
+        raise RefusedValueError(f"refers to a storage on {describe(location)}; expected a device's name")
     dtype = _STORAGE_DTYPES[kind.name]
     return Storage(key, dtype, _natural(elements, "a storage's size") * (element_bytes(dtype) if dtype else 1))
 
@@ -170,13 +172,13 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
         raise RefusedValueError(f"has {len(shape)} sizes and {len(strides)} strides")
     if math.prod(size or 1 for size in shape) >= MAX_SIZE:
         raise RefusedValueError(f"has shape {shape}; no tensor is that large")
-    held = storage.nbytes // element_bytes(dtype)
+    available = storage.nbytes // element_bytes(dtype)
     elements = math.prod(shape)
-    if elements > held:
-        raise RefusedValueError(f"makes {elements:,} elements of a storage that holds {held:,}")
+    if elements > available:
+        raise RefusedValueError(f"makes {elements:,} elements of a storage that has {available:,}")
     last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if elements else -1
-    if max(last + 1, first) > held:
-        raise RefusedValueError(f"reaches element {max(last, first):,} of a storage that holds {held:,}")
+    if max(last + 1, first) > available:
+        raise RefusedValueError(f"reaches element {max(last, first):,} of a storage that has {available:,}")
     return PickledTensor(storage, dtype, first, shape, strides)
 
 
@@ -230,7 +232,7 @@ def _rebuild_from_type(arguments: tuple[Any, ...]) -> object:
     _count(arguments, 4, 4)
     function, kind, inner, _ = arguments
     if not isinstance(function, Known) or not function.name.startswith("torch._utils.") or function.call is None:
-        raise RefusedValueError(f"is given {describe(function)}; expected what rebuilds a tensor")
+        raise RefusedValueError(f"is given {describe(function)}; expected a function that rebuilds a tensor")
     if not isinstance(kind, Known) or kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         raise RefusedValueError(f"is given {describe(kind)}; expected the class of a plain tensor")
     if type(inner) is not tuple:
@@ -271,13 +273,13 @@ def _encoded(arguments: tuple[Any, ...]) -> bytes:
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError:
-        raise RefusedValueError("is given text that is no Latin-1") from None
+        raise RefusedValueError("is given text that is not Latin-1") from None
 
 
 def _complex(arguments: tuple[Any, ...]) -> complex:
     _count(arguments, 2, 2)
     if not all(type(part) is float for part in arguments):
-        raise RefusedValueError("is given other than two numbers")
+        raise RefusedValueError("is not given two numbers")
     return complex(*arguments)
 
 
@@ -379,7 +381,7 @@ def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], tup
             raise CorruptShardError(f"{file} has two tensors named {name!r}.", _REMEDY)
         tensors[name] = tensor
     if not tensors:
-        raise CorruptShardError(f"{file} holds no tensor under a name.", _REMEDY)
+        raise CorruptShardError(f"{file} has no named tensor.", _REMEDY)
     return tensors, left_out
 
 
@@ -390,7 +392,9 @@ def _unwrapped(
     weights, left_out = root, []
     for _ in range(MAX_DEPTH):
         holding = [
-            key for key, value in weights.items() if key not in _TRAINING and _holds_tensors(value, looked_at, file)
+            key
+            for key, value in weights.items()
+            if key not in _TRAINING and next(_tensors_in(value, looked_at, file), None) is not None
         ]
         if len(holding) != 1 or holding[0] not in WRAPPERS or not isinstance(weights[holding[0]], dict):
             break
@@ -399,10 +403,6 @@ def _unwrapped(
         assert isinstance(inner, dict)
         weights = inner
     return weights, tuple(left_out)
-
-
-def _holds_tensors(value: object, looked_at: Iterator[int], file: str) -> bool:
-    return next(_tensors_in(value, looked_at, file), None) is not None
 
 
 def _tensors_in(

@@ -23,7 +23,7 @@ from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.tensor_spec import ReadAt
 
 MAX_ENTRIES = 32_768
-"""Limit of entries. A shard has some hundred, the largest mixtures of experts some thousand."""
+"""Limit of entries. A shard has hundreds; at most thousands, with experts."""
 MAX_DIRECTORY_BYTES = 16 << 20
 MAX_NAME_BYTES = 1024
 
@@ -124,10 +124,10 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
     start = max(0, file_size - longest)
     tail = read(start, file_size - start)
     if file_size < _END.size or len(tail) != file_size - start or tail[-_END.size :][:4] != b"PK\x05\x06":
-        raise corrupt_zip(file, "it does not end with a zip end record; it is truncated, or has bytes after its end")
+        raise corrupt_zip(file, "it does not end with a zip end record: it is truncated, or has bytes after its end")
     _, disk, first_disk, here, count, size, offset, comment = _END.unpack(tail[-_END.size :])
     if comment or disk or first_disk or here != count:
-        raise corrupt_zip(file, "its end record has a comment, or speaks of several disks; a checkpoint has neither")
+        raise corrupt_zip(file, "its end record has a comment, or names several disks; a checkpoint has neither")
     end = file_size - _END.size
     locator = tail[-_END.size - _LOCATOR.size : -_END.size]
     if locator[:4] == b"PK\x06\x07":
@@ -143,12 +143,12 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
     if count > MAX_ENTRIES or size > MAX_DIRECTORY_BYTES:
         raise corrupt_zip(
             file,
-            f"its directory claims {count:,} entries in {size:,} bytes; "
+            f"its directory declares {count:,} entries in {size:,} bytes; "
             f"at most {MAX_ENTRIES:,} in {MAX_DIRECTORY_BYTES:,} bytes are read",
         )
     if offset + size != end:
         raise corrupt_zip(
-            file, f"its directory should end at byte {end:,} and claims bytes {offset:,} to {offset + size:,}"
+            file, f"its directory should end at byte {end:,} and declares bytes {offset:,} to {offset + size:,}"
         )
     return count, offset, end
 
@@ -156,14 +156,14 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
 def _end_64(tail: bytes, at: int, file: str) -> tuple[int, int, int]:
     """Count, size and offset of the central directory from the zip64 record, which must be at `at`."""
     if len(tail) < _LOCATOR.size + _END_64.size:
-        raise corrupt_zip(file, "its zip64 locator stands where no zip64 record fits before it")
+        raise corrupt_zip(file, "its zip64 locator has no room for a zip64 record before it")
     _, disk, record_at, disks = _LOCATOR.unpack(tail[-_LOCATOR.size :])
     record = tail[-_LOCATOR.size - _END_64.size : -_LOCATOR.size]
     signature, length, _, _, number, first_disk, here, count, size, offset = _END_64.unpack(record)
     if record_at != at or signature != b"PK\x06\x06" or length != _END_64.size - 12:
         raise corrupt_zip(file, f"its zip64 locator points to byte {record_at:,}; expected the record at byte {at:,}")
     if disk or disks > 1 or number or first_disk or here != count:
-        raise corrupt_zip(file, "its zip64 record speaks of several disks")
+        raise corrupt_zip(file, "its zip64 record names several disks")
     return count, size, offset
 
 
@@ -172,7 +172,7 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
     at = 0
     for number in range(count):
         if len(raw) - at < _CENTRAL.size or raw[at : at + 4] != b"PK\x01\x02":
-            raise corrupt_zip(file, f"its directory claims {count:,} entries and has {number:,}")
+            raise corrupt_zip(file, f"its directory declares {count:,} entries and has {number:,}")
         fields = _CENTRAL.unpack_from(raw, at)
         _, _, needed, flags, method, _, _, crc, packed, size, *lengths, disk, _, attributes, header = fields
         at += _CENTRAL.size
@@ -186,15 +186,15 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
         _check_version(needed, name, file)
         _check_stored(flags, method, name, file)
         if attributes & _SPECIAL or attributes >> 28 not in (0, _REGULAR):
-            raise corrupt_zip(file, f"entry {name!r} is marked as other than a file (attributes {attributes:#010x})")
+            raise corrupt_zip(file, f"entry {name!r} is not marked as a file (attributes {attributes:#010x})")
         wide = _widened((size, packed, header, disk), zip64, name, file)
         if wide[0] != wide[1]:
-            raise corrupt_zip(file, f"entry {name!r} holds {wide[1]:,} bytes that claim to become {wide[0]:,}")
+            raise corrupt_zip(file, f"entry {name!r} has {wide[1]:,} bytes and declares {wide[0]:,}")
         if wide[3]:
-            raise corrupt_zip(file, f"entry {name!r} claims to be on another disk")
+            raise corrupt_zip(file, f"entry {name!r} declares another disk")
         yield ZipEntry(name, wide[2], 0, wide[0], crc, flags, zip64)
     if at != len(raw):
-        raise corrupt_zip(file, f"its directory has {len(raw) - at:,} bytes behind its last entry")
+        raise corrupt_zip(file, f"its directory has {len(raw) - at:,} bytes after its last entry")
 
 
 def _placed(listed: Sequence[ZipEntry], directory: int, file: str) -> Iterator[ZipEntry]:
@@ -353,9 +353,9 @@ def _check_local(raw: bytes, entry: ZipEntry, file: str) -> None:
 def _check_descriptor(raw: bytes, entry: ZipEntry, file: str) -> None:
     layout = {0: None, _DESCRIPTOR.size: _DESCRIPTOR, _DESCRIPTOR_64.size: _DESCRIPTOR_64}[entry.descriptor]
     if layout is not None and raw != layout.pack(b"PK\x07\x08", entry.crc, entry.size, entry.size):
-        raise corrupt_zip(file, f"the data descriptor behind entry {entry.name!r} differs from the directory")
+        raise corrupt_zip(file, f"the data descriptor after entry {entry.name!r} differs from the directory")
 
 
 def corrupt_zip(file: str, what: str) -> CorruptShardError:
     """The error for a malformed zip, with a remedy."""
-    return CorruptShardError(f"{file} is not a sound torch zip: {what}.", _REMEDY)
+    return CorruptShardError(f"{file} is not a valid torch zip: {what}.", _REMEDY)

@@ -28,7 +28,7 @@ from rabbitllm.base.collection import uncollected
 from rabbitllm.base.forks import own_lock
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import META_PARAMETERS, is_gguf, is_index, is_meta, read_index
-from rabbitllm.checkpoints.local import LocalCheckpoint, check_place, entry_in
+from rabbitllm.checkpoints.local import LocalCheckpoint, check_path, entry_in
 from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
 from rabbitllm.errors import (
     CheckpointError,
@@ -397,12 +397,12 @@ def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
     if is_gguf(entry):
         return _open_gguf(folder, mapped)
     snapshot = hub_cache.snapshot_of(folder)
-    check_place(folder / entry, folder, snapshot)
+    check_path(folder / entry, folder, snapshot)
     index = read_index(folder / entry) if is_index(entry) else None
     paths = {}
     for shard in index.shards if index is not None else (entry,):
         path = paths[shard] = folder / shard
-        check_place(path, folder, snapshot)
+        check_path(path, folder, snapshot)
         if not path.is_file():
             raise MissingShardError(f"{path} is missing; {entry} names it.", "Put the shard at that path.")
     return _open(folder, paths, index.weight_map if index is not None else None, mapped)
@@ -413,7 +413,7 @@ def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
     """Open Meta's own files, under the names and in the order of transformers; pieces of ranks are joined."""
     ranks = ranks_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
     for name in (META_PARAMETERS, *ranks):
-        check_place(folder / name, folder, hub_cache.snapshot_of(folder))
+        check_path(folder / name, folder, hub_cache.snapshot_of(folder))
     meta = read_meta(folder / META_PARAMETERS, ranks)
     files: dict[str, ShardFile] = {}
     pieces: dict[str, list[TensorSpec]] = {}

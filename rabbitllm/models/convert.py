@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
@@ -264,10 +265,10 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
         found = checkpoint.identity(shards_at_hand(checkpoint))
         why = known.differs_from(found)
         if why is None and found.fingerprints and known.fingerprints.keys().isdisjoint(found.fingerprints):
-            why = f"it was made from {', '.join([*known.fingerprints][:3])}"
+            why = f"it was made from {listed(known.fingerprints, 3)}"
     if why is not None:
         raise SplitMismatchError(
-            f"{folder} holds the conversion of {known.name}, not of {source.name}: {why}.",
+            f"{folder} holds the conversion of {known.instead_of(source.name)}: {why}.",
             "Use another output folder, or delete this one if you do not need it.",
         )
 
@@ -275,7 +276,7 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
 def shards_at_hand(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:
     """The metadata of the shards on this machine; the others are not needed to identify a repository."""
     here = (shard for shard in checkpoint.index.shards if not checkpoint.stages(shard))
-    yield from (facts for shard in here if (facts := checkpoint.facts(shard)) is not None)
+    yield from (metadata for shard in here if (metadata := checkpoint.metadata(shard)) is not None)
 
 
 # The last step: layer files get the names of shards, and an index is written that records the source.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.config import quantized_as, read_config
 from rabbitllm.checkpoints.gguf_rotary import of_full_attention, scaling_metadata
 from rabbitllm.errors import CorruptVocabularyError, UnknownArchitectureError
@@ -258,7 +259,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any, folder: 
     added = {entry["id"]: entry for entry in content.get("added_tokens", ())}
     words |= {index: entry["content"] for index, entry in added.items()}
     if lost := [words[index] for index in sorted(words) if index >= count]:
-        logger.warning("%s: the model has no embeddings for %s; the GGUF file lacks them.", name, ", ".join(lost[:5]))
+        logger.warning("%s: the model has no embeddings for %s; the GGUF file lacks them.", name, listed(lost))
     in_pieces = bool(model.get("byte_fallback"))
     kinds = [_kind(index, words, added, tokenizer.unk_token, in_pieces) for index in range(count)]
     texts = [words.get(index, f"[PAD{index}]") for index in range(count)]

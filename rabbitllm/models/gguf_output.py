@@ -29,8 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
+from rabbitllm.base.rounding import round_up
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity, sidecars_in
-from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint, Target, stored_shapes
+from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint
+from rabbitllm.checkpoints.gguf_model import Target, stored_shapes
 from rabbitllm.checkpoints.gguf_rotary import FACTORS, rotary_factors
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import GGUF_SUFFIX
@@ -414,11 +417,11 @@ class _Metadata:
             writer.close()
             head = path.read_bytes()
         alignment = writer.data_alignment
-        at = -(-len(head) // alignment) * alignment
+        at = round_up(len(head), alignment)
         offsets = []
         for tensor in tensors:
             offsets.append(at)
-            at += -(-tensor.nbytes // alignment) * alignment
+            at += round_up(tensor.nbytes, alignment)
         return head, offsets, at
 
 
@@ -517,10 +520,9 @@ def _layout(
     others = sorted(key for key in tensors.keys() - used - tied if not key.endswith("rotary_emb.inv_freq"))
     problems += [f"{other} has no place in a GGUF file" for other in others]
     if problems:
-        some = "; ".join(short(problem, 160) for problem in problems[:3])
+        some = listed((short(problem, 160) for problem in problems), 3, "; ")
         raise IncompleteCheckpointError(
-            f"The weights of {name} are not those of its config: {some}"
-            + (f"; and {len(problems) - 3} more." if len(problems) > 3 else "."),
+            f"The weights of {name} do not match its config: {some}.",
             "Use the config.json that was published with the weights. Nothing was written.",
         )
     sources = dict(tensors)

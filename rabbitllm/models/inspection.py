@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-import stat
 import zipfile
 import zlib
 from collections import Counter
@@ -25,14 +24,15 @@ from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, read_index
 from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_by_block, naming_for
-from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
-from rabbitllm.formats.bounded import read_json
+from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, OptionError, RabbitLLMError
+from rabbitllm.formats.bounded import open_regular, read_json
 from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
 from rabbitllm.formats.sentencepiece_model import SentencePieceModel, read_model
 from rabbitllm.formats.shard_header import HEAD_BYTES, TORCH, Weights, read_shard_header, recognise
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.formats.torch_file import PICKLE, TorchTensor, pickle_of, read_legacy_torch, read_torch_zip
 from rabbitllm.splitter.plan import tensors_by_shard
+from rabbitllm.splitter.request import require_shards
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
 from rabbitllm.store.manifest import JOURNAL_NAME, is_finished
 
@@ -321,13 +321,9 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
     Raises:
         CheckpointNotFoundError: there is no such file, or it cannot be read.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its writer
-        raise CheckpointNotFoundError(
-            f"{path} is neither a file nor a folder.", "Use a file, a folder or a repository."
-        )
+    error = CheckpointNotFoundError(f"{path} is neither a file nor a folder.", "Use a file, a folder or a repository.")
     try:
-        with path.open("rb") as stream:
+        with open_regular(path, lambda _: error) as stream:
             kind = kind_of(stream.read(HEAD_BYTES), path.name)
     except PermissionError:
         raise CheckpointNotFoundError(
@@ -337,7 +333,7 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
     has_pickle = kind in HAVE_PICKLES
     if isinstance(kind, Weights) and has_pickle and (opcodes or kind is Weights.PICKLE):
         content = list_pickles(path, kind)
-    return Inspection(str(path), kind.value, found.st_size, content, has_pickle=has_pickle, refusal=refusal)
+    return Inspection(str(path), kind.value, path.stat().st_size, content, has_pickle=has_pickle, refusal=refusal)
 
 
 def _read(path: Path, kind: Weights | WeightlessFile) -> tuple[Content | None, CheckpointError | None]:
@@ -490,28 +486,28 @@ def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | Non
     if checkpoint is None:
         return _look_at_split(source.split_folder)
     shards = checkpoint.index.shards
-    found = dict(zip(shards, side_by_side(lambda s: _facts(checkpoint, s), shards, HEADER_THREADS), strict=True))
-    facts = {shard: one for shard, one in found.items() if isinstance(one, ShardMetadata)}
+    found = dict(zip(shards, side_by_side(lambda s: _metadata(checkpoint, s), shards, HEADER_THREADS), strict=True))
+    metadata = {shard: one for shard, one in found.items() if isinstance(one, ShardMetadata)}
     absent = tuple(shard for shard, one in found.items() if one is None)
-    specs = [spec for one in facts.values() for spec in one.header.tensors]
+    specs = [spec for one in metadata.values() for spec in one.header.tensors]
     layers, order = layers_of((spec.name for spec in specs), family_in(source.config_folder))
     commit = source.repository.commit if source.repository is not None else None
     return Inspection(
         name if commit is None else f"{name} at commit {commit}",
         "a checkpoint on the hub" if commit is not None else "a checkpoint",
-        sum(one.size for one in facts.values()),
+        sum(one.size for one in metadata.values()),
         Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in specs), order),
-        {shard: one.size for shard, one in facts.items()},
+        {shard: one.size for shard, one in metadata.items()},
         absent,
         _sidecars(checkpoint),
-        refusal=_refusal(checkpoint, found, facts, absent),
+        refusal=_refusal(checkpoint, found, metadata),
     )
 
 
-def _facts(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointError | None:
+def _metadata(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointError | None:
     """The metadata of a shard, or the error in it; None where the shard is absent."""
     try:
-        return checkpoint.facts(shard)
+        return checkpoint.metadata(shard)
     except CheckpointError as error:
         return error
 
@@ -519,21 +515,15 @@ def _facts(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointErro
 def _refusal(
     checkpoint: Checkpoint,
     found: Mapping[str, ShardMetadata | CheckpointError | None],
-    facts: Mapping[str, ShardMetadata],
-    absent: tuple[str, ...],
+    metadata: Mapping[str, ShardMetadata],
 ) -> CheckpointError | None:
     """The error that a split would raise: an unsound shard, missing shards, or an unsound index."""
     broken = next((one for one in found.values() if isinstance(one, CheckpointError)), None)
     if broken is not None:
         return broken
-    if absent:
-        some = ", ".join(absent[:5]) + (" …" if len(absent) > 5 else "")
-        return MissingShardError(
-            f"{checkpoint.label} lacks {len(absent)} of the {len(found)} shards in its index: {some}.",
-            "Add the missing shards, or use the repository that has them.",
-        )
     try:
-        tensors_by_shard(checkpoint.index, facts.values())
+        require_shards(checkpoint.index.shards, metadata, checkpoint)
+        tensors_by_shard(checkpoint.index, metadata.values())
     except CheckpointError as error:
         return error
     return None

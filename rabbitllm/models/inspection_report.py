@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, size
+from rabbitllm.base.terminal import Column, counted, harmless, large, listed, put, put_fact, put_table, size
 from rabbitllm.formats.sentencepiece_model import (
     NormalizerSpec,
     PieceType,
@@ -373,8 +373,7 @@ def _globals(pickle: Pickle) -> Iterator[str]:
 
 
 def _some(texts: Sequence[str]) -> str:
-    shown = ", ".join(harmless(text, VALUE) for text in texts[:_SOME])
-    return shown + (f" … and {len(texts) - _SOME:,} more" if len(texts) > _SOME else "")
+    return listed((harmless(text, VALUE) for text in texts), _SOME)
 
 
 def _compact(value: object) -> str:

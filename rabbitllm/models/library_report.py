@@ -11,7 +11,18 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, shortened, size
+from rabbitllm.base.terminal import (
+    Column,
+    counted,
+    harmless,
+    large,
+    minute,
+    put,
+    put_fact,
+    put_table,
+    shortened,
+    size,
+)
 from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
 from rabbitllm.models.remove import Original, Removal
 from rabbitllm.models.show import ConfigSummary, Shown
@@ -55,14 +66,9 @@ def _row(entry: SplitEntry) -> list[str]:
         layers,
         entry.state,
         (entry.commit or "")[:COMMIT_CHARACTERS],
-        when(entry.changed_at),
+        minute(entry.changed_at),
         shortened(entry.folder),
     ]
-
-
-def when(moment: str) -> str:
-    """An ISO time for people: to the minute, in its own time zone."""
-    return moment[:16].replace("T", " ")
 
 
 def _note(entry: SplitEntry) -> str | None:
@@ -134,7 +140,7 @@ def _put_config(config: ConfigSummary, console: Console) -> None:
 
 
 def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
-    put_fact(console, "split", f"{entry.compression or 'uncompressed'}, {entry.state}, {when(entry.changed_at)}")
+    put_fact(console, "split", f"{entry.compression or 'uncompressed'}, {entry.state}, {minute(entry.changed_at)}")
     put_fact(console, "folder", harmless(str(entry.folder), 400))
     of = "" if entry.state == WHOLE else f" of {entry.layers_of:,}"
     put_fact(console, "layer files", f"{entry.layers:,}{of}, {size(entry.nbytes)}")

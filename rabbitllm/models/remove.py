@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm.base.terminal import counted
+from rabbitllm.base.terminal import counted, listed
 from rabbitllm.checkpoints.checkpoint import is_sidecar
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
@@ -66,9 +66,8 @@ def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
     missing = [shard for shard in needed if not _is_same(place, shard, source.fingerprints[shard])]
     if not missing:
         return Original(True, f"in {place}")
-    some = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
     of = f"{len(missing)} of its {len(needed)} shards" if len(missing) > 1 else "its shard"
-    return Original(False, f"{of} not in {place}: {some}")
+    return Original(False, f"{of} not in {place}: {listed(missing, 3)}")
 
 
 def _needed(entry: SplitEntry) -> list[str]:
@@ -85,10 +84,10 @@ def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
     if not (folder / shard).is_file():
         return False
     try:
-        facts = LocalCheckpoint(folder, index=index_of({"": shard})).facts(shard)
+        metadata = LocalCheckpoint(folder, index=index_of({"": shard})).metadata(shard)
     except (CheckpointError, OSError):
         return False
-    return facts is not None and facts.fingerprint == fingerprint
+    return metadata is not None and metadata.fingerprint == fingerprint
 
 
 def _of_an_unknown(folder: Path) -> Original:
@@ -161,7 +160,7 @@ def plan_removal(folder: Path) -> Removal:
     layers = _layer_files(folder, entry)
     foreign = [path for path in found if not _is_ours(path, folder, layers, written)]
     if foreign:
-        names = ", ".join(str(path.relative_to(folder)) for path in foreign[:3]) + (" …" if foreign[3:] else "")
+        names = listed((str(path.relative_to(folder)) for path in foreign), 3)
         raise SplitError(
             f"{folder} holds {counted(len(foreign), 'item')} that RabbitLLM did not write: {names}. "
             "Nothing was removed.",

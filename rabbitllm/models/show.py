@@ -27,7 +27,7 @@ from rabbitllm.store.locations import meant
 
 @dataclass(frozen=True, slots=True)
 class ConfigSummary:
-    """A summary of a model; None for facts that its config lacks.
+    """A summary of a model; None where its config has no value.
 
     Attributes:
         architecture: name of the class in transformers.
@@ -54,8 +54,8 @@ class ConfigSummary:
     quantized: str | None
 
 
-def config_facts(config: Mapping[str, Any]) -> ConfigSummary:
-    """The facts of a `config.json`; a multimodal model has them in its `text_config`."""
+def config_summary(config: Mapping[str, Any]) -> ConfigSummary:
+    """The summary of a `config.json`; a multimodal model has its values in `text_config`."""
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, dict) else {}
 
@@ -70,7 +70,7 @@ def config_facts(config: Mapping[str, Any]) -> ConfigSummary:
         dtype=first(str, ("dtype", "torch_dtype")),
         experts_a_token=experts_a_token(config),
         quantized=quantized_as(config),
-        **{fact: first(int, names) for fact, names in _NUMBERS.items()},
+        **{attribute: first(int, names) for attribute, names in _NUMBERS.items()},
     )
 
 
@@ -83,7 +83,7 @@ _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "context": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
-"""Fact -> its names in configs."""
+"""Attribute -> its names in configs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def shown_record(shown: Shown) -> dict[str, Any]:
 def _config_in(folder: Path) -> ConfigSummary | None:
     try:
         config = read_config(folder)
-        return config_facts(config) if config else None
+        return config_summary(config) if config else None
     except InvalidIndexError:
         return None
 

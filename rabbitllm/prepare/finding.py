@@ -482,7 +482,8 @@ def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | No
         raise
     except HubError as error:
         if (known := _finished_without_hub(spec)) is None:
-            raise
+            no_folder = f"There is no folder {spec.name!r} either."
+            raise HubError(f"{error.problem} {no_folder}", error.remedy) from error.__cause__
         logger.warning("%s Using the existing split in %s.", error.problem, known.split_folder)
         return known
     target = locations.for_repository(spec.name, repository.commit, spec.folder, spec.compression, spec.base)
@@ -577,7 +578,8 @@ def _offline_source(spec: ModelSpec, *, only_look: bool, quantization: str | Non
     snapshot = cached_snapshot(spec.name, spec.access)
     if snapshot is None:
         raise HubError(
-            f"{spec.name} has no split here and is not in the hub cache, and access to the hub is off.",
+            f"There is no folder {spec.name!r}. {spec.name} has no split here and is not in the hub cache, and access "
+            "to the hub is off.",
             "Allow access (local_files_only=False, and HF_HUB_OFFLINE unset), or check the path if it is a folder.",
         )
     entry = gguf_entry(cached_files(snapshot), quantization, f"{spec.name} in the hub cache")
@@ -599,7 +601,7 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
         )
     if why is not None:
         raise SplitMismatchError(
-            f"{source.split_folder} was split from {manifest.source.name}, not from {source.name}: {why}.",
+            f"{source.split_folder} was split from {manifest.source.instead_of(source.name)}: {why}.",
             "Split into another folder (layer_shards_saving_path, --dir), or delete this split if you do not need it.",
         )
 

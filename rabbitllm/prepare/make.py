@@ -90,7 +90,7 @@ def with_memory(
     if devices is None:
         devices = resolve_devices(run_options.device, run_options.max_memory, run_options.pin_memory)
     nbytes = weight_memory(devices, run_options)
-    return dataclasses.replace(options, memory=nbytes, memory_is_said=run_options.max_memory is not None)
+    return dataclasses.replace(options, memory=nbytes, memory_is_given=run_options.max_memory is not None)
 
 
 # The loader's own check of a model, passed to a split so that it runs before anything is deleted.
@@ -183,7 +183,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     checkpoint = _still_there(source, manifest)
     if checkpoint is None:
         return
-    found = [facts for shard in checkpoint.index.shards if (facts := _present(checkpoint, shard)) is not None]
+    found = [metadata for shard in checkpoint.index.shards if (metadata := _present(checkpoint, shard)) is not None]
     refuse_another(source, manifest, checkpoint.identity(found))
     _refuse_without_evidence(source, manifest, found)
     check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
@@ -255,7 +255,7 @@ def _present(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
     """Return the facts of a shard that is on this machine; headers are not requested from a repository."""
     if isinstance(checkpoint, HubCheckpoint) and checkpoint.cached(shard) is None:
         return None
-    return checkpoint.facts(shard)
+    return checkpoint.metadata(shard)
 
 
 def ensure_split(

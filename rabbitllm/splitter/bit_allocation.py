@@ -584,7 +584,7 @@ def other_budget(chosen: BitAllocation | None, options: SplitOptions) -> str | N
     if chosen is None:
         return None
     disk = options.max_disk is not None and options.max_disk != chosen.max_disk
-    if not disk and not (options.memory_is_said and options.memory != chosen.memory):
+    if not disk and not (options.memory_is_given and options.memory != chosen.memory):
         return None
     limits = [("max_disk", chosen.max_disk), ("memory", chosen.memory)]
     said = " and ".join(f"{name} {size(nbytes)}" for name, nbytes in limits if nbytes is not None)

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
 from rabbitllm.quant.schemes import COMPRESSIONS
@@ -165,7 +166,7 @@ def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, shard_tra
 
 def on_disk(nbytes: int) -> int:
     """Return the bytes that a file of this length occupies, in whole blocks."""
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+    return round_up(nbytes, BLOCK_BYTES)
 
 
 def in_hub_cache(sizes: Collection[int], listed: int) -> int:

@@ -458,7 +458,7 @@ class Filler:
             )
         return (
             f"{safe} For a repository on the hub make the same call again, or delete that folder first. For a local "
-            "checkpoint put a sound copy at that path and make the call again. Do not delete other files: other "
+            "checkpoint put an undamaged copy at that path and make the call again. Do not delete other files: other "
             "shards may be deleted already."
         )
 

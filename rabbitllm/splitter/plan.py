@@ -236,7 +236,7 @@ class SplitPlan:
 
 
 @uncollected()
-def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardMetadata]) -> dict[str, tuple[TensorSpec, ...]]:
+def tensors_by_shard(index: CheckpointIndex, metadata: Iterable[ShardMetadata]) -> dict[str, tuple[TensorSpec, ...]]:
     """Return the tensors that each shard contributes, from index and headers together.
 
     The index decides between two shards that hold the same tensor. A tensor that is only in a header is included too,
@@ -250,7 +250,7 @@ def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardMetadata]) -> 
     promised: dict[str, set[str]] = {}
     for name, holder in index.weight_map.items():
         promised.setdefault(holder, set()).add(name)
-    for shard in facts:
+    for shard in metadata:
         for tensor in shard.header.tensors:
             owner.setdefault(tensor.name, shard.name)
         chosen[shard.name] = tuple(t for t in shard.header.tensors if owner[t.name] == shard.name)

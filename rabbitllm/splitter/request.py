@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
@@ -105,17 +106,17 @@ def _plan_of_headers(
 ) -> SplitPlan:
     """Plan a split, at "auto" with no bits chosen yet."""
     checkpoint = request.checkpoint
-    facts = facts_of(checkpoint, checkpoint.index.shards)
-    require_shards(checkpoint.index.shards, facts, checkpoint)
-    tensors = tensors_by_shard(checkpoint.index, facts.values())
+    metadata = metadata_of(checkpoint, checkpoint.index.shards)
+    require_shards(checkpoint.index.shards, metadata, checkpoint)
+    tensors = tensors_by_shard(checkpoint.index, metadata.values())
     shards = tuple(
         PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stat)
-        for f in facts.values()
+        for f in metadata.values()
     )
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     others = [name for name in names if name not in assigned]
     assigned = {**assigned, **assign_layers(others, request.family, request.naming)}
-    identity = checkpoint.identity(facts.values())
+    identity = checkpoint.identity(metadata.values())
     return make_plan(identity, shards, assigned, request.options.compression, format_version)
 
 
@@ -158,17 +159,16 @@ def check_before_download(request: SplitRequest) -> BitAllocation | None:
         NotEnoughSpaceException: before the first byte.
     """
     earlier = journal.replay(request.folder)
-    plan = with_places(earlier.plan, request.checkpoint) if earlier is not None else _plan_of_headers(request)
-    kept = dataclasses.replace(plan, shards=tuple(dataclasses.replace(s, staged=False) for s in plan.shards))
-    disk_budget = disk_budget_of(request, plan, [shard for shard in plan.shards if shard.staged])
+    plan = located(earlier.plan, request.checkpoint) if earlier is not None else _plan_of_headers(request)
+    plan, disk_budget = kept_in_cache(request, plan)
     if earlier is None:
-        kept = _with_bits(kept, disk_budget, request)
+        plan = _with_bits(plan, disk_budget, request)
     if request.accept is not None:
-        request.accept(PlannedFiles(kept, request.folder))
+        request.accept(PlannedFiles(plan, request.folder))
     if earlier is not None:
         disk_budget = resumed_disk_budget(disk_budget, earlier.used)
-    choose_shard_transfer(kept, disk_budget, request.options)
-    return kept.chosen
+    choose_shard_transfer(plan, disk_budget, request.options)
+    return plan.chosen
 
 
 def quantizer_of(request: SplitRequest) -> str | None:
@@ -181,28 +181,35 @@ def quantizer_of(request: SplitRequest) -> str | None:
     return own + FITTED if request.options.fit_scales else own
 
 
-def facts_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardMetadata]:
+def metadata_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardMetadata]:
     """Read the headers of the shards that exist, in the order given; several at once, because of a hub's latency."""
-    found = dict(zip(shards, side_by_side(checkpoint.facts, shards, HEADER_THREADS), strict=True))
-    return {shard: facts for shard, facts in found.items() if facts is not None}
+    found = dict(zip(shards, side_by_side(checkpoint.metadata, shards, HEADER_THREADS), strict=True))
+    return {shard: metadata for shard, metadata in found.items() if metadata is not None}
 
 
-def require_shards(shards: Iterable[str], facts: dict[str, ShardMetadata], checkpoint: Checkpoint) -> None:
+def require_shards(shards: Iterable[str], metadata: Mapping[str, ShardMetadata], checkpoint: Checkpoint) -> None:
     """Check that all of these shards exist.
 
     Raises:
         MissingShardError: some do not; the message names them.
     """
-    missing = [shard for shard in shards if shard not in facts]
+    missing = [shard for shard in shards if shard not in metadata]
     if missing:
         raise MissingShardError(
-            f"{checkpoint.label} lacks {len(missing)} of the shards in its index: {', '.join(missing[:5])}"
-            f"{' …' if len(missing) > 5 else ''}. Nothing was changed.",
+            f"{checkpoint.label} lacks {len(missing)} of the shards in its index: {listed(missing)}. Nothing "
+            "was changed.",
             "Add the missing shards, or use the repository that has them.",
         )
 
 
-def with_places(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
+def located(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
     """Return the plan with the present location of each shard: another route may have begun it."""
     shards = tuple(dataclasses.replace(shard, staged=checkpoint.stages(shard.name)) for shard in plan.shards)
     return dataclasses.replace(plan, shards=shards)
+
+
+def kept_in_cache(request: SplitRequest, plan: SplitPlan) -> tuple[SplitPlan, DiskBudget]:
+    """Return the plan and the state of the disk on the standard route, which fetches shards into the hub cache."""
+    disk_budget = disk_budget_of(request, plan, [shard for shard in plan.shards if shard.staged])
+    shards = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)
+    return dataclasses.replace(plan, shards=shards), disk_budget

@@ -136,13 +136,13 @@ def with_checksums(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
 
 
 def check_resumed(
-    earlier: Replay, facts: Mapping[str, ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
+    earlier: Replay, metadata: Mapping[str, ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
 ) -> SplitPlan:
     """Return an earlier run's plan with the current metadata of its shards, after a check that they are unchanged.
 
     Args:
         earlier: the journal of that run.
-        facts: of the shards that still exist; the caller has compared their fingerprints.
+        metadata: of the shards that still exist; the caller has compared their fingerprints.
         checkpoint: the source.
         folder: the split directory.
         verify: read every shard that can be compared, not only those with changed metadata.
@@ -150,8 +150,10 @@ def check_resumed(
     Raises:
         SplitMismatchError: a shard has changed, or its metadata has and there is no checksum to compare with.
     """
-    present = [(s, found.stat) for s in earlier.plan.shards if (found := facts.get(s.name)) is not None and found.stat]
-    complete = all(shard.name in facts or shard.staged for shard in earlier.plan.shards)
+    present = [
+        (s, found.stat) for s in earlier.plan.shards if (found := metadata.get(s.name)) is not None and found.stat
+    ]
+    complete = all(shard.name in metadata or shard.staged for shard in earlier.plan.shards)
     to_read = []
     for shard, now in present:
         change = change_between(shard.stat, now) if shard.stat is not None else Change.NONE
@@ -184,13 +186,13 @@ _DOUBTFUL = (Change.MODIFIED, Change.METADATA)
 
 
 def check_finished_source(
-    manifest: Manifest, facts: Sequence[ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
+    manifest: Manifest, metadata: Sequence[ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
 ) -> None:
     """Compare a finished split with the shards of its source that still exist.
 
     Args:
         manifest: of the split.
-        facts: of these shards; the caller has compared their fingerprints.
+        metadata: of these shards; the caller has compared their fingerprints.
         checkpoint: the source.
         folder: the split directory.
         verify: read and compare them. If False, warn of shards that are newer than the split.
@@ -198,7 +200,7 @@ def check_finished_source(
     Raises:
         SplitMismatchError: a shard has changed since the split was made.
     """
-    present = [found for found in facts if found.stat is not None and found.name in manifest.source.fingerprints]
+    present = [found for found in metadata if found.stat is not None and found.name in manifest.source.fingerprints]
     if not verify:
         _warn_of_newer(present, checkpoint, folder)
         return

@@ -32,12 +32,12 @@ from rabbitllm.splitter.plan import PlannedFiles, SplitPlan
 from rabbitllm.splitter.request import (
     SplitRequest,
     disk_budget_of,
-    facts_of,
+    located,
+    metadata_of,
     plan_split,
     quantizer_of,
     require_shards,
     resumed_disk_budget,
-    with_places,
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.splitter.source_check import check_resumed, with_checksums
@@ -227,8 +227,8 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     checkpoint = request.checkpoint
     # including used-up ones that still exist: they are released without another check
     shards = [s for s in checkpoint.index.shards if s not in earlier.used or not checkpoint.stages(s)]
-    facts = facts_of(checkpoint, shards)
-    identity = checkpoint.identity(facts.values())
+    metadata = metadata_of(checkpoint, shards)
+    identity = checkpoint.identity(metadata.values())
     known = earlier.plan.source
     why = known.differs_from(identity) or _no_evidence(request, known, identity)
     if why is not None and known.is_named_like(identity):
@@ -239,11 +239,11 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
         )
     if why is not None:
         raise SplitMismatchError(
-            f"{request.folder} holds an unfinished split of {earlier.plan.source.name}, not of {identity.name}: {why}.",
+            f"{request.folder} holds an unfinished split of {known.instead_of(identity.name)}: {why}.",
             "Split into another folder (layer_shards_saving_path, --dir). If all shards of that other model still "
             "exist, you can delete this folder.",
         )
-    require_shards([s.name for s in earlier.plan.shards if s.name not in earlier.used], facts, checkpoint)
+    require_shards([s.name for s in earlier.plan.shards if s.name not in earlier.used], metadata, checkpoint)
     _require_begun_layers(request.folder, earlier)
     if request.accept is not None:
         request.accept(PlannedFiles(earlier.plan, request.folder))
@@ -251,7 +251,7 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
         logger.warning("%s was started %s, and keeps the bits chosen then.", request.folder, other)
     verify = request.options.verify_source
-    plan = with_places(check_resumed(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
+    plan = located(check_resumed(earlier, metadata, checkpoint, request.folder, verify=verify), checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
     work = _work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)

@@ -1,1 +1,1 @@
-"""The disk: durable writes, locks, few descriptors, facts about disks."""
+"""The disk: durable writes, locks, pools of descriptors, and the properties of disks."""

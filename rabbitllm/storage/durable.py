@@ -30,7 +30,7 @@ PART_SUFFIX = ".part"
 READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Errors of an unlink in a folder where nothing may be deleted."""
 WRITE_BACK_BYTES = 32 << 20
-"""The most bytes of a file in the page cache before the kernel is made to begin writing them."""
+"""Bytes of a file in the page cache at which the kernel is made to begin writing them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,14 @@ class GrowingFile:
 
     def __init__(self, path: Path, size: int, *, write_back: bool = False, files: OpenFiles | None = None) -> None:
         self.path = path
-        self._place = os.path.abspath(path)
+        self._absolute = os.path.abspath(path)
         self._size = size
         self._files = files or OpenFiles(1)
         self._write_back = write_back_call() if write_back else None
         self._waiting = 0
         self._lock = threading.Lock()
         self._syncing = threading.Lock()
-        self._direct = PastTheCache(self._place)
+        self._direct = PastTheCache(self._absolute)
         self._inode: tuple[int, int] | None = None
         self._is_closed = False
         self._is_synced = False
@@ -186,13 +186,13 @@ class GrowingFile:
             if not self.path.exists():
                 _announce(Step("create", self.path))
             flags |= os.O_CREAT
-        descriptor = os.open(self._place, flags, 0o644)
+        descriptor = os.open(self._absolute, flags, 0o644)
         try:
             found = os.fstat(descriptor)
             if self._inode is None and found.st_size != self._size:
                 os.ftruncate(descriptor, self._size)
             elif self._inode not in (None, (found.st_dev, found.st_ino)):
-                raise OSError(errno.ESTALE, "another file is in its place", str(self.path))
+                raise OSError(errno.ESTALE, "the file was replaced", str(self.path))
         except BaseException:
             os.close(descriptor)
             raise
@@ -287,7 +287,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Unlink one file or link. A missing one is no error: a crash may have followed the unlink."""
+    """Unlink one file or link. A missing one is accepted: a crash may have followed the unlink."""
     _announce(Step("unlink", path))
     path.unlink(missing_ok=True)
 
@@ -355,8 +355,8 @@ def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
 class NamelessFile:
     """An unnamed file for data that does not fit into memory: for this process alone, deleted with its descriptor.
 
-    Written and read at offsets; if `READS_AT_PLACES`, by several threads at a time. The disk may be full, so writing is
-    announced as a step. With `aligned` the caller guarantees that memory, offset and length are multiples of 4096
+    Written and read at offsets; if `READS_AT_OFFSETS`, by several threads at a time. The disk may be full, so a write
+    is announced as a step. With `aligned` the caller guarantees that memory, offset and length are multiples of 4096
     bytes: then they bypass the page cache if the file system allows it; otherwise they pass through it, and pages that
     are on the disk already are dropped.
 
@@ -364,7 +364,7 @@ class NamelessFile:
         folder: a writable folder; None for the system's folder for temporary files.
     """
 
-    READS_AT_PLACES = hasattr(os, "preadv")
+    READS_AT_OFFSETS = hasattr(os, "preadv")
     """False on Windows, where a file has one position for all threads."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -380,7 +380,7 @@ class NamelessFile:
         """
         _announce(Step("write", self._folder, offset, data))
         while data:
-            if self.READS_AT_PLACES:
+            if self.READS_AT_OFFSETS:
                 count = self._move(_write_from, data, offset, aligned)
             else:
                 self._file.seek(offset)
@@ -394,7 +394,7 @@ class NamelessFile:
             OSError: the file ends before them.
         """
         while data:
-            if self.READS_AT_PLACES:
+            if self.READS_AT_OFFSETS:
                 count = self._move(_read_into, data, offset, aligned)
             else:
                 self._file.seek(offset)

@@ -140,6 +140,12 @@ class PositionalFile:
         self.close()
 
 
+def read_range(path: Path, offset: int, length: int) -> bytes:
+    """See `PositionalFile.read_at`."""
+    with PositionalFile(path) as file:
+        return file.read_at(offset, length)
+
+
 @functools.cache
 def _mapping_calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
     """mmap(2) and munmap(2)."""
@@ -263,7 +269,7 @@ def write_back_call() -> Callable[[int], object] | None:
 
 MAX_FILES = 256
 """Few models have more layers; each file that is closed for another costs a sync that a thread waits for."""
-_LEAST_FILES = 4
+_MIN_FILES = 4
 _SHARE = 8
 """Inverse of the share of the process's descriptors that a pool takes at most; a file may need two."""
 
@@ -383,4 +389,4 @@ def _files_allowed() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_FILES
-    return min(MAX_FILES, max(_LEAST_FILES, limit // _SHARE))
+    return min(MAX_FILES, max(_MIN_FILES, limit // _SHARE))

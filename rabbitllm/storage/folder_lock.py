@@ -25,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rabbitllm.base.forks import ForkGuard
+from rabbitllm.base.terminal import listed
 from rabbitllm.errors import InUseError, SplitError
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
@@ -152,9 +153,7 @@ def _release(descriptor: int, guard: ForkGuard) -> None:
 def _holders(folder: Path) -> str:
     """Describe the processes that hold locks on a folder; Linux lists them, other systems do not."""
     found = _processes(folder)
-    named = " and ".join(map(_named, found[:MAX_NAMED]))
-    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return f"{named}{more}" if named else "another process"
+    return listed(map(_named, found), MAX_NAMED, " and ") or "another process"
 
 
 def _named(process: int) -> str:

@@ -20,7 +20,7 @@ from rabbitllm.errors import NotEnoughSpaceException
 
 GB = 1000**3
 _LATER_BYTES = 1 << 20
-"""Allowance for folders, small files and their padding to whole blocks."""
+"""Allowance for folders, small files and padding to whole blocks."""
 KAGGLE_BYTES = 50 << 30
 """Disk for a split on Kaggle: users report disks of 57 to 73 GB, and installed packages take some of it."""
 KAGGLE_TMP, KAGGLE_WORKING = Path("/kaggle/tmp"), Path("/kaggle/working")
@@ -137,7 +137,7 @@ def require_room(
         nbytes: of all files.
         writing: names the work at the start of the message.
         reusable: bytes that the work frees first.
-        max_disk: the most that it may write; None for all that is free.
+        max_disk: limit of the bytes to write; None for the free ones.
         min_free: bytes that must stay free.
 
     Raises:
@@ -157,17 +157,18 @@ def require_room(
 
 
 def folder_at(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Folder:
-    """Return the facts about one folder."""
+    """Return the properties of one folder."""
     return folder_of((), path.expanduser().absolute(), file_systems(mounts), host_of(os.environ))
 
 
 def folder_of(uses: tuple[str, ...], path: Path, kinds: Mapping[Path, str], known: Host | None) -> Folder:
-    """Return the facts about one folder, on one of the file systems `kinds`, used for `uses`."""
+    """Return the properties of one folder, on one of the file systems `kinds`, used for `uses`."""
     there = existing(path)
     found = shutil.disk_usage(there)
     real = there.resolve()
-    kind = next((kinds[place] for place in (real, *real.parents) if place in kinds), None)
-    quota = next((most for place, most in (known.quotas if known else {}).items() if real.is_relative_to(place)), None)
+    kind = next((kinds[path] for path in (real, *real.parents) if path in kinds), None)
+    quotas = known.quotas.items() if known else ()
+    quota = next((nbytes for inside, nbytes in quotas if real.is_relative_to(inside)), None)
     writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     return Folder(uses, path, writable, kind, there.stat().st_dev, found.total, found.free, quota)
 

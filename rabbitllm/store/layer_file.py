@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
@@ -243,7 +244,7 @@ def scratch_places(joined: Iterable[Joined]) -> tuple[dict[str, int], int]:
     at = 0
     for one in joined:
         for parts in zip(*(form.parts for form in one.pieces), strict=True):
-            at = -(-at // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+            at = round_up(at, SCRATCH_ALIGNMENT)
             for part in parts:
                 places[part.name] = at
                 at += part.nbytes
@@ -389,7 +390,7 @@ def _with_scratch(layout: LayerLayout, joined: Sequence[Joined], doubled: Iterab
     settles = []
     for form in doubled:
         scales = arriving(form).parts[1]
-        in_scratch[scales.name] = -(-nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        in_scratch[scales.name] = round_up(nbytes, TENSOR_ALIGNMENT)
         settles.append(settling(form, layout.scratch_name, in_scratch[scales.name]))
         nbytes = in_scratch[scales.name] + scales.nbytes
     places = dict(layout.places)

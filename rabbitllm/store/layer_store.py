@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.forks import own_lock
+from rabbitllm.base.terminal import listed
 from rabbitllm.errors import (
     CorruptShardError,
     IncompleteSplitError,
@@ -214,7 +215,7 @@ class LayerStore(MappedWeights):
         if unfinished or not files:
             raise IncompleteSplitError(
                 f"{self.folder} is not a finished split: "
-                + (f"{', '.join(unfinished[:3])} has no .done marker." if unfinished else "it has no layer files."),
+                + (f"{listed(unfinished, 3)} has no .done marker." if unfinished else "it has no layer files."),
                 REMAKE,
             )
         return dict.fromkeys(files)

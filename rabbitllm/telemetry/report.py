@@ -22,10 +22,10 @@ generation), `disk_bytes`, `copied_bytes` (host to device), `overlap` (max(movin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rabbitllm.base.terminal import amount, speed
+from rabbitllm.base.terminal import aligned, amount, speed
 from rabbitllm.telemetry.passes import (
     CALLER_STAGES,
     EXPERT_TIERS,
@@ -113,16 +113,6 @@ def _mean_ms(total: Total | None) -> float:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return aligned(rows, left=(0, len(rows[0]) - 1))
-
-
-def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Rows as lines; the columns `left` are left-aligned, the others right-aligned."""
-    columns = [
-        [cell.ljust(width) if at in left else cell.rjust(width) for cell in column]
-        for at, column in enumerate(zip(*rows, strict=True))
-        for width in [max(map(len, column))]
-    ]
-    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 # JSON

@@ -101,7 +101,7 @@ def read_all(folder: Path) -> None:
     """What every route does first with a folder: its index, and the header of each shard."""
     checkpoint = LocalCheckpoint(folder)
     for shard in checkpoint.index.shards:
-        checkpoint.facts(shard)
+        checkpoint.metadata(shard)
     checkpoint.sidecars()
 
 
@@ -244,7 +244,7 @@ def giant_total_size(folder: Path) -> None:
 # files of another kind than their names say
 
 
-@attack("In .*model: model.safetensors is not a sound safetensors file", CorruptShardError)
+@attack("In .*model: model.safetensors is not a valid safetensors file", CorruptShardError)
 def web_page_as_a_shard(folder: Path) -> None:
     (folder / SINGLE).write_bytes(b"<!DOCTYPE html><html>Access denied</html>")
 
@@ -254,7 +254,7 @@ def pickle_as_safetensors(folder: Path) -> None:
     (folder / SINGLE).write_bytes(b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00id\x85R.")
 
 
-@attack("is not a sound GGUF file: it declares", CorruptShardError)
+@attack("is not a valid GGUF file: it declares", CorruptShardError)
 def gguf_as_safetensors(folder: Path) -> None:
     (folder / SINGLE).write_bytes(b"GGUF\3\0\0\0" + b"\xff" * 100)
 

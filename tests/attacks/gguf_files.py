@@ -77,7 +77,7 @@ _CORRUPT: dict[str, tuple[bytes, str]] = {
     "key that is long": (with_entry(U32, 1, "k" * 5000), "text of 5,000 bytes; at most 4,096"),
     "key with a newline": (with_entry(U32, 1, "a\nb"), "is not printable text"),
     "key not UTF-8": (with_entry(U32, 1, b"\xff"), "is not UTF-8"),
-    "key twice": (file_of(entries=[ARCHITECTURE, ARCHITECTURE]), "is there twice"),
+    "key twice": (file_of(entries=[ARCHITECTURE, ARCHITECTURE]), "appears twice"),
     "text longer than the file": (with_entry(STRING, text("x", 1000)), "declares 1,000 bytes"),
     "text without end": (with_entry(STRING, text("x", _MANY)), "text of 4,611,686,018,427,387,904 bytes; at most"),
     "text of the largest length": (with_entry(STRING, text("x", 2**64 - 1)), "text of 18,446,744,073,709,551,615"),
@@ -102,7 +102,7 @@ _CORRUPT: dict[str, tuple[bytes, str]] = {
     "tensor without a name": (file_of([("", (2,), 0, 0)]), "is not printable text"),
     "tensor name that is long": (file_of([("n" * 2000, (2,), 0, 0)]), "text of 2,000 bytes; at most 1,024"),
     "tensor name with a NUL": (file_of([("a\0b", (2,), 0, 0)]), "is not printable text"),
-    "tensor twice": (file_of([TENSOR, ("t", (2,), 0, 32)], data=bytes(64)), "is there twice"),
+    "tensor twice": (file_of([TENSOR, ("t", (2,), 0, 32)], data=bytes(64)), "appears twice"),
     "five dimensions": (file_of([("t", (2, 1, 1, 1, 1), 0, 0)]), "has 5 dimensions; at most 4"),
     "dimensions without end": (file_of([("t", (2,), 0, 0, 2**32 - 1)]), "dimensions; at most 4"),
     "shape that overflows": (file_of([("t", (1 << 33, 1 << 33), 0, 0)]), "which blocks of 1 cannot have"),
@@ -122,7 +122,7 @@ _UNREADABLE: dict[str, tuple[bytes, str]] = {
     "version 1": (file_of(version=1), "is GGUF of version 1; versions 2 and 3 are read"),
     "version without end": (file_of(version=(1 << 32) - 1), "is GGUF of version 4294967295"),
     "big-endian": (file_of(version=3 << 24), "of a big-endian machine"),
-    "unknown tensor type": (file_of([("t", (2,), 99, 0)]), "the ggml type 99, which is not read here"),
+    "unknown tensor type": (file_of([("t", (2,), 99, 0)]), "the ggml type 99, which is not supported"),
     "type that was removed": (file_of([("t", (32,), 4, 0)]), "the ggml type 4"),
 }
 HOSTILE: dict[str, tuple[bytes, str, type[RabbitLLMError]]] = {

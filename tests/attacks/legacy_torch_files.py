@@ -83,7 +83,7 @@ def storage_of_a_size_beyond_64_bits() -> bytes:
     return parts({"w": tensor(storage(elements=1 << 70), 0, (4,), (1,))})
 
 
-@attack("makes 4,294,967,296 elements of a storage that holds 4", UnsafePickleError)
+@attack("makes 4,294,967,296 elements of a storage that has 4", UnsafePickleError)
 def stride_0_giant() -> bytes:
     return parts({"w": tensor(storage(), 0, (1 << 16, 1 << 16), (0, 0))})
 
@@ -103,12 +103,12 @@ def storage_listed_twice() -> bytes:
     return parts(keys=("0", "0"), storages=[struct.pack("<q", 4) + FOUR] * 2)
 
 
-@attack("the keys of its storages are no list of text")
+@attack("the keys of its storages are not a list of text")
 def keys_that_are_no_list() -> bytes:
     return parts(keys={"0": 1})
 
 
-@attack("the keys of its storages are no list of text")
+@attack("the keys of its storages are not a list of text")
 def keys_that_are_no_text() -> bytes:
     return parts(keys=(0,))
 
@@ -123,7 +123,7 @@ def part_of_a_storage() -> bytes:
     return parts({"w": tensor(storage(view=("1", 0, 2)))}, keys=("0",))
 
 
-@attack("expected a storage's type, key, place, size and view", UnsafePickleError)
+@attack("expected type, key, location, size and view of a storage", UnsafePickleError)
 def storage_as_a_zip_has_it() -> bytes:
     return parts({"w": tensor(StorageOf("storage", torch.FloatStorage, "0", "cpu", 4))})
 
@@ -165,12 +165,12 @@ def reference_among_the_keys() -> bytes:
     return parts(keys=[_Bare("mine")])
 
 
-@attack("refers to the text 'mine'; expected a storage's type, key, place, size and view", UnsafePickleError)
+@attack("refers to the text 'mine'; expected type, key, location, size and view of a storage", UnsafePickleError)
 def reference_that_is_none() -> bytes:
     return parts({"w": tensor(_Bare("mine"))})
 
 
-@attack("The pickle of .* is not sound at byte")
+@attack("The pickle of .* is invalid at byte")
 def ends_inside_a_pickle() -> bytes:
     return parts()[:200]
 

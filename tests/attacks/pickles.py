@@ -143,7 +143,7 @@ def attack(
 # other ways to make a call
 
 
-@attack("INST is not among the opcodes", live=True)
+@attack("INST is not an opcode that is read", live=True)
 def inst(marker: Path) -> bytes:
     return b"\x80\x02(" + touch(marker) + b"ios\nsystem\n."
 
@@ -153,32 +153,32 @@ def obj(marker: Path) -> bytes:
     return b"\x80\x02(cos\nsystem\n" + touch(marker) + b"o."
 
 
-@attack("OBJ is not among the opcodes")
+@attack("OBJ is not an opcode that is read")
 def obj_of_a_known_global(_: Path) -> bytes:
     return b"\x80\x02(ccollections\nOrderedDict\no."
 
 
-@attack("NEWOBJ is not among the opcodes")
+@attack("NEWOBJ is not an opcode that is read")
 def newobj_of_a_known_global(_: Path) -> bytes:
     return b"\x80\x02ctorch.nn.parameter\nParameter\n)\x81."
 
 
-@attack("NEWOBJ_EX is not among the opcodes")
+@attack("NEWOBJ_EX is not an opcode that is read")
 def newobj_ex(_: Path) -> bytes:
     return b"\x80\x04ctorch\nSize\n)}\x92."
 
 
-@attack("EXT1 is not among the opcodes")
+@attack("EXT1 is not an opcode that is read")
 def ext1(_: Path) -> bytes:
     return b"\x80\x02\x82\x01."
 
 
-@attack("EXT2 is not among the opcodes")
+@attack("EXT2 is not an opcode that is read")
 def ext2(_: Path) -> bytes:
     return b"\x80\x02\x83\x01\x00."
 
 
-@attack("EXT4 is not among the opcodes")
+@attack("EXT4 is not an opcode that is read")
 def ext4(_: Path) -> bytes:
     return b"\x80\x02\x84\x01\x00\x00\x00."
 
@@ -332,22 +332,22 @@ def another_codec(_: Path) -> bytes:
     return b"\x80\x02c_codecs\nencode\n" + text("x") + text("rot13") + b"\x86R."
 
 
-@attack("is given text that is no Latin-1")
+@attack("is given text that is not Latin-1")
 def bytes_of_no_latin_1(_: Path) -> bytes:
     return b"\x80\x02c_codecs\nencode\n" + text("😀") + text("latin1") + b"\x86R."
 
 
-@attack("builtins.complex, which is given other than two numbers")
+@attack("builtins.complex, which is not given two numbers")
 def complex_of_texts(_: Path) -> bytes:
     return b"\x80\x02c__builtin__\ncomplex\n" + text("1") + text("2") + b"\x86R."
 
 
-@attack("PERSID is not among the opcodes")
+@attack("PERSID is not an opcode that is read")
 def persistent_id_as_a_line(_: Path) -> bytes:
     return b"\x80\x02P../../etc/passwd\n."
 
 
-@attack("NEXT_BUFFER is not among the opcodes")
+@attack("NEXT_BUFFER is not an opcode that is read")
 def out_of_band_buffer(_: Path) -> bytes:
     return b"\x80\x05\x97."
 
@@ -370,7 +370,7 @@ def protocol_0(_: Path) -> bytes:
     return b"(dp0\n."
 
 
-@attack("PROTO is not among the opcodes")
+@attack("PROTO is not an opcode that is read")
 def protocol_twice(_: Path) -> bytes:
     return b"\x80\x02\x80\x02}."
 
@@ -385,12 +385,12 @@ def a_second_pickle_behind_the_first(_: Path) -> bytes:
     return tensor_pickle() + tensor_pickle()
 
 
-@attack("wants 1 bytes, and 0 are left", CorruptShardError)
+@attack("its end comes before a STOP", CorruptShardError)
 def no_stop(_: Path) -> bytes:
     return b"\x80\x02}"
 
 
-@attack("wants 2 bytes, and 0 are left", CorruptShardError)
+@attack("needs 2 bytes; 0 remain", CorruptShardError)
 def empty(_: Path) -> bytes:
     return b""
 
@@ -450,7 +450,7 @@ def number_of_negative_length(_: Path) -> bytes:
     return b"\x80\x02\x8b\xff\xff\xff\xff."
 
 
-@attack("FRAME announces", CorruptShardError)
+@attack("FRAME needs", CorruptShardError)
 def frame_beyond_the_end(_: Path) -> bytes:
     return b"\x80\x04\x95" + b"\xff" * 7 + b"\x00}."
 
@@ -561,7 +561,7 @@ def memo_without_end(_: Path) -> bytes:
     return b"\x80\x04]" + b"\x94" * 3_000_000 + b"."
 
 
-@attack("one more than the 1,000,000 opcodes")
+@attack("exceeds the limit of 1,000,000 opcodes")
 def opcodes_without_end(_: Path) -> bytes:
     return b"\x80\x04]" + b"]a" * 2_000_000 + b"."
 
@@ -574,7 +574,7 @@ def pickle_of_40_mib(_: Path) -> bytes:
 # tensors that are not there
 
 
-@attack("calls torch._utils._rebuild_tensor_v2, which makes 1,099,511,627,776 elements of a storage that holds 4")
+@attack("calls torch._utils._rebuild_tensor_v2, which makes 1,099,511,627,776 elements of a storage that has 4")
 def stride_0_giant(_: Path) -> bytes:
     return tensor_pickle(None, 0, (1 << 40,), (0,))
 
@@ -589,17 +589,17 @@ def empty_shape_that_overflows(_: Path) -> bytes:
     return tensor_pickle(None, 0, (0, 1 << 62, 1 << 62), (1, 1, 1))
 
 
-@attack("makes 8 elements of a storage that holds 4")
+@attack("makes 8 elements of a storage that has 4")
 def size_beyond_the_storage(_: Path) -> bytes:
     return tensor_pickle(None, 0, (8,), (1,))
 
 
-@attack("reaches element 6 of a storage that holds 4")
+@attack("reaches element 6 of a storage that has 4")
 def offset_beyond_the_storage(_: Path) -> bytes:
     return tensor_pickle(None, 3, (4,), (1,))
 
 
-@attack("reaches element 1,099,511,627,776 of a storage that holds 4")
+@attack("reaches element 1,099,511,627,776 of a storage that has 4")
 def stride_beyond_the_storage(_: Path) -> bytes:
     return tensor_pickle(None, 0, (2,), (1 << 40,))
 
@@ -720,7 +720,7 @@ def one_name_as_text_and_number(_: Path) -> bytes:
     return pickled({"1": held, 1: held})
 
 
-@attack("no tensor under a name", CorruptShardError)
+@attack("has no named tensor", CorruptShardError)
 def no_tensor(_: Path) -> bytes:
     return pickled({"epoch": 3})
 

@@ -37,7 +37,7 @@ def two_pickles_the_other_first() -> bytes:
     return pack([Member("archive/data.pkl", evil()), *archive()])
 
 
-@attack("'archive/DATA.PKL' is none that torch.save writes")
+@attack("'archive/DATA.PKL' was not written by torch.save")
 def two_pickles_that_differ_in_case() -> bytes:
     return pack([*archive(), Member("archive/DATA.PKL", evil())])
 
@@ -47,7 +47,7 @@ def one_storage_twice() -> bytes:
     return pack([*archive(), Member("archive/data/0", FOUR)])
 
 
-@attack("'evil/data.pkl' is none that torch.save writes")
+@attack("'evil/data.pkl' was not written by torch.save")
 def two_folders() -> bytes:
     return pack([*archive(), Member("evil/data.pkl", evil())])
 
@@ -203,7 +203,7 @@ def entry_outside_the_file() -> bytes:
     return pack(changed(archive(), "version", central={"header": 0x7FFFFFF0}))
 
 
-@attack("holds 15 bytes that claim to become 16|holds 16 bytes that claim to become 15")
+@attack("has 15 bytes and declares 16|has 16 bytes and declares 15")
 def two_sizes() -> bytes:
     return pack(changed(archive(), "data/0", central={"packed": BYTES - 1}))
 
@@ -218,7 +218,7 @@ def local_checksum_other_than_central() -> bytes:
     return pack(changed(archive(), "data/0", local={"crc": 1}))
 
 
-@attack("data descriptor behind entry 'archive/data/0' differs")
+@attack("data descriptor after entry 'archive/data/0' differs")
 def descriptor_of_another_size() -> bytes:
     lie = struct.pack("<4s3I", b"PK\x07\x08", zlib.crc32(FOUR), BYTES + 4, BYTES + 4)
     return pack(changed(archive(), "data/0", described=True, descriptor=lie))
@@ -229,23 +229,23 @@ def descriptor_that_is_not_there() -> bytes:
     return pack(changed(archive(), "data/0", described=True, descriptor=b""))
 
 
-@attack("claims to be on another disk")
+@attack("declares another disk")
 def entry_on_another_disk() -> bytes:
     return pack(changed(archive(), "data/0", central={"disk": 1}))
 
 
-@attack(r"marked as other than a file \(attributes 0x00000010\)")
+@attack(r"not marked as a file \(attributes 0x00000010\)")
 def storage_marked_as_a_directory() -> bytes:
     """torch reads nothing of it, and gives out memory that was never written."""
     return pack(changed(archive(), "data/0", central={"attributes": 0x10}))
 
 
-@attack(r"marked as other than a file \(attributes 0xa1ff0000\)")
+@attack(r"not marked as a file \(attributes 0xa1ff0000\)")
 def entry_marked_as_a_symbolic_link() -> bytes:
     return pack(changed(archive(), "data.pkl", central={"attributes": 0o120777 << 16}))
 
 
-@attack(r"marked as other than a file \(attributes 0x41ed0000\)")
+@attack(r"not marked as a file \(attributes 0x41ed0000\)")
 def entry_marked_as_a_directory_by_its_mode() -> bytes:
     return pack(changed(archive(), "data/0", central={"attributes": 0o040755 << 16}))
 
@@ -279,22 +279,22 @@ def a_directory_larger_than_memory() -> bytes:
     return pack(archive(), zip64={"size": 1 << 62, "offset": 0}, end={"size": 0xFFFFFFFF, "offset": 0xFFFFFFFF})
 
 
-@attack("claims 5 entries and has 4")
+@attack("declares 5 entries and has 4")
 def one_entry_more_than_there_is() -> bytes:
     return pack(archive(), end={"here": 5, "count": 5})
 
 
-@attack("bytes behind its last entry")
+@attack("bytes after its last entry")
 def one_entry_fewer_than_there_is() -> bytes:
     return pack(archive(), end={"here": 3, "count": 3})
 
 
-@attack("bytes behind its last entry")
+@attack("bytes after its last entry")
 def no_entries() -> bytes:
     return pack(archive(), end={"here": 0, "count": 0})
 
 
-@attack("speaks of several disks")
+@attack("names several disks")
 def end_record_of_another_disk() -> bytes:
     return pack(archive(), end={"disk": 1})
 
@@ -319,7 +319,7 @@ def zip64_record_of_another_length() -> bytes:
     return pack(archive(), zip64={"length": 1 << 40})
 
 
-@attack("zip64 record speaks of several disks")
+@attack("zip64 record names several disks")
 def zip64_on_many_disks() -> bytes:
     return pack(archive(), zip64={"disks": 7})
 
@@ -357,7 +357,7 @@ def two_zip64_fields() -> bytes:
     return pack(changed(archive(), "data/0", central={"size": 0xFFFFFFFF, "extra": twice}))
 
 
-@attack("zip64 locator stands where no zip64 record fits")
+@attack("zip64 locator has no room for a zip64 record")
 def zip64_locator_at_the_beginning() -> bytes:
     return pack([], zip64={})[-42:]
 
@@ -415,7 +415,7 @@ def name_that_is_no_utf8() -> bytes:
     return named(b"archive/data/\xff")
 
 
-@attack("'archive/data/٣' is none that torch.save writes")
+@attack("'archive/data/٣' was not written by torch.save")
 def storage_of_a_digit_that_is_not_ascii() -> bytes:
     return named("archive/data/٣".encode())
 
@@ -425,17 +425,17 @@ def no_pickle() -> bytes:
     return pack(archive()[1:])
 
 
-@attack("'archive/constants.pkl' is none that torch.save writes; a TorchScript archive")
+@attack("'archive/constants.pkl' was not written by torch.save; it may be a TorchScript archive")
 def torchscript() -> bytes:
     return pack([*archive(), Member("archive/constants.pkl", b"\x80\x02).")])
 
 
-@attack("'data.pkl' is none that torch.save writes")
+@attack("'data.pkl' was not written by torch.save")
 def no_folder() -> bytes:
     return pack([Member("data.pkl", tensor_pickle()), Member("data/0", FOUR)])
 
 
-@attack("'C:/data/0' is none that torch.save writes")
+@attack("'C:/data/0' was not written by torch.save")
 def name_on_a_drive() -> bytes:
     return named(b"C:/data/0")
 

@@ -153,15 +153,15 @@ def test_bytes_rates_and_time_left() -> None:
     for _ in range(80):  # 20 s, in which 80 MB come
         clock.now += 0.25
         ledger.hear(BytesDone("a", MB, "layers.0", MB, MB // 4))
-    facts = ledger.facts()
-    assert (facts.doing, facts.done_bytes, facts.total_bytes, facts.share) == ("splitting", 80 * MB, 400 * MB, 0.2)
-    assert facts.rates.done == pytest.approx(4 * MB, rel=0.05)
-    assert facts.rates.quantize == facts.rates.done
-    assert facts.rates.write == pytest.approx(MB, rel=0.05)
-    assert facts.rates.fetch is None
-    assert facts.seconds_left == pytest.approx(80, rel=0.05)
-    assert (facts.shard, facts.shards, facts.layer, facts.layers) == (1, 4, "layers.0", 8)
-    assert facts.seconds == 20
+    stats = ledger.stats()
+    assert (stats.doing, stats.done_bytes, stats.total_bytes, stats.share) == ("splitting", 80 * MB, 400 * MB, 0.2)
+    assert stats.rates.done == pytest.approx(4 * MB, rel=0.05)
+    assert stats.rates.quantize == stats.rates.done
+    assert stats.rates.write == pytest.approx(MB, rel=0.05)
+    assert stats.rates.fetch is None
+    assert stats.seconds_left == pytest.approx(80, rel=0.05)
+    assert (stats.shard, stats.shards, stats.layer, stats.layers) == (1, 4, "layers.0", 8)
+    assert stats.seconds == 20
 
 
 def test_rates_are_of_the_last_seconds() -> None:
@@ -172,11 +172,11 @@ def test_rates_are_of_the_last_seconds() -> None:
         for _ in range(40):
             clock.now += 0.5
             ledger.hear(BytesDone("a", rate * MB // 2))
-    assert ledger.facts().rates.done == pytest.approx(MB, rel=0.06)
+    assert ledger.stats().rates.done == pytest.approx(MB, rel=0.06)
     clock.now += 2 * RATE_SECONDS
-    facts = ledger.facts()
-    assert facts.rates.done == 0
-    assert facts.seconds_left is None
+    stats = ledger.stats()
+    assert stats.rates.done == 0
+    assert stats.seconds_left is None
 
 
 def test_no_rate_of_a_moment() -> None:
@@ -185,8 +185,8 @@ def test_no_rate_of_a_moment() -> None:
     ledger.hear(started())
     clock.now += 0.01
     ledger.hear(BytesDone("a", 50 * MB))
-    assert ledger.facts().rates.done is None
-    assert ledger.facts().seconds_left is None
+    assert ledger.stats().rates.done is None
+    assert ledger.stats().seconds_left is None
 
 
 def test_what_an_earlier_run_did_counts_as_done_and_in_no_rate() -> None:
@@ -195,18 +195,18 @@ def test_what_an_earlier_run_did_counts_as_done_and_in_no_rate() -> None:
     ledger.hear(started(resumed=2, fetches=True))
     ledger.hear(ShardStarted("c", 3, 4))
     ledger.hear(BytesFetched("c", 60 * MB, earlier=True))
-    facts = ledger.facts()
-    assert facts.done_bytes == 200 * MB
-    assert facts.shard_here == 0.6
+    stats = ledger.stats()
+    assert stats.done_bytes == 200 * MB
+    assert stats.shard_here == 0.6
     for _ in range(10):
         clock.now += 1
         ledger.hear(BytesFetched("c", 2 * MB))
         ledger.hear(BytesDone("c", MB))
-    facts = ledger.facts()
-    assert facts.rates.fetch == pytest.approx(2 * MB, rel=0.01)
-    assert facts.rates.done == pytest.approx(MB, rel=0.01)
-    assert facts.done_bytes == 210 * MB
-    assert facts.seconds_left == pytest.approx(190)
+    stats = ledger.stats()
+    assert stats.rates.fetch == pytest.approx(2 * MB, rel=0.01)
+    assert stats.rates.done == pytest.approx(MB, rel=0.01)
+    assert stats.done_bytes == 210 * MB
+    assert stats.seconds_left == pytest.approx(190)
 
 
 def test_the_slower_of_fetching_and_splitting_says_how_long() -> None:
@@ -218,12 +218,12 @@ def test_the_slower_of_fetching_and_splitting_says_how_long() -> None:
     for _ in range(10):  # a shard that is only used when all of it is here
         clock.now += 1
         ledger.hear(BytesFetched("a", 10 * MB))
-    facts = ledger.facts()
-    assert facts.rates.done == 0
-    assert facts.seconds_left == pytest.approx(30)
+    stats = ledger.stats()
+    assert stats.rates.done == 0
+    assert stats.seconds_left == pytest.approx(30)
     clock.now += 1
     ledger.hear(BytesDone("a", 100 * MB))  # at once: what is left must still be fetched
-    assert ledger.facts().seconds_left == pytest.approx(300 / 9, rel=0.15)
+    assert ledger.stats().seconds_left == pytest.approx(300 / 9, rel=0.15)
 
 
 def test_a_fetch_that_waits_for_room_is_no_slow_one() -> None:
@@ -237,17 +237,17 @@ def test_a_fetch_that_waits_for_room_is_no_slow_one() -> None:
             ledger.hear(BytesFetched(shard, 10 * MB))
     clock.now += 8  # no third one fits; the first is split meanwhile
     ledger.hear(BytesDone("a", 90 * MB))
-    facts = ledger.facts()
-    assert facts.rates.fetch == pytest.approx(2 * MB, rel=0.01)
-    assert facts.rates.done == pytest.approx(9 * MB, rel=0.01)
-    assert facts.seconds_left == pytest.approx(310 / 9, rel=0.01)
+    stats = ledger.stats()
+    assert stats.rates.fetch == pytest.approx(2 * MB, rel=0.01)
+    assert stats.rates.done == pytest.approx(9 * MB, rel=0.01)
+    assert stats.seconds_left == pytest.approx(310 / 9, rel=0.01)
     clock.now += 8
     ledger.hear(ShardDone("a", 1, 4, "deleted", 0, 0))
     ledger.hear(BytesFetched("c", 0, earlier=True))
     for _ in range(2):
         clock.now += 1
         ledger.hear(BytesFetched("c", 10 * MB))
-    assert ledger.facts().seconds_left == pytest.approx(18, rel=0.01)  # 180 MB at 10 MB/s, as before the wait
+    assert ledger.stats().seconds_left == pytest.approx(18, rel=0.01)  # 180 MB at 10 MB/s, as before the wait
 
 
 def test_a_shard_counts_whole_when_it_is_used_up_and_once_when_it_comes_again() -> None:
@@ -255,24 +255,24 @@ def test_a_shard_counts_whole_when_it_is_used_up_and_once_when_it_comes_again() 
     ledger.hear(started())
     ledger.hear(BytesDone("a", 90 * MB))
     ledger.hear(BytesDone("a", 90 * MB))  # it was damaged, and all of it came again
-    assert ledger.facts().done_bytes == 100 * MB
+    assert ledger.stats().done_bytes == 100 * MB
     ledger.hear(BytesDone("b", 40 * MB))
     ledger.hear(ShardDone("b", 2, 4, "deleted", 7 * MB, 200 * MB))  # its other bytes are a header and unused data
-    facts = ledger.facts()
-    assert facts.done_bytes == 200 * MB
-    assert (facts.disk_bytes, facts.source_left_bytes) == (7 * MB, 200 * MB)
+    stats = ledger.stats()
+    assert stats.done_bytes == 200 * MB
+    assert (stats.disk_bytes, stats.source_left_bytes) == (7 * MB, 200 * MB)
 
 
 def test_the_disk_and_its_limit() -> None:
     ledger = SplitLedger(Clock())
-    assert ledger.facts().disk_bytes is None
+    assert ledger.stats().disk_bytes is None
     ledger.hear(DiskSampled(5, 100))  # before the split has said a word
     ledger.hear(started(source_left_bytes=400 * MB))
-    facts = ledger.facts()
-    assert (facts.disk_bytes, facts.limit_bytes, facts.source_left_bytes) == (5, 100, 400 * MB)
+    stats = ledger.stats()
+    assert (stats.disk_bytes, stats.limit_bytes, stats.source_left_bytes) == (5, 100, 400 * MB)
     ledger.hear(LayerDone("layers.0", "x", 1))
     ledger.hear(LayerDone("layers.0", "x", 1))
-    assert ledger.facts().layers_done == 1
+    assert ledger.stats().layers_done == 1
 
 
 def test_a_download_and_the_split_after_it() -> None:
@@ -284,13 +284,13 @@ def test_a_download_and_the_split_after_it() -> None:
         clock.now += 1
         ledger.hear(BytesFetched("x", 2 * MB))
     ledger.hear(BytesFetched("x", -10 * MB))
-    facts = ledger.facts()
-    assert (facts.doing, facts.done_bytes, facts.total_bytes) == ("downloading", 30 * MB, 100 * MB)
-    assert facts.rates.done == facts.rates.fetch == pytest.approx(2 * MB)
-    assert facts.seconds_left == pytest.approx(35)
+    stats = ledger.stats()
+    assert (stats.doing, stats.done_bytes, stats.total_bytes) == ("downloading", 30 * MB, 100 * MB)
+    assert stats.rates.done == stats.rates.fetch == pytest.approx(2 * MB)
+    assert stats.seconds_left == pytest.approx(35)
     ledger.hear(started())
-    facts = ledger.facts()
-    assert (facts.doing, facts.done_bytes, facts.total_bytes) == ("splitting", 0, 400 * MB)
+    stats = ledger.stats()
+    assert (stats.doing, stats.done_bytes, stats.total_bytes) == ("splitting", 0, 400 * MB)
 
 
 def test_of_a_real_split_that_was_interrupted(tmp_path: Path) -> None:
@@ -304,15 +304,15 @@ def test_of_a_real_split_that_was_interrupted(tmp_path: Path) -> None:
 
     def hear(event: progress.Event) -> None:
         ledger.hear(event)
-        seen.append(ledger.facts())
+        seen.append(ledger.stats())
         if isinstance(event, SplitStarted):
-            assert ledger.facts().done_bytes == first
-            assert ledger.facts().source_left_bytes == sum(rest)
-            assert ledger.facts().layers_done > 0
+            assert ledger.stats().done_bytes == first
+            assert ledger.stats().source_left_bytes == sum(rest)
+            assert ledger.stats().layers_done > 0
 
     with progress.listening(hear):
         folder = call.make()
-    done = [facts.done_bytes for facts in seen if facts.total_bytes]
+    done = [stats.done_bytes for stats in seen if stats.total_bytes]
     assert done == sorted(done)
     last = seen[-1]
     assert last.done_bytes == last.total_bytes == sum(sizes.values())

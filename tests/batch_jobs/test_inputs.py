@@ -71,7 +71,7 @@ def test_an_id_twice_is_refused_and_names_the_lines() -> None:
         )
     with pytest.raises(InputError, match=r"Lines 1 and 2 of the input both have the id '2'"):
         of({"id": 2, "prompt": "x"}, {"prompt": "x"})
-    of({"id": "2", "prompt": "x"}, {"prompt": "x"})  # a text is no number
+    of({"id": "2", "prompt": "x"}, {"prompt": "x"})  # a text is not a number
 
 
 def test_an_input_without_lines_is_refused() -> None:

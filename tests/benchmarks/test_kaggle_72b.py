@@ -243,9 +243,9 @@ def test_our_own_fetching_and_what_is_counted(
     repository = open_repository(tiny.model.repository, HubAccess(), tmp_path / "staging")
     opened = HubCheckpoint(repository)
     shard, data = tiny.shards[1], whole(content, tiny, 1)
-    facts = opened.facts(shard.name)
-    assert facts is not None
-    assert [(t.name, t.offset, t.nbytes) for t in facts.header.tensors] == [
+    metadata = opened.metadata(shard.name)
+    assert metadata is not None
+    assert [(t.name, t.offset, t.nbytes) for t in metadata.header.tensors] == [
         (placed.tensor.name, placed.offset, placed.tensor.nbytes) for placed in shard.tensors
     ]
     looked_at = quiet(hub)

@@ -115,11 +115,11 @@ def test_headers_come_by_ranges(
         monkeypatch.setattr(hub, "FIRST_READ_BYTES", first_read)
         for shard in shards:
             local_hub.forget_requests()
-            facts = repository.facts(shard)
-            assert facts is not None
-            assert facts.header == read_header(folder / shard)
-            assert (facts.size, facts.staged) == ((folder / shard).stat().st_size, True)
-            assert facts.fingerprint == f"sha256:{repository.files[shard].sha256}"
+            metadata = repository.metadata(shard)
+            assert metadata is not None
+            assert metadata.header == read_header(folder / shard)
+            assert (metadata.size, metadata.staged) == ((folder / shard).stat().st_size, True)
+            assert metadata.fingerprint == f"sha256:{repository.files[shard].sha256}"
             assert [request.status for request in local_hub.requests] == [206] * requests
             assert local_hub.body_bytes() <= max(first_read, 5000)
     assert not repository.staging.exists()
@@ -281,7 +281,7 @@ def test_damaged_file_in_the_cache_says_how_to_go_on(folder: Path, shards: list[
     snapshot = Path(snapshot_download(REPO, allow_patterns=[shards[1]]))
     blob = (snapshot / shards[1]).resolve()
     blob.write_bytes(blob.read_bytes()[:-3])
-    with pytest.raises(CorruptShardError, match=f"{shards[1]} is not a sound .* it is truncated") as refused:
+    with pytest.raises(CorruptShardError, match=f"{shards[1]} is not a valid .* it is truncated") as refused:
         split(REPO)
     assert str(snapshot) in str(refused.value)
     assert "Delete that link and the file it leads to, and make the call again" in str(refused.value)
@@ -359,7 +359,7 @@ def split_with(token: str | None) -> Path:
 def test_gated_weights(repository: HubRepository, local_hub: LocalHub, shards: list[str]) -> None:
     local_hub.faults = Faults(gated=True)
     with pytest.raises(GatedRepositoryError):
-        repository.facts(shards[0])
+        repository.metadata(shards[0])
     with pytest.raises(GatedRepositoryError):
         repository.acquire(shards[0])
 
@@ -475,7 +475,7 @@ def test_shard_of_the_repository_that_is_damaged(folder: Path, shards: list[str]
     (folder / shards[1]).write_bytes(raw[:-4])
     with pytest.raises(CorruptShardError) as refused:
         split(REPO)
-    assert f"{shards[1]} is not a sound safetensors file: it is truncated" in refused.value.problem
+    assert f"{shards[1]} is not a valid safetensors file: it is truncated" in refused.value.problem
     assert f"In {REPO}@" in refused.value.problem
     assert "Make the same call again" in refused.value.remedy
     assert "tell its owner" in refused.value.remedy
@@ -511,7 +511,7 @@ def test_connection_that_is_lost_after_the_listing(
     with pytest.raises(HubError, match="The hub did not answer for acme/tiny"):
         repository.download("config.json")
     with pytest.raises(HubError, match="could not be read past byte 0"):
-        repository.facts(next(name for name in repository.files if name.endswith(".safetensors")))
+        repository.metadata(next(name for name in repository.files if name.endswith(".safetensors")))
 
 
 def test_errors_of_the_disk_are_not_blamed_on_the_hub() -> None:

@@ -175,14 +175,14 @@ def test_snapshot_as_a_local_checkpoint(
     snapshot: CachedSnapshot, local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = LocalCheckpoint(snapshot.folder)
-    facts = checkpoint.facts(FIRST)
-    assert facts is not None
-    assert facts.fingerprint == f"sha256:{(snapshot.folder / FIRST).resolve().name}"
-    identity = checkpoint.identity([facts])
+    metadata = checkpoint.metadata(FIRST)
+    assert metadata is not None
+    assert metadata.fingerprint == f"sha256:{(snapshot.folder / FIRST).resolve().name}"
+    identity = checkpoint.identity([metadata])
     assert (identity.kind, identity.name, identity.commit) == ("hub", REPO, local_hub.commit(REPO))
     release = checkpoint.release(FIRST)
-    assert release.freed == facts.size
-    assert checkpoint.facts(FIRST) is None
+    assert release.freed == metadata.size
+    assert checkpoint.metadata(FIRST) is None
     checkpoint.release(SECOND)
     removed = checkpoint.discard_rest()
     assert "config.json" in {path.name for path in removed}

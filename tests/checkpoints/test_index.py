@@ -130,11 +130,11 @@ def test_one_file_of_torch_is_a_checkpoint_whatever_its_name(name: str) -> None:
 
 def test_several_files_of_torch() -> None:
     with pytest.raises(
-        CheckpointNotFoundError, match=r"here holds 2 files of weights .*: a-2\.pth, a-10\.pth\."
+        CheckpointNotFoundError, match=r"here has several weight files and no index: a-2\.pth, a-10\.pth\."
     ) as bad:
         entry_of(["a-10.pth", "a-2.pth", "optimizer.pt"], "here")
     assert "name it pytorch_model.bin" in bad.value.remedy
-    with pytest.raises(CheckpointNotFoundError, match=r"4\.pt and more\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"4\.pt and 4 more\."):
         entry_of([f"{n}.pt" for n in range(9)], "here")
 
 
@@ -147,7 +147,7 @@ def test_meta_s_own_format(ranks: int) -> None:
 
 
 def test_meta_s_own_format_without_its_parameters() -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"Meta's own format, without their params\.json") as refused:
+    with pytest.raises(CheckpointNotFoundError, match=r"has Meta weights .* but no params\.json") as refused:
         entry_of(["consolidated.00.pth", "consolidated.01.pth"], "here")
     assert "published with them" in refused.value.remedy
 

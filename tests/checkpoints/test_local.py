@@ -64,10 +64,12 @@ def test_sharded(folder: Path) -> None:
     assert checkpoint.index.shards == (FIRST, SECOND)
     assert set(checkpoint.index.weight_map) == set(llama_tensors(layers=2))
     assert checkpoint.deletable
-    facts = checkpoint.facts(SECOND)
-    assert facts is not None
-    assert (facts.name, facts.size, facts.staged) == (SECOND, (folder / SECOND).stat().st_size, False)
-    assert {t.name for t in facts.header.tensors} == {t for t, s in checkpoint.index.weight_map.items() if s == SECOND}
+    metadata = checkpoint.metadata(SECOND)
+    assert metadata is not None
+    assert (metadata.name, metadata.size, metadata.staged) == (SECOND, (folder / SECOND).stat().st_size, False)
+    assert {t.name for t in metadata.header.tensors} == {
+        t for t, s in checkpoint.index.weight_map.items() if s == SECOND
+    }
     assert checkpoint.acquire(FIRST) == folder / FIRST
     assert list(checkpoint.sidecars()) == ["config.json"]
 
@@ -135,7 +137,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
         (["mmproj-F16.gguf"], "found the weights mmproj-F16.gguf."),
         (
             [f"{n}.safetensors" for n in range(7)],
-            "found the weights 0.safetensors, 1.safetensors, .*4.safetensors and more.",
+            "found the weights 0.safetensors, 1.safetensors, .*4.safetensors and 2 more.",
         ),
     ],
 )
@@ -145,7 +147,7 @@ def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], found: st
     with pytest.raises(
         CheckpointNotFoundError,
         match="holds no checkpoint: looked for model.safetensors.index.json, model.safetensors, "
-        rf"pytorch_model.bin.index.json, pytorch_model.bin, a single file of torch.save, and GGUF, {found}",
+        rf"pytorch_model.bin.index.json, pytorch_model.bin, a single file of torch.save, and GGUF; {found}",
     ) as refused:
         LocalCheckpoint(tmp_path)
     remedy = "safetensors or torch.save files" if "weights" in found else "the folder that holds the weights"
@@ -155,8 +157,8 @@ def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], found: st
 def test_missing_shard(folder: Path) -> None:
     (folder / SECOND).unlink()
     checkpoint = LocalCheckpoint(folder)
-    assert checkpoint.facts(FIRST) is not None
-    assert checkpoint.facts(SECOND) is None
+    assert checkpoint.metadata(FIRST) is not None
+    assert checkpoint.metadata(SECOND) is None
     held = sum(shard == SECOND for shard in checkpoint.index.weight_map.values())
     with pytest.raises(
         MissingShardError, match=rf"{SECOND} is missing; by the index it holds {held} tensors"
@@ -185,7 +187,7 @@ def test_name_that_leads_out(folder: Path, tmp_path: Path, name: str, opened: li
     opened.clear()
     with pytest.raises(UnsafePathError, match="expected a plain file name inside the checkpoint's own folder"):
         LocalCheckpoint(folder)
-    assert [Path(path).name for path in opened] == [INDEX_NAME]
+    assert {Path(path).name for path in opened} == {INDEX_NAME}
     assert contents(tmp_path) == before
 
 
@@ -206,7 +208,7 @@ def test_link_that_leads_out(folder: Path, tmp_path: Path, kind: str, opened: li
     opened.clear()
     with pytest.raises(UnsafePathError, match="is a link that leads outside its folder"):
         LocalCheckpoint(folder)
-    assert [Path(path).name for path in opened] == ([] if kind == "single" else [INDEX_NAME])
+    assert {Path(path).name for path in opened} == (set() if kind == "single" else {INDEX_NAME})
     assert contents(tmp_path) == before
 
 
@@ -223,7 +225,7 @@ def test_releasing_a_link_that_stays_inside_removes_the_link(folder: Path) -> No
     (folder / FIRST).rename(folder / "real")
     (folder / FIRST).symlink_to("real")
     checkpoint = LocalCheckpoint(folder)
-    assert checkpoint.facts(FIRST) is not None
+    assert checkpoint.metadata(FIRST) is not None
     checkpoint.release(FIRST)
     assert not (folder / FIRST).is_symlink()
     assert (folder / "real").exists()
@@ -243,10 +245,10 @@ def test_damaged_shard_says_what_is_safe_and_how_to_go_on(folder: Path, damage: 
     raw = (folder / SECOND).read_bytes()
     (folder / SECOND).write_bytes(raw[:-1] if damage == "truncated" else raw[:8] + b"x" + raw[9:])
     with pytest.raises(CorruptShardError) as refused:
-        LocalCheckpoint(folder).facts(SECOND)
-    assert refused.value.problem.startswith(f"In {folder}: {SECOND} is not a sound safetensors file: ")
+        LocalCheckpoint(folder).metadata(SECOND)
+    assert refused.value.problem.startswith(f"In {folder}: {SECOND} is not a valid safetensors file: ")
     assert ("it is truncated" if damage == "truncated" else "starts with b'x'") in refused.value.problem
-    assert "Put a sound copy at that path" in refused.value.remedy
+    assert "Put an undamaged copy at that path" in refused.value.remedy
     assert "Finished layers are safe" in refused.value.remedy
     assert "Do not delete other files" in refused.value.remedy
 
@@ -254,9 +256,9 @@ def test_damaged_shard_says_what_is_safe_and_how_to_go_on(folder: Path, damage: 
 def test_damaged_single_file(tmp_path: Path) -> None:
     folder = write_shards(tmp_path, {SINGLE_NAME: llama_tensors(layers=1)}, index=False)
     (folder / SINGLE_NAME).write_bytes((folder / SINGLE_NAME).read_bytes()[:-7])
-    with pytest.raises(CorruptShardError, match=r"model.safetensors is not a sound .* it is truncated") as refused:
+    with pytest.raises(CorruptShardError, match=r"model.safetensors is not a valid .* it is truncated") as refused:
         LocalCheckpoint(folder)
-    assert "Put a sound copy at that path" in refused.value.remedy
+    assert "Put an undamaged copy at that path" in refused.value.remedy
 
 
 # Giving up
@@ -309,8 +311,8 @@ def test_releasing_is_an_unlink_that_lasts(folder: Path) -> None:
 
 def identity(folder: Path) -> SourceIdentity:
     checkpoint = LocalCheckpoint(folder)
-    facts = [facts for shard in checkpoint.index.shards if (facts := checkpoint.facts(shard)) is not None]
-    return checkpoint.identity(facts)
+    metadata = [metadata for shard in checkpoint.index.shards if (metadata := checkpoint.metadata(shard)) is not None]
+    return checkpoint.identity(metadata)
 
 
 def test_identity_is_of_the_contents(tmp_path: Path) -> None:
@@ -331,7 +333,7 @@ def test_fingerprint_sees_both_ends_of_a_file(folder: Path, at: int) -> None:
     raw = bytearray((folder / FIRST).read_bytes())
     raw[at if at else raw.index(b"weight")] ^= 1
     (folder / FIRST).write_bytes(raw)
-    after = LocalCheckpoint(folder).facts(FIRST)
+    after = LocalCheckpoint(folder).metadata(FIRST)
     assert after is not None
     assert after.fingerprint != before.fingerprints[FIRST]
 
@@ -390,9 +392,7 @@ def test_identity_of_another_kind() -> None:
     assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {})) is None
     assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", {"a": "sha256:1"})) is None  # the same weights
     for marks in ({"a": "sha256:2"}, {"a": "sha256:1", "b": "sha256:1"}, {}):
-        assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", marks)) == (
-            "acme/tiny at commit c1 is not acme/tiny at commit c2"
-        )
+        assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", marks)) == ("its commit is c1, not c2")
     blobs = [SourceIdentity("hub", "acme/tiny", commit, {"a": "blob:1"}) for commit in ("c1", "c2")]
     assert blobs[0].differs_from(blobs[1]) is not None  # no digest of the whole content
     assert hub.differs_from(SourceIdentity("hub", "acme/other", "c2", {"a": "sha256:1"})) is not None

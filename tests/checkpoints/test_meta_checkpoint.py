@@ -205,7 +205,7 @@ def test_special_tokens_of_llama_3() -> None:
 def test_a_token_that_has_a_special_one_s_name(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(tiktoken_file(0) + base64.b64encode(b"<|eot_id|>") + b" 256\n")
-    with pytest.raises(CorruptVocabularyError, match=r"an ordinary token '<\|eot_id\|>'"):
+    with pytest.raises(CorruptVocabularyError, match=r"named like the special token '<\|eot_id\|>'"):
         derive_tokenizer(path, later=False, longest=8192)
 
 
@@ -213,7 +213,7 @@ def test_tokens_so_long_that_their_pairs_would_take_minutes(tmp_path: Path) -> N
     path = tmp_path / "tokenizer.model"
     lines = (base64.b64encode(bytes([i % 251, i // 251]) + bytes(1000)) + f" {256 + i}\n".encode() for i in range(300))
     path.write_bytes(tiktoken_file(0) + b"".join(lines))
-    with pytest.raises(CorruptVocabularyError, match="so long that their pairs take"):
+    with pytest.raises(CorruptVocabularyError, match=r"needs .* bytes to check"):
         derive_tokenizer(path, later=False, longest=8192)
 
 

@@ -238,8 +238,8 @@ def test_warning_where_most_tensors_are_in_no_block(caplog: pytest.LogCaptureFix
     assert set(ids(tensors[1:], "odd").values()) == {"tower.first", "tower.second", "tower.layers.0"}
     (record,) = caplog.records
     assert record.message == (
-        "Of the 3 tensors of model type 'odd', 2 are in no numbered block such as 'model.layers.0.'; each of their "
-        "modules gets a layer file. To set other layers: rabbitllm.register_layer_naming('odd', [...])."
+        "Of the 3 tensors of model type 'odd', 2 do not belong to a numbered block such as 'model.layers.0.'; each of "
+        "their modules gets a layer file. To set other layers: rabbitllm.register_layer_naming('odd', [...])."
     )
     caplog.clear()
     assert len(set(ids([*tensors, "tower.layers.0.b"], "odd").values())) == 3

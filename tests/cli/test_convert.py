@@ -211,7 +211,7 @@ def test_a_repository(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert json.loads((tmp_path / "new" / INDEX_NAME).read_text())["metadata"]["converted_from"]["name"] == REPO
     assert dataclass_without_time(convert(REPO, tmp_path / "new", **options)) == dataclass_without_time(made)
-    with pytest.raises(SplitMismatchError, match=f"holds the conversion of {REPO}, not of"):
+    with pytest.raises(SplitMismatchError, match=f"holds the conversion of {REPO}; requested was"):
         convert(folder, tmp_path / "new")
 
 
@@ -285,7 +285,9 @@ def test_another_checkpoint_in_a_folder_that_is_whole(tmp_path: Path) -> None:
     convert(one, tmp_path / "new")
     before = contents(tmp_path / "new")
     assert convert(one, tmp_path / "new").before
-    with pytest.raises(SplitMismatchError, match=r"holds the conversion of one, not of .*two: its shard .* has other"):
+    with pytest.raises(
+        SplitMismatchError, match=r"holds the conversion of one; requested was .*two: its shard .* has other"
+    ):
         convert(two, tmp_path / "new")
     assert contents(tmp_path / "new") == before
 

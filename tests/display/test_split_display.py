@@ -193,7 +193,7 @@ def test_a_row_says_how_much_how_fast_and_how_long() -> None:
     now[0] = 102.0
     (row,) = reading.rows(100)
     said = text_of(row)
-    assert said.startswith("reading ━━━━━━────")
+    assert said.startswith("reading ━━━━━━━━━━━────")
     assert said.endswith(" 25 % · 1.00 of 4.00 GiB · 512 MiB/s · 6 s left")
     assert reading.line() == "reading 25 %, 1.00 of 4.00 GiB, 512 MiB/s, 6 s left"
 

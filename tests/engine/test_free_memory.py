@@ -185,7 +185,7 @@ except RabbitLLMError as error:
         (768 << 20, ["False", "3"]),
     ],
 )
-def test_in_a_control_group_too_little_memory_is_said(tmp_path: Path, spare: int, lines: list[str]) -> None:
+def test_in_a_control_group_too_little_memory_is_given(tmp_path: Path, spare: int, lines: list[str]) -> None:
     """With too little for a layer of 56 MiB the process is refused its model, and not killed."""
     small = build_checkpoint(tmp_path / "small", "llama", dtype=torch.bfloat16)
     sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2}

@@ -200,7 +200,7 @@ def test_digits_are_set_apart_where_llama_cpp_does(tmp_path: Path) -> None:
 def test_a_way_to_split_text_that_is_not_known_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = split_by(tmp_path / "unknown.gguf", "zebra")
     guessed = tokenizer_of(file)
-    assert "does not know how its vocabulary splits text ('zebra')" in caplog.text
+    assert "does not recognise this vocabulary's pre-tokenizer ('zebra')" in caplog.text
     own = Tokenizer.from_str(guessed.to_str())
     own.pre_tokenizer = pre_tokenizers.Whitespace()
     own.save(str(tmp_path / "tokenizer.json"))
@@ -276,7 +276,7 @@ def test_an_architecture_that_transformers_lacks_is_refused_by_name(tmp_path: Pa
     file = write_gguf(tmp_path / "model.gguf", changed=lambda writer: setattr(writer, "arch", "llama"))
     data = file.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0zebra")
     file.write_bytes(data)
-    with pytest.raises(UnknownArchitectureError, match=r"cannot read the architecture 'zebra' of model\.gguf"):
+    with pytest.raises(UnknownArchitectureError, match=r"cannot read model\.gguf, of architecture 'zebra'"):
         rabbitllm.AutoModel.from_pretrained(file, device="cpu", sequential_shard_processing=True)
     assert file.read_bytes() == data
 

@@ -60,7 +60,7 @@ def test_a_line_for_each_compression() -> None:
     assert empty == ""
 
 
-def test_too_little_memory_is_said_of_the_compressions_that_it_is_too_little_for() -> None:
+def test_too_little_memory_is_given_of_the_compressions_that_it_is_too_little_for() -> None:
     problem = "A pass takes at least 9.00 GiB of memory; this process may take 1.00 GiB."
     small = dataclasses.replace(LARGE, too_little_memory=problem)
     small_too = dataclasses.replace(CACHED, too_little_memory=problem)

@@ -112,7 +112,7 @@ def test_a_float_may_be_none() -> None:
     ("data", "said"),
     [
         (number(1, 5), r"field 1 \(text\) before byte 2 has wire type 0; expected 2"),
-        (number(3, 1) + number(3, 1), r"field 3 \(whole\) before byte 4 is there for the second time"),
+        (number(3, 1) + number(3, 1), r"field 3 \(whole\) before byte 4 appears twice"),
         (number(5, 3), "the colour before byte 2 is 3; known ones are 1 red, 2 green"),
         (span(1, b"ab\xff"), "the text at byte 2 is not UTF-8 .* at byte 4"),
         (number(9, 1) * 101, "the message at byte 0 has more than 100 fields"),

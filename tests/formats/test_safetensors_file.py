@@ -47,7 +47,7 @@ def test_malformed(tmp_path: Path, case: str) -> None:
     with pytest.raises(CorruptShardError) as refused:
         read_header(tmp_path / "shard.safetensors")
     assert re.search(message, str(refused.value)), str(refused.value)
-    assert str(refused.value).startswith("shard.safetensors is not a sound safetensors file: ")
+    assert str(refused.value).startswith("shard.safetensors is not a valid safetensors file: ")
     assert len(str(refused.value)) < 700
     assert isinstance(refused.value, CheckpointError)
 
@@ -87,7 +87,7 @@ def test_claimed_length_is_not_allocated(tmp_path: Path) -> None:
     path = tmp_path / "shard.safetensors"
     path.write_bytes(file_of(TEXT, length=MAX_HEADER_BYTES))
     tracemalloc.start()
-    with pytest.raises(CorruptShardError, match="claims a header of 33,554,432 bytes"):
+    with pytest.raises(CorruptShardError, match="declares a header of 33,554,432 bytes"):
         read_header(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

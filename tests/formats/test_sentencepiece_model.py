@@ -190,7 +190,7 @@ def test_a_vocabulary_that_was_trained_is_sound_in_every_way_that_is_checked(
     path, _ = trained
     data = path.read_bytes()
     assert parse_model(data, "m") == read_model(path)
-    with pytest.raises(CorruptVocabularyError, match="second time"):
+    with pytest.raises(CorruptVocabularyError, match="appears twice"):
         parse_model(data + data, "m")
 
 
@@ -304,7 +304,7 @@ def test_a_hostile_vocabulary_is_refused(name: str) -> None:
     with pytest.raises(CorruptVocabularyError) as caught:
         parse_model(data, "tokenizer.model")
     assert re.search(said, str(caught.value))
-    assert str(caught.value).startswith("tokenizer.model is not a sound SentencePiece model: ")
+    assert str(caught.value).startswith("tokenizer.model is not a valid SentencePiece model: ")
     assert caught.value.remedy
     assert len(str(caught.value)) < 600
 

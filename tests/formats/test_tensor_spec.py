@@ -55,7 +55,7 @@ def test_size(dtype: str, shape: tuple[int, ...], nbytes: int | None) -> None:
     if nbytes is not None:
         assert byte_size(dtype, shape) == nbytes
         return
-    with pytest.raises(ValueError, match="no whole number of bytes"):
+    with pytest.raises(ValueError, match="not a whole number of bytes"):
         byte_size(dtype, shape)
 
 

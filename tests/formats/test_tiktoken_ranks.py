@@ -72,7 +72,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files(name: str) -> None:
     data, says = HOSTILE[name]
-    with pytest.raises(CorruptVocabularyError, match=r"^voc\.model is not a sound tiktoken vocabulary: .*" + says):
+    with pytest.raises(CorruptVocabularyError, match=r"^voc\.model is not a valid tiktoken vocabulary: .*" + says):
         parse_ranks(data, "voc.model")
 
 

@@ -348,7 +348,7 @@ def memory_for_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["from_pretrained", "pull for a device", "pull to load"])
-def test_too_little_memory_is_said_before_the_first_shard_goes(
+def test_too_little_memory_is_given_before_the_first_shard_goes(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     before = contents(checkpoint)

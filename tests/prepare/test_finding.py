@@ -124,7 +124,7 @@ def test_offline_split_from_the_users_cache(
 def test_offline_with_another_models_split(repository: Path, other: Path, local_hub: LocalHub, tmp_path: Path) -> None:
     split(REPO, tmp_path / "splits")
     for name in ("acme/other", "other/tiny"):
-        with pytest.raises(SplitMismatchError, match=rf"was split from {REPO}, not from {name}"):
+        with pytest.raises(SplitMismatchError, match=rf"was split from {REPO}; requested was {name}"):
             split(name, tmp_path / "splits", local_files_only=True)
     commit = local_hub.commit(REPO)
     for revision, fits in ((commit, True), ("main", True), ("f" * 40, False)):
@@ -132,7 +132,7 @@ def test_offline_with_another_models_split(repository: Path, other: Path, local_
         if fits:
             assert prepare.find(sought).finished
         else:
-            with pytest.raises(SplitMismatchError, match=f"not {REPO} at commit {'f' * 40}"):
+            with pytest.raises(SplitMismatchError, match=f"its commit is .*, not {'f' * 40}"):
                 prepare.find(sought)
 
 

@@ -77,7 +77,7 @@ def split_in(memory: int, source: str, where: Path, executor: Any = None, **call
     wanted = Call(source, str(where), "auto", **call)
     found = wanted.find()
     options = SplitOptions(
-        "auto", wanted.shards, shard_transfer=wanted.shard_transfer, memory=memory, memory_is_said=True
+        "auto", wanted.shards, shard_transfer=wanted.shard_transfer, memory=memory, memory_is_given=True
     )
     prepare.ensure_split(found, options, executor=executor)
     return found.split_folder

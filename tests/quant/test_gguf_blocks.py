@@ -32,7 +32,7 @@ def by_gguf(name: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal bits; any one that is no number equals any other."""
+    """Equal bits; any one that is not a number equals any other."""
     assert found.dtype == expected.dtype == torch.float32
     assert torch.equal(found.isnan(), expected.isnan())
     numbers = ~found.isnan()

@@ -237,7 +237,7 @@ def test_refusal_comes_before_anything_is_touched(tmp_path: Path) -> None:
     with pytest.raises(NotEnoughSpaceException, match="is allowed by max_disk=1,000"):
         split(source, max_disk=1000)
     assert names_in(source) == before
-    assert LocalCheckpoint(source).facts("model-00003-of-00003.safetensors") is not None
+    assert LocalCheckpoint(source).metadata("model-00003-of-00003.safetensors") is not None
     assert largest > 1000
 
 

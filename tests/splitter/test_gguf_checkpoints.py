@@ -74,7 +74,7 @@ def test_a_repository_is_split_with_and_without_files(
     assert not names_in(hub_environment.cache, "**/*.gguf")
     with pytest.raises(CheckpointNotFoundError, match=r"holds the GGUF models tiny-Q4_K_M.*tiny-Q8_0\.gguf"):
         split(REPO)
-    with pytest.raises(CheckpointNotFoundError, match="0 of them fit 'Q5_K_M'"):
+    with pytest.raises(CheckpointNotFoundError, match="0 of them match 'Q5_K_M'"):
         split(f"{REPO}:Q5_K_M")
 
 
@@ -90,7 +90,7 @@ def test_shards_that_are_kept_are_fetched_into_the_hub_cache(
 
 def test_a_file_of_several_is_named(tmp_path: Path, expected: dict[str | None, dict[str, bytes]]) -> None:
     first, second = write_gguf(tmp_path / "a.gguf"), write_gguf(tmp_path / "b.gguf", seed=1)
-    with pytest.raises(CheckpointNotFoundError, match=r"holds 2 models as GGUF: a\.gguf, b\.gguf"):
+    with pytest.raises(CheckpointNotFoundError, match=r"holds 2 GGUF models: a\.gguf, b\.gguf"):
         split(tmp_path)
     made = split(first)
     assert layer_files(made) == expected[None]

@@ -314,10 +314,10 @@ def test_journal_keeps_views_and_pieces(tmp_path: Path, model: Any) -> None:
     made = interrupted(Call(str(source)))
     replayed = journal.replay(made)
     assert replayed is not None
-    facts = LocalCheckpoint(source, known_shards=[RANK.format(0), RANK.format(1)]).facts(RANK.format(1))
-    assert facts is not None
+    metadata = LocalCheckpoint(source, known_shards=[RANK.format(0), RANK.format(1)]).metadata(RANK.format(1))
+    assert metadata is not None
     kept: tuple[TensorSpec, ...] = replayed.plan.shards[1].tensors
-    assert set(kept) == set(facts.header.tensors)
+    assert set(kept) == set(metadata.header.tensors)
     assert any(tensor.view is not None and tensor.piece is not None for tensor in kept)
 
 

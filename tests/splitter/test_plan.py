@@ -240,16 +240,16 @@ def test_plan_depends_on_nothing_but_its_arguments() -> None:
     assert plan_of(shards).source_bytes == 3 * (100 + 16384)
 
 
-def facts_of(shard: PlannedShard) -> ShardMetadata:
+def metadata_of(shard: PlannedShard) -> ShardMetadata:
     return ShardMetadata(shard.name, shard.size, shard.fingerprint, Header(shard.tensors, {}, 100))
 
 
 def test_index_decides_between_two_shards() -> None:
     tensor = ("F32", (8,))
     first, second = shard_of("a", {"x": tensor, "y": tensor}), shard_of("b", {"y": tensor, "z": tensor})
-    found = tensors_by_shard(index_of({"x": "a", "y": "b"}), [facts_of(first), facts_of(second)])
+    found = tensors_by_shard(index_of({"x": "a", "y": "b"}), [metadata_of(first), metadata_of(second)])
     assert {shard: [t.name for t in tensors] for shard, tensors in found.items()} == {"a": ["x"], "b": ["y", "z"]}
-    found = tensors_by_shard(index_of({"x": "a", "z": "b"}), [facts_of(first), facts_of(second)])
+    found = tensors_by_shard(index_of({"x": "a", "z": "b"}), [metadata_of(first), metadata_of(second)])
     assert [t.name for t in found["a"]] == ["x", "y"]  # a tensor that only headers know is taken from the first
 
 
@@ -259,7 +259,7 @@ def test_index_promises_what_the_header_does_not_have(promised: list[str], more:
     with pytest.raises(
         InvalidIndexError, match=f"The index puts 'p'{more} into a, whose header does not have it"
     ) as bad:
-        tensors_by_shard(index_of(dict.fromkeys(["x", *promised], "a")), [facts_of(shard)])
+        tensors_by_shard(index_of(dict.fromkeys(["x", *promised], "a")), [metadata_of(shard)])
     assert "Download the index and that shard again" in str(bad.value)
 
 
@@ -273,9 +273,9 @@ def test_plan_of_a_real_checkpoint_counts_its_files(tmp_path: Path) -> None:
     tensors = llama_tensors(dtype=torch.float32)
     source = write_shards(tmp_path / "model", cut(tensors, 3))
     checkpoint = LocalCheckpoint(source)
-    facts = [found for shard in checkpoint.index.shards if (found := checkpoint.facts(shard))]
-    chosen = tensors_by_shard(checkpoint.index, facts)
-    shards = tuple(PlannedShard(f.name, f.size, f.fingerprint, chosen[f.name], f.staged) for f in facts)
+    metadata = [found for shard in checkpoint.index.shards if (found := checkpoint.metadata(shard))]
+    chosen = tensors_by_shard(checkpoint.index, metadata)
+    shards = tuple(PlannedShard(f.name, f.size, f.fingerprint, chosen[f.name], f.staged) for f in metadata)
     plan = plan_of(shards, "8bit")
     made = split_of(source, compression="8bit")
     assert plan.output_bytes == sum(path.stat().st_size for path in made.glob("*.safetensors"))

@@ -251,7 +251,7 @@ def test_a_file_that_was_taken_away_meanwhile_is_not_made_again(tmp_path: Path, 
     (tmp_path / "a").rename(tmp_path / "aside")
     if there:
         (tmp_path / "a").write_bytes(b"\0\0\0")
-    with pytest.raises(OSError, match="another file is in its place" if there else "No such file"):
+    with pytest.raises(OSError, match="the file was replaced" if there else "No such file"):
         first.write_at(memoryview(b"abc"), 0)
     assert (tmp_path / "a").exists() == there
     first.close()
@@ -505,11 +505,11 @@ def test_writing_begins_each_time_enough_waits(tmp_path: Path, monkeypatch: pyte
 # A file without a name
 
 
-@pytest.mark.parametrize("at_places", sorted({False, durable.NamelessFile.READS_AT_PLACES}))
+@pytest.mark.parametrize("at_places", sorted({False, durable.NamelessFile.READS_AT_OFFSETS}))
 def test_a_nameless_file_is_for_one_user_and_gives_back_what_was_written(
     tmp_path: Path, steps: list[Step], monkeypatch: pytest.MonkeyPatch, at_places: bool
 ) -> None:
-    monkeypatch.setattr(durable.NamelessFile, "READS_AT_PLACES", at_places)
+    monkeypatch.setattr(durable.NamelessFile, "READS_AT_OFFSETS", at_places)
     file = durable.NamelessFile(tmp_path)
     file.write_at(memoryview(b"abc"), 0)
     file.write_at(memoryview(b"defg"), 3)

@@ -228,7 +228,7 @@ def test_layer_file_with_a_damaged_header(folder: Path) -> None:
     raw = bytearray((folder / LAYER_0).read_bytes())
     raw[8] = ord("x")
     (folder / LAYER_0).write_bytes(raw)
-    with pytest.raises(IncompleteSplitError, match=rf"In {folder}: {LAYER_0} is not a sound safetensors file"):
+    with pytest.raises(IncompleteSplitError, match=rf"In {folder}: {LAYER_0} is not a valid safetensors file"):
         LayerStore(folder)
 
 
@@ -285,7 +285,7 @@ def test_legacy_folder_with_a_layer_that_is_not_done(tmp_path: Path) -> None:
 def test_legacy_folder_with_a_torn_layer(tmp_path: Path) -> None:
     folder = legacy(tmp_path, "rabbitllm-1.1.0-4bit")
     (folder / LAYER_0).write_bytes((folder / LAYER_0).read_bytes()[:-100])
-    with pytest.raises(IncompleteSplitError, match=f"{LAYER_0} is not a sound safetensors file: it is truncated"):
+    with pytest.raises(IncompleteSplitError, match=f"{LAYER_0} is not a valid safetensors file: it is truncated"):
         LayerStore(folder)
 
 
