@@ -319,7 +319,7 @@ def _load_unsplit(request: LoadRequest, source: prepare.Source, devices: Sequenc
         with prepare.acceptance(source, request.run, devices, too_little=_too_little(request.hosts)) as accept:
             prepare.check_before_fetching(source, accept)
         checkpoint, lock = prepare.whole_checkpoint(source)
-    with lock, prepare.SmallFiles(checkpoint) as files:
+    with lock, prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
         model = _model(UnsplitStore(checkpoint), request.run, files.folder, devices, request.hosts)
         files.keep_for(model)
         return _locked(model, lock)

@@ -56,10 +56,10 @@ from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.quant.schemes import DOUBLE
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.journal import telling_how_to_go_on
+from rabbitllm.splitter.journal import reporting_interrupts
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
-from rabbitllm.splitter.split import clear_away, discard_original, split
+from rabbitllm.splitter.split import clean_up, discard_original, split
 from rabbitllm.storage import durable
 from rabbitllm.store import locations
 from rabbitllm.store.checkpoint_folder import index_of_files, plan_shards, write_checkpoint
@@ -188,7 +188,7 @@ class WeightsInput:
         source = prepare.Source(self.name, self.split_folder, self.path.parent, finished=False, local=self.path.parent)
         with (
             locked(self.split_folder),
-            telling_how_to_go_on(self.split_folder),
+            reporting_interrupts(self.split_folder),
             prepare.lock_source(source, options),
         ):
             checkpoint = self.open()
@@ -196,7 +196,7 @@ class WeightsInput:
                 family = prepare.family_of(self.path.parent)
                 split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
                 return
-            clear_away(self.split_folder)
+            clean_up(self.split_folder)
             if options.shards.deletes_rest:
                 discard_original(checkpoint)
 
@@ -208,14 +208,14 @@ class WeightsInput:
         folder, name = self.path.parent, self.path.name
         if self.path.exists():
             _refuse_one_of_several(folder, name)
-            held = {tensor.name: name for tensor in read_shard_header(self.path).tensors}
+            index = index_of({tensor.name: name for tensor in read_shard_header(self.path).tensors})
         elif (earlier := journal.replay(self.split_folder)) is not None:
-            held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
+            index = earlier.plan.index
         elif read_manifest(self.split_folder) is not None:
-            held = {}
+            index = index_of({})
         else:
             raise CheckpointNotFoundError(f"There is no file {self.name!r}.", "Check the path.")
-        return _OfOneFile(folder, name, index_of(held))
+        return _OfOneFile(folder, name, index)
 
 
 class _OfOneFile(LocalCheckpoint):

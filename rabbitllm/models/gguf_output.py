@@ -610,8 +610,8 @@ def _source(name: str, asked: str, access: HubAccess) -> Iterator[tuple[_Metadat
     if (made := finished_split_of(name)) is not None:
         store = LayerStore(made)
         home = made if (made / CONFIG_NAME).exists() else expand(name)
-        with _copies(sidecars_in(home), {}) as folder:
-            metadata, shapes, extra = _of_model(folder, name)
+        with prepare.SmallFiles(sidecars_in(home), {}) as files:
+            metadata, shapes, extra = _of_model(files.folder, name)
             tensors, sources = _layout(shapes, extra, _tensors_of_split(store, home), asked, name)
             yield metadata, _Layout(tensors, sources, identity_of_split(store))
         return
@@ -624,15 +624,15 @@ def _source(name: str, asked: str, access: HubAccess) -> Iterator[tuple[_Metadat
             if source.repository is not None and source.repository.gguf_entry() is None:
                 remote = prepare.open_weights(source, [source.split_folder])
                 assert remote is not None
-                with _copies(remote.sidecars(), remote.derived()) as folder:  # refused before a shard is fetched
-                    _of_model(folder, name)
+                with prepare.SmallFiles(remote.sidecars(), remote.derived()) as files:
+                    _of_model(files.folder, name)  # refused before a shard is fetched
             checkpoint, lock = prepare.whole_checkpoint(source)
             stack.callback(lock.close)
         if checkpoint.gguf is not None:
             yield _from_gguf(checkpoint, asked)
             return
-        with _copies(checkpoint.sidecars(), checkpoint.derived()) as folder:
-            metadata, shapes, extra = _of_model(folder, name)
+        with prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived()) as files:
+            metadata, shapes, extra = _of_model(files.folder, name)
             tensors, sources = _layout(shapes, extra, _tensors_of_files(checkpoint), asked, name)
             yield metadata, _Layout(tensors, sources, checkpoint.identity(shards_at_hand(checkpoint)))
 
@@ -648,19 +648,6 @@ def _from_gguf(checkpoint: LocalCheckpoint, asked: str) -> tuple[_Metadata, _Lay
         kind = tensor.kind if asked == AUTO else type_of(name, tensor.shape, tensor.kind, asked)
         layout.append(TensorInFile(name, tensor.shape, kind, (part,)))
     return _of_gguf(paths[-1]), _Layout(layout, tensors, checkpoint.identity(shards_at_hand(checkpoint)))
-
-
-@contextlib.contextmanager
-def _copies(paths: Mapping[str, Path], contents: Mapping[str, bytes]) -> Iterator[Path]:
-    """A scratch folder with the small files of a model."""
-    with tempfile.TemporaryDirectory(prefix="rabbitllm-convert-") as made:
-        folder = Path(made)
-        for name, path in paths.items():
-            if "/" not in name:
-                durable.write_scratch(folder / name, path.read_bytes())
-        for name, content in contents.items():
-            durable.write_scratch(folder / name, content)
-        yield folder
 
 
 def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nbytes: int) -> None:

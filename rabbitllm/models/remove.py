@@ -22,7 +22,7 @@ from rabbitllm.errors import CheckpointError, SplitError, system_errors_by_name
 from rabbitllm.models.library import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
-from rabbitllm.splitter.lock import HOLDER_NAME, LEASE_NAME, LOCK_NAME, locked_at_once
+from rabbitllm.splitter.lock import HOLDER_NAME, LEASE_NAME, LOCK_NAME, locked_without_waiting
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.store import locations
@@ -182,7 +182,7 @@ def remove(removal: Removal) -> int:
         OSError: something in it cannot be removed; call again.
     """
     folder = removal.entry.folder
-    with locked_at_once(folder):
+    with locked_without_waiting(folder):
         again = plan_removal(folder)
         if set(again.files) != set(removal.files):
             raise SplitError(
